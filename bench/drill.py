@@ -20,7 +20,7 @@ from support.results import results_directory
 from support.runs import write_results
 
 import trainwright as tw
-from trainwright.drilling.campaign import Results
+from trainwright.drilling.campaign import CampaignResults
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
@@ -49,7 +49,7 @@ def main() -> int:
         drill(options, minutes=NO_TIME)
     join(verdicts, work / "trials.jsonl")
     found = drill(options, minutes=NO_TIME if options.report else options.minutes)
-    lines = Results(work / "trials.jsonl").read().values()
+    lines = CampaignResults(work / "trials.jsonl").read().values()
     verdicts.write_text("".join(json.dumps(line).replace(f"{work}/", "") + "\n" for line in lines))
     print(found)
     machine = describe(sorted(os.sched_getaffinity(0)))

@@ -21,7 +21,7 @@ from support.faults.setting import setting
 from support.results import results_directory
 
 from trainwright.drilling import phases
-from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials, table
+from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, CampaignResults, run_trials, table
 from trainwright.drilling.kinds import KINDS, matching, schedule
 
 
@@ -37,7 +37,7 @@ def main() -> int:
             print(f"{trial.name}  {trial.case}")
         print(f"{len(trials)} trials of {len({trial.kind for trial in trials})} kinds, of {len(KINDS)}")
         return 0
-    results = Results(options.results)
+    results = CampaignResults(options.results)
     if options.fresh:
         options.results.unlink(missing_ok=True)
     again = {BROKEN, MISSED} if options.again else set()

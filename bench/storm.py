@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support import storm  # noqa: E402
 from tests.support.slurm import Slurm, why_not  # noqa: E402
-from trainwright.drilling.campaign import Results  # noqa: E402
+from trainwright.drilling.campaign import CampaignResults  # noqa: E402
 from trainwright.drilling.trial_settings import code_of_the_product  # noqa: E402
 
 RESULTS = results_directory() / "storm.jsonl"
@@ -41,7 +41,7 @@ RESULTS = results_directory() / "storm.jsonl"
 
 def main() -> int:
     options = _parse()
-    results = Results(options.results)
+    results = CampaignResults(options.results)
     trials = storm.drawn(options.seed, options.trials)
     known = results.read()
     again = (storm.BROKEN, storm.MISSED) if options.again else ()

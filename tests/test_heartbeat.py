@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainwright import heartbeat
-from trainwright.beats import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, Collective, read
+from trainwright.beats import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, EnteredCollective, read
 from trainwright.heartbeat import Heartbeat
 from trainwright.spent import DeviceEvent, Use
 
@@ -46,8 +46,8 @@ def test_a_reader_finds_what_the_worker_does(worker: Worker) -> None:
     beat = worker.beat
     assert (beat.phase, beat.step, beat.micro_batch) == ("backward", 2**40, 7)
     assert (beat.waiting, beat.entered, beat.marks) == (True, 1, begun.marks + 2)
-    assert beat.collective == Collective(1, "all_reduce", "float32[3]", "a.py:1", same_shape=False)
-    assert beat.collectives == {1: Collective(1, "all_reduce", "float32[3]", "a.py:1", same_shape=True)}
+    assert beat.collective == EnteredCollective(1, "all_reduce", "float32[3]", "a.py:1", same_shape=False)
+    assert beat.collectives == {1: EnteredCollective(1, "all_reduce", "float32[3]", "a.py:1", same_shape=True)}
     own.leave()
     own.begin_within("compilation")
     assert (worker.beat.waiting, worker.beat.phase, worker.beat.step) == (False, "compilation", 2**40)

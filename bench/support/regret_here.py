@@ -113,8 +113,8 @@ def _measured_now(machine: Machine, workload: Workload) -> Basis:
     """The basis of a plan on a machine that has not been calibrated, whether or not this one has."""
     shapes = shapes_of(workload)
     found = measured(machine, shapes)
-    assert found.found is not None, found.trouble
-    return Basis(None, for_block(found.found, shapes.bounded(machine.device).block))
+    assert found.calibration is not None, found.trouble
+    return Basis(None, for_block(found.calibration, shapes.bounded(machine.device).block))
 
 
 def _ways(recipe: Recipe, machine: Machine, calibration: Calibration | None) -> list[Way]:

@@ -120,9 +120,9 @@ def _prepare(recipe: Recipe, cache: Path) -> None:
 
 
 def _work(directory: Path, cache: Path, steps: int) -> int:
-    from trainwright.launch.run_worker import Trial, Worker, run_worker
+    from trainwright.launch.run_worker import TrialRun, Worker, run_worker
 
-    return run_worker(Worker(directory, cache=cache), trial=Trial(steps))
+    return run_worker(Worker(directory, cache=cache), trial=TrialRun(steps))
 
 
 def _children_seconds() -> float:

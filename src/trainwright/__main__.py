@@ -28,7 +28,11 @@ def main() -> None:
 
             command()
     except Interrupted:
-        kept = "the run is as it was" if any(word.startswith("--resume") for word in sys.argv) else "nothing was kept"
+        kept = (
+            "the existing run was not changed"
+            if any(word.startswith("--resume") for word in sys.argv)
+            else "nothing was kept"
+        )
         say(f"stopped before the first step; {kept}; run the same command again", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:

@@ -35,7 +35,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Collective:
+class EnteredCollective:
     """A collective that a rank has entered.
 
     Attributes:
@@ -89,9 +89,9 @@ class Beat:
     step: int
     micro_batch: int
     phase: str
-    collective: Collective | None
+    collective: EnteredCollective | None
     times: dict[str, Times]
-    collectives: dict[int, Collective]
+    collectives: dict[int, EnteredCollective]
 
 
 def heartbeat_directory(run: Path) -> Path | None:
@@ -101,8 +101,8 @@ def heartbeat_directory(run: Path) -> Path | None:
         directory = base / f"trainwright-{os.getuid()}-{name}"
         with suppress(OSError):
             directory.mkdir(mode=0o700, exist_ok=True)
-            found = directory.lstat()
-            if found.st_uid == os.getuid() and directory.is_dir() and not directory.is_symlink():
+            status = directory.lstat()
+            if status.st_uid == os.getuid() and directory.is_dir() and not directory.is_symlink():
                 return directory
     return None
 
@@ -172,9 +172,9 @@ def _beat(data: bytes) -> Beat:
     )
 
 
-def _collective(data: bytes, number: int, call: int, same_shape: bool) -> Collective:
+def _collective(data: bytes, number: int, call: int, same_shape: bool) -> EnteredCollective:
     name, tensor, line = _CALL.unpack_from(data, _CALLS_AT + call * _CALL.size)
-    return Collective(number, _text(name), _text(tensor), _text(line), same_shape)
+    return EnteredCollective(number, _text(name), _text(tensor), _text(line), same_shape)
 
 
 def _text(data: bytes) -> str:

@@ -139,11 +139,11 @@ class Registry(Generic[T]):
         if name not in self._found:
             entry = self._entry(name)
             if name in self._builtin:
-                found = _at(entry.place)
+                extension = _at(entry.place)
             else:
-                found = load(entry.place, entry.described) if entry.package else load_named(name, entry.described)
-            self._check(found, entry, named=":" in name)
-            self._found[name] = found
+                extension = load(entry.place, entry.described) if entry.package else load_named(name, entry.described)
+            self._check(extension, entry, named=":" in name)
+            self._found[name] = extension
         return self._found[name]
 
     def find(self, name: str) -> T | None:
@@ -217,10 +217,10 @@ class Registry(Generic[T]):
             entries[point.name] = _Entry(point.value, described, package)
         return entries
 
-    def _check(self, found: Any, entry: _Entry, *, named: bool) -> None:
-        if missing := [attribute for attribute in self.required if not hasattr(found, attribute)]:
+    def _check(self, extension: Any, entry: _Entry, *, named: bool) -> None:
+        if missing := [attribute for attribute in self.required if not hasattr(extension, attribute)]:
             raise RequestError(f"{entry.described} lacks {', '.join(missing)}")
-        if self._marked and named and getattr(found, _MARK, None) != self.kind:
+        if self._marked and named and getattr(extension, _MARK, None) != self.kind:
             raise RequestError(
                 f'{entry.described} is not marked as one; write @extension("{self.kind}") above its definition (from '
                 f"trainwright.extensions import extension), or register it as an entry point of {self.group}"
@@ -392,12 +392,14 @@ def _all_entry_points() -> tuple[EntryPoint, ...]:
 
     ``importlib.metadata.entry_points`` takes ten times as long, because it parses those of all packages.
     """
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    by_distribution: dict[str, tuple[EntryPoint, ...]] = {}
     # The folder that a user works in can hold anybody's files; what is installed is elsewhere.
     for distribution in distributions(path=[path for path in sys.path if not is_working_directory(path)]):
         if "trainwright." in (distribution.read_text("entry_points.txt") or ""):
-            found.setdefault(distribution.name, tuple(distribution.entry_points))  # the first on the path counts
-    return tuple(point for points in found.values() for point in points)
+            by_distribution.setdefault(
+                distribution.name, tuple(distribution.entry_points)
+            )  # the first on the path counts
+    return tuple(point for points in by_distribution.values() for point in points)
 
 
 def _package_of(point: EntryPoint) -> str:

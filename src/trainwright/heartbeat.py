@@ -47,7 +47,7 @@ from trainwright.spent import DeviceEvent, Spent, Use
 _OTHERS = "another phase"  # all that the file has no space for
 # The share of the longest time that is left after another of the first times, which may include compilation.
 _FIRST_TIMES, _FIRST_DECAY = 4, 0.5
-# The longest time of this period and of the one before is kept. A period has so many times and seconds at least: slow
+# The longest time of this period and of the one before is kept. A period has at least these times and seconds: slow
 # times may be rare, in a phase that is short or seldom too, but a time of hours must not count as usual for days.
 _PERIOD_TIMES, _PERIOD_SECONDS = 1000, 2 * 3600.0
 # A longest time that falls is written when it is less than what was written by this part.
@@ -285,18 +285,18 @@ class Heartbeat:
         """
         if threading.get_ident() == self._thread:
             self._count()
-        found = self._spent.read()
+        seconds_by_use = self._spent.read()
         for phase in list(self._phases.values()):
             for use, seconds in ((phase.outside, phase.seconds_outside), (phase.inside, phase.seconds_inside)):
                 if seconds:
-                    found[use] = found.get(use, 0.0) + seconds
-        return found
+                    seconds_by_use[use] = seconds_by_use.get(use, 0.0) + seconds
+        return seconds_by_use
 
     def seconds_outside(self, names: Iterable[str]) -> float:
         """Return the seconds of these phases outside collectives, from the thread of training."""
         if self._record is not None:
-            found = self.seconds()
-            return sum(found.get(Use(name, waiting=False), 0.0) for name in names)
+            seconds_by_use = self.seconds()
+            return sum(seconds_by_use.get(Use(name, waiting=False), 0.0) for name in names)
         phases = (self._phases.get(name) for name in names)
         return sum(phase.seconds_outside for phase in phases if phase is not None)
 

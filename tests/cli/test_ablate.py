@@ -11,7 +11,7 @@ import pytest
 import trainwright as tw
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
-from trainwright.api.ablation import Ablation, Halving
+from trainwright.api.ablation import Ablation, SuccessiveHalving
 from trainwright.api.variants import Variant, grid, sample
 from trainwright.errors import RequestError
 from trainwright.reports.comparing import is_lower_better
@@ -106,10 +106,10 @@ def test_a_sample_is_drawn_by_its_seed_from_values_and_ranges() -> None:
 
 
 def test_halving_continues_the_best_of_every_few() -> None:
-    halving = Halving((10, 30, 90), 3, "loss", highest=False)
+    halving = SuccessiveHalving((10, 30, 90), 3, "loss", highest=False)
     values = {Variant((("a", str(n)),)): value for n, value in enumerate([3.0, 1.0, float("nan"), 2.0, 5.0, 4.0, 6.0])}
     assert [variant.changes[0][1] for variant in halving.best(values)] == ["0", "1", "3"]
-    highest = Halving((10, 30, 90), 3, "accuracy", highest=True)
+    highest = SuccessiveHalving((10, 30, 90), 3, "accuracy", highest=True)
     assert [variant.changes[0][1] for variant in highest.best(values)] == ["4", "5", "6"]
 
 

@@ -23,7 +23,7 @@ from trainwright.doctor.checks.network.nccl import EFFECTS, OLD_NAMES
 from trainwright.doctor.checks.processes.links import _judged as judged_sums
 from trainwright.doctor.checks.report import MachineReport
 from trainwright.doctor.checks.running import CHECKS, examine
-from trainwright.doctor.checks.software.kernels import TOLERANCES, Kernel, compare, kernels
+from trainwright.doctor.checks.software.kernels import TOLERANCES, ComparedKernel, compare, kernels
 from trainwright.doctor.checks.software.torch_build import _of_build
 from trainwright.doctor.checks.system.cores import _capped, _heat, _shares, _slow
 from trainwright.doctor.checks.system.disks import _link_rate
@@ -158,7 +158,7 @@ def test_a_page_and_json_of_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", list(kernels(CPU)), ids=lambda kernel: kernel.name)
-def test_kernels_of_this_processor_are_right(kernel: Kernel) -> None:
+def test_kernels_of_this_processor_are_right(kernel: ComparedKernel) -> None:
     assert compare(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
     assert compare(kernel, CPU, torch.bfloat16) < TOLERANCES["bf16"]
 
@@ -178,10 +178,10 @@ def test_kernels_that_are_wrong_in_the_result_or_in_a_gradient_alone() -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    assert compare(Kernel("right", (x,), double, double), CPU, torch.float32) == 0
+    assert compare(ComparedKernel("right", (x,), double, double), CPU, torch.float32) == 0
     for wrong in (lambda x: x * 2.001, WrongGradient.apply, lambda x: (x * 2).index_fill(0, torch.tensor([3]), 0)):
-        assert compare(Kernel("wrong", (x,), wrong, double), CPU, torch.float32) > TOLERANCES["fp32"]
-    nothing = Kernel("not a number", (x,), lambda x: x * float("nan"), double)
+        assert compare(ComparedKernel("wrong", (x,), wrong, double), CPU, torch.float32) > TOLERANCES["fp32"]
+    nothing = ComparedKernel("not a number", (x,), lambda x: x * float("nan"), double)
     assert not compare(nothing, CPU, torch.float32) <= TOLERANCES["fp32"]
 
 

@@ -25,7 +25,7 @@ from trainwright.drilling.campaign import (
     HELD,
     MISSED,
     SKIPPED,
-    Results,
+    CampaignResults,
     cells,
     notes,
     rows_of,
@@ -35,11 +35,17 @@ from trainwright.drilling.campaign import (
 )
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.faults.disks import disk_size
-from trainwright.drilling.invariants import Broken, Skipped, Undisturbed, checkpoints_complete, complete_and_same
-from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, moved, schedule
+from trainwright.drilling.invariants import (
+    InvariantBroken,
+    Skipped,
+    Undisturbed,
+    checkpoints_complete,
+    complete_and_same,
+)
+from trainwright.drilling.kinds import KINDS, DrillTrial, FaultCase, FaultKind, Worlds, matching, moved, schedule
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
 from trainwright.drilling.trial_environment import Scene, measures_of, undisturbed_seconds
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.trial_settings import TrialSettings
 from trainwright.drilling.undisturbed import refusals
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe
@@ -194,7 +200,7 @@ def test_commands_have_the_trials_own_cache_and_temporary_files(
         monkeypatch.setenv(name, str(tmp_path / directory))
     recipe = shortened(TINY, [])
     setting = setting_of(recipe, tmp_path / "recipe.yaml", (("single", 1),), tmp_path / "shared")
-    scene = Scene(Trial(next(iter(KINDS)), 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    scene = Scene(DrillTrial(next(iter(KINDS)), 0, 0, FaultCase(("single", 1))), tmp_path / "trial", setting)
     code = f"import json, os; print(json.dumps({{name: os.environ[name] for name in {list(users)}}}))"
 
     def seen() -> dict[str, str]:
@@ -236,18 +242,20 @@ def test_bad_requests_create_nothing(values: dict[str, Any], message: str, tmp_p
 def test_a_kind_that_cannot_be_tried_here_is_skipped_and_never_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lacking = Kind("no mounts", lambda scene: None, Worlds.ONE, ("",), ("",), 1.0, 60.0, lambda: "mounts are refused")
+    lacking = FaultKind(
+        "no mounts", lambda scene: None, Worlds.ONE, ("",), ("",), 1.0, 60.0, lambda: "mounts are refused"
+    )
     monkeypatch.setitem(KINDS, lacking.name, lacking)
     trials = schedule(0, 2, {lacking.name: lacking.cases(SPREADS, ())})
-    results = Results(tmp_path / "trials.jsonl")
-    for line in run_trials(trials, Setting({}, SPREADS, tmp_path, {}), tmp_path / "trials"):
+    results = CampaignResults(tmp_path / "trials.jsonl")
+    for line in run_trials(trials, TrialSettings({}, SPREADS, tmp_path, {}), tmp_path / "trials"):
         results.add(line)
     found = results.of(trials)
     assert [line["verdict"] for line in found.values() if line] == [SKIPPED, SKIPPED]
     row = rows_of(found)[-1].as_json()
     assert (row["tries"], row[HELD], row[SKIPPED]) == (0, 0, 2)
     assert "not tried here: no mounts: mounts are refused" in table(found)
-    assert all(line is None for line in results.of(schedule(1, 2, {lacking.name: [Case(SPREADS[0])]})).values())
+    assert all(line is None for line in results.of(schedule(1, 2, {lacking.name: [FaultCase(SPREADS[0])]})).values())
 
 
 def undisturbed(scene: Scene, size: int = 0) -> None:
@@ -265,7 +273,7 @@ def undisturbed(scene: Scene, size: int = 0) -> None:
 @pytest.mark.parametrize(("size", "disk"), [(2**20, 96 * 2**20), (100 * 2**20, 200 * 2**20), (2**43, None)])
 def test_a_disk_that_fills_up_has_room_for_the_run_without_a_fault(tmp_path: Path, size: int, disk: int | None) -> None:
     setting = setting_of(shortened(TINY, []), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
-    scene = Scene(Trial("a disk that fills up", 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    scene = Scene(DrillTrial("a disk that fills up", 0, 0, FaultCase(("single", 1))), tmp_path / "trial", setting)
     undisturbed(scene, size)
     if disk is not None:
         assert disk_size(scene) == disk
@@ -300,12 +308,16 @@ def test_a_loss_near_zero_may_differ_by_the_rounding_of_the_largest(tmp_path: Pa
             (runs[-1] / "recipe.yaml").write_text(dump_recipe(shortened(TINY, ["train.mixed_precision=no"])))
             lines = [step, {"event": "finish", "status": "finished"}]
             (runs[-1] / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with contextlib.nullcontext() if holds else pytest.raises(Broken, match=r"loss is 4e-05, undisturbed 0\.0"):
+        with (
+            contextlib.nullcontext()
+            if holds
+            else pytest.raises(InvariantBroken, match=r"loss is 4e-05, undisturbed 0\.0")
+        ):
             complete_and_same(*runs, exact=False)
 
 
 def test_a_verdict_that_was_cut_loses_no_other(tmp_path: Path) -> None:
-    results = Results(tmp_path / "trials.jsonl")
+    results = CampaignResults(tmp_path / "trials.jsonl")
     lines = [{"seed": 0, "trial": f"kind/{n}", "case": "single on 1", "verdict": HELD} for n in range(3)]
     results.add(lines[0])
     with results.path.open("a") as file:
@@ -321,7 +333,7 @@ def test_a_verdict_that_was_cut_loses_no_other(tmp_path: Path) -> None:
 def test_a_run_to_be_resumed_has_whole_checkpoints_whatever_its_recipe_writes_in_the_background(tmp_path: Path) -> None:
     recipe = shortened(TINY, [ON_ROWS, "checkpoint.background=true"])
     setting = setting_of(recipe, tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
-    scene = Scene(Trial(next(iter(KINDS)), 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    scene = Scene(DrillTrial(next(iter(KINDS)), 0, 0, FaultCase(("single", 1))), tmp_path / "trial", setting)
     scene.stopped_run()
     assert checkpoints_complete(scene.run) == [6, 12, 18]
     assert load_recipe(scene.run / "recipe.yaml").checkpoint.background is False
@@ -330,7 +342,7 @@ def test_a_run_to_be_resumed_has_whole_checkpoints_whatever_its_recipe_writes_in
 def test_a_drill_begins_with_a_strategy_that_can_be_trained(tmp_path: Path) -> None:
     spreads = ("single", 2), ("single", 1)
     setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", spreads, tmp_path / "shared")
-    refused, good = (Trial(next(iter(KINDS)), n, 0, Case(spread)) for n, spread in enumerate(spreads))
+    refused, good = (DrillTrial(next(iter(KINDS)), n, 0, FaultCase(spread)) for n, spread in enumerate(spreads))
     undisturbed(Scene(good, tmp_path / "made", setting))
     assert undisturbed_seconds(setting, [refused]) == undisturbed_seconds(setting, [refused, good]) == 3.0
     # It is not started again, also where a run would be resumed with it.
@@ -385,7 +397,7 @@ def _of_trials() -> Iterator[bytes]:
 
 def test_the_table_has_medians_and_what_is_left() -> None:
     kind = next(iter(KINDS))
-    trials = [Trial(kind, n, 0, Case(("single", 1))) for n in range(4)]
+    trials = [DrillTrial(kind, n, 0, FaultCase(("single", 1))) for n in range(4)]
     values = [{"detection": 1.0, "recovery": 4.0, "lost": 2}, {"detection": 3.0, "recovery": 8.0, "lost": 4}, {}]
     lines = [{"verdict": HELD, "why": "", **value} for value in values]
     found = dict(zip(trials, [*lines, None], strict=True))
@@ -408,7 +420,7 @@ def test_the_table_has_medians_and_what_is_left() -> None:
     ],
 )
 def test_a_drill_has_held_if_all_that_could_be_tried_has(tmp_path: Path, verdicts: list[str], holds: bool) -> None:
-    trials = [Trial(next(iter(KINDS)), n, 0, Case(("single", 1))) for n in range(len(verdicts))]
+    trials = [DrillTrial(next(iter(KINDS)), n, 0, FaultCase(("single", 1))) for n in range(len(verdicts))]
     found = {trial: {"verdict": verdict, "why": ""} for trial, verdict in zip(trials, verdicts, strict=True)}
     rows = tuple(row.as_json() for row in rows_of(found))
     assert Drill(tmp_path, rows, 0, cells(found), notes(found)).held is holds

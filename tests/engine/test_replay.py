@@ -123,7 +123,7 @@ def test_a_weight_that_is_wrong_only_where_it_is_computed_with_is_found(runs: Ru
 def test_without_a_check_that_has_passed_a_run_goes_back_to_what_it_was_resumed_from(runs: Runs) -> None:
     overrides = settings(2, "ddp")
     undisturbed = losses(runs.trained(*overrides))
-    policy = "train.step_policies=['trainwright.drilling.faults.planted:Weight']"
+    policy = "train.step_policies=['trainwright.drilling.faults.planted:FlippedWeight']"
     started = runs.train(*overrides, policy, "faults.replay_every=null", "--until", "step 6")
     assert started.wait().code == 75
     run = started.run

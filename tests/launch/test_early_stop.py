@@ -44,7 +44,8 @@ def test_a_run_to_be_resumed_is_as_it_was(tmp_path: Path) -> None:
     command = ("trainwright", "train", str(TINY), "--resume", "run")
     ended = interrupted("pydantic", signal.SIGTERM, *command, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (75, "")
-    assert ended.stderr == "stopped before the first step; the run is as it was; run the same command again\n"
+    unchanged = "stopped before the first step; the existing run was not changed"
+    assert ended.stderr == f"{unchanged}; run the same command again\n"
 
 
 def test_a_worker_of_another_launcher(tmp_path: Path) -> None:

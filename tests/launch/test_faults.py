@@ -14,7 +14,7 @@ import pytest
 from tests.support.commands import environment
 from tests.support.runs import TINY, Runs
 from trainwright.drilling import invariants
-from trainwright.drilling.invariants import Broken
+from trainwright.drilling.invariants import InvariantBroken
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -54,21 +54,21 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     for message, change in changes:
         run = runs.copied(good)
         rewrite(run, change)
-        with pytest.raises(Broken, match=message):
+        with pytest.raises(InvariantBroken, match=message):
             invariants.complete_and_same(run, good, exact=True)
     rounded = runs.copied(good)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-6)))
     rewrite(rounded, changed("evaluate", 4, metrics=less_accurate))  # of a token between two that are equally likely
     invariants.complete_and_same(rounded, good, exact=False)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
-    with pytest.raises(Broken, match="step 3: loss is"):
+    with pytest.raises(InvariantBroken, match="step 3: loss is"):
         invariants.complete_and_same(rounded, good, exact=False)
     lower = runs.copied(good)
     recipe = lower / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("mixed_precision: 'no'", "mixed_precision: bf16"))
     invariants.complete_and_same(rounded, lower, exact=False)
     rewrite(rounded, changed("step", 2, learning_rate=1e-9))
-    with pytest.raises(Broken, match="step 2: learning_rate is"):
+    with pytest.raises(InvariantBroken, match="step 2: learning_rate is"):
         invariants.complete_and_same(rounded, lower, exact=False)
 
 
@@ -93,18 +93,18 @@ def test_a_trial_sees_checkpoints_and_models_that_are_not_whole(runs: Runs) -> N
         run = runs.copied(good)
         data = (run / newest / name).read_bytes()
         (run / newest / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-        with pytest.raises(Broken, match=name):
+        with pytest.raises(InvariantBroken, match=name):
             invariants.none_lost(run)
     for removed, message in ((newest / "state.json", "state.json"), (newest, "step 4 was written, and")):
         run = runs.copied(good)
         path = run / removed
         path.unlink() if path.is_file() else path.rename(run / "elsewhere")
-        with pytest.raises(Broken, match=message):
+        with pytest.raises(InvariantBroken, match=message):
             invariants.none_lost(run)
     run = runs.copied(good)
     weights = run / "final" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    with pytest.raises(Broken, match="not what its header says"):
+    with pytest.raises(InvariantBroken, match="not what its header says"):
         invariants.check_final(run, good, exact=False)
 
 

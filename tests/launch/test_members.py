@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import MachineError
-from trainwright.launch.group.device_slots import Member, Place, places
+from trainwright.launch.group.device_slots import DeviceSlot, Member, places
 
 
 def member(local_rank: int, gpus: tuple[str, ...] = (), cores: tuple[int, ...] = (0, 1), host: str = "a") -> Member:
@@ -14,7 +14,7 @@ def member(local_rank: int, gpus: tuple[str, ...] = (), cores: tuple[int, ...] =
 
 def test_processes_that_see_the_same_gpus_use_those_of_their_local_ranks() -> None:
     everyone = [member(rank, ("x", "y")) for rank in range(2)]
-    assert places(everyone) == [Place(0, False, 2), Place(1, False, 2)]
+    assert places(everyone) == [DeviceSlot(0, False, 2), DeviceSlot(1, False, 2)]
 
 
 def test_processes_that_see_one_gpu_each_use_their_first() -> None:

@@ -77,7 +77,7 @@ def test_a_measurement_that_fails_leaves_the_plan_to_datasheets(
     told = list[str]()
     found = measured(HERE, SHAPES, told.append)
     assert measured(HERE, SHAPES, told.append) == found and told == ["measuring this machine"], "once in a command"
-    assert found.found is None and found.trouble is not None
+    assert found.calibration is None and found.trouble is not None
     assert "could not be measured" in found.trouble and "datasheets" in found.trouble
 
 
@@ -96,7 +96,7 @@ def test_a_disturbed_measurement_is_repeated_after_some_minutes(
         then = file.stat().st_mtime - 60 * minutes
         os.utime(file, (then, then))
         told = list[str]()
-        assert (measured(HERE, wanted, told.append).found is None) == again == bool(told)
+        assert (measured(HERE, wanted, told.append).calibration is None) == again == bool(told)
 
 
 def _with_curve(name: str, change: Callable[[Curve], Curve]) -> Calibration:
@@ -140,7 +140,7 @@ def _file(tmp_path: Path, found: Any) -> Path:
 
 def test_a_described_machine_brings_what_was_measured_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(_file(tmp_path, as_json(measurement()))))
-    assert measured(detect(), SHAPES).found == measurement()
+    assert measured(detect(), SHAPES).calibration == measurement()
     shown = trainwright("machine", "--json", cwd=tmp_path)
     assert json.loads(shown.stdout)["measurement"] == as_json(measurement())
     elsewhere = tmp_path / "elsewhere.json"
@@ -183,14 +183,14 @@ def test_impossible_figures_in_a_machine_file_are_refused_with_their_key(
 def test_this_machine_is_measured_quickly() -> None:
     machine, told = replace(detect(), gpus=()), list[str]()
     found = measured(machine, SHAPES, told.append)
-    if found.found is None:  # too busy to be measured: that is told, and nothing is kept
+    if found.calibration is None:  # too busy to be measured: that is told, and nothing is kept
         assert found.trouble is not None and load_calibration(measured_file(machine)) is None
         return
     assert told == ["measuring this machine"]
     assert found.message is not None and "fp32" in found.message and str(measured_file(machine)) in found.message
-    assert not list(contradictions(found.found))
-    for setting in found.found.settings:
+    assert not list(contradictions(found.calibration))
+    for setting in found.calibration.settings:
         assert all(sample.seconds > 0 for curve in setting.curves.values() for sample in curve.samples)
-    assert covers(found.found, SHAPES.bounded("cpu"))
-    assert load_calibration(measured_file(machine)) == found.found
-    assert measured(machine, SHAPES).message is None or found.found.disturbance > 0
+    assert covers(found.calibration, SHAPES.bounded("cpu"))
+    assert load_calibration(measured_file(machine)) == found.calibration
+    assert measured(machine, SHAPES).message is None or found.calibration.disturbance > 0

@@ -18,7 +18,7 @@ from trainwright.machine.measured import calibration
 from trainwright.machine.usage import gpu
 from trainwright.machine.usage.causes import causes_of, in_words
 from trainwright.machine.usage.counters import Counters, clocks
-from trainwright.machine.usage.sample import Sampler, figures_of
+from trainwright.machine.usage.sample import UsageSampler, figures_of
 
 PRESSURE = {"cpu": 10.0, "io": 20.0, "memory": 30.0}
 NONE = {"cpu": 0.0, "io": 0.0, "memory": 0.0}
@@ -69,7 +69,7 @@ def test_a_machine_that_shows_nothing_is_no_error(tmp_path: Path) -> None:
     nothing = Counters.now(1, tmp_path, 0.0)
     assert Counters.now(1, tmp_path, 10.0).since(nothing) == {}
     assert dict(clocks(tmp_path)) == {}
-    assert Sampler(parent=1, root=tmp_path)() == {}
+    assert UsageSampler(parent=1, root=tmp_path)() == {}
 
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
@@ -163,7 +163,7 @@ def test_a_sample_has_what_the_machine_shows(tmp_path: Path) -> None:
         (chip / name).write_text(f"{text}\n")
     (chip / "temp2_input").write_text("99000\n")  # of a core
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
-    sampler = Sampler(root=tmp_path)
+    sampler = UsageSampler(root=tmp_path)
     before.then(faults=190, periods=(10, 5)).counters(tmp_path)
     found = sampler()
     assert {"clock": 1500, "temperature": 71.5, "host_memory_free": 2**21, "throttled": 0.5}.items() <= found.items()
@@ -240,7 +240,7 @@ def test_figures_leave_out_what_no_sample_has_and_what_is_damaged() -> None:
 def test_without_nvidias_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
     assert gpu.gpu_of("0000:17:00.0") == {}
-    assert "gpu" not in Sampler("0000:17:00.0")()
+    assert "gpu" not in UsageSampler("0000:17:00.0")()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found, nvml = detect._gpus()
     assert found == () and "nvidia-ml-py cannot be imported" in str(nvml.error)

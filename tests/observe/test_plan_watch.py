@@ -8,7 +8,7 @@ import pytest
 
 from trainwright.engine.events import Event, Notice
 from trainwright.machine.usage.sample import OwnProcess
-from trainwright.observe.plan_watch import PlanWatch, Watched
+from trainwright.observe.plan_watch import PlanWatch, WatchedPlan
 from trainwright.observe.reader import reasons_of
 
 PLAN = {"predicted": {"step_time": 1.0, "tokens_per_second": 1000.0, "threads": 4, "measured": 1.0}}
@@ -16,7 +16,7 @@ PLAN = {"predicted": {"step_time": 1.0, "tokens_per_second": 1000.0, "threads": 
 
 def notices(tmp_path: Path, rate: float, tokens: list[int], threads: int = 4) -> list[Notice]:
     emitted: list[Event] = []
-    watched = Watched.of(tmp_path, PLAN, replan=False)
+    watched = WatchedPlan.of(tmp_path, PLAN, replan=False)
     assert watched is not None
     watch = PlanWatch(watched, emitted.append, OwnProcess(threads))
     for step, count in enumerate(tokens, start=1):
@@ -40,7 +40,7 @@ def test_another_speed_is_reported_in_seconds_of_these_steps(
 
 
 def test_a_plan_without_a_speed_is_not_compared(tmp_path: Path) -> None:
-    assert Watched.of(tmp_path, {"predicted": {"memory_bytes": 1.0}}, replan=False) is None
+    assert WatchedPlan.of(tmp_path, {"predicted": {"memory_bytes": 1.0}}, replan=False) is None
 
 
 def test_fewer_threads_than_planned_are_named_beside_every_other_cause(tmp_path: Path) -> None:

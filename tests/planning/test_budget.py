@@ -11,13 +11,13 @@ from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.budget import tokens_of, with_budget, words
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import Plan, constraints_of, make_plan
+from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.recipe.loading import load_recipe
 
 RECIPES = ROOT / "recipes" / "pretrain"
 
 
-def planned(name: str, machine: str, tokens: str | None = None, *overrides: str) -> Plan:
+def planned(name: str, machine: str, tokens: str | None = None, *overrides: str) -> RunPlan:
     recipe = load_recipe(RECIPES / f"{name}.yaml", overrides)
     workload = facts_of(recipe).workload
     if tokens is not None:

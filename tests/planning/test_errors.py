@@ -16,7 +16,7 @@ from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.output import summary, table, words
-from trainwright.planning.plan import Plan, make_plan
+from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.workload import AdapterShape, Choice, Workload
 
 SMALL = Workload(find_model("meta-llama/Llama-3.2-1B").architecture(), row_tokens=2048, global_batch_rows=16)
@@ -28,7 +28,7 @@ def of(low: float, high: float) -> Errors:
     return Errors(Interval(low, high, 20), Interval(0.9, 1.2, 20), ("dense",))
 
 
-def planned(cluster: Cluster, own: Errors | None = None, **fixed: Any) -> Plan:
+def planned(cluster: Cluster, own: Errors | None = None, **fixed: Any) -> RunPlan:
     return make_plan(Constraints(fixed), SMALL, cluster, own=own)
 
 

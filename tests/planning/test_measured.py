@@ -16,7 +16,7 @@ from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
 from trainwright.planning.output import summary, table, words
-from trainwright.planning.plan import Plan, make_plan
+from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis, basis_of, block_seconds, model_of, shapes_of, way_of
 from trainwright.planning.step_time.rates import rates_of
@@ -36,7 +36,7 @@ def work(rows: int = 8, tokens: int = 512) -> Workload:
     return Workload(find_model(SMALL).architecture(), row_tokens=tokens, global_batch_rows=rows, document_tokens=128.0)
 
 
-def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flags: tuple[str, ...] = AMX) -> Plan:
+def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flags: tuple[str, ...] = AMX) -> RunPlan:
     return make_plan(Constraints(fixed or {}), work(), of_cores(2, *flags), basis=Basis(None, found))
 
 
@@ -49,7 +49,7 @@ def test_bf16_is_chosen_where_it_was_measured_to_be_faster_whatever_the_flags(
     assert made.chosen.choice.mixed_precision == chosen
     assert any(f"bf16 {bf16:.2f} times fp32 here (measured)" in reason for reason in made.reasons)
     seconds = {
-        precision: planned(measurement(bf16=bf16), {"mixed_precision": precision}).found.fastest
+        precision: planned(measurement(bf16=bf16), {"mixed_precision": precision}).search.fastest
         for precision in ("no", "bf16")
     }
     assert seconds[chosen] <= 1.05 * min(seconds.values())
@@ -90,7 +90,7 @@ def test_processes_follow_from_what_was_measured() -> None:
     together = measurement({(1, 1): 1e11, (2, 1): 4e10, (1, 2): 2e11}, bf16=0.5)
     assert planned(together).chosen.choice.num_processes == 1
     times = {
-        name: {n: planned(found, {"num_processes": n}).found.fastest for n in (1, 2)}
+        name: {n: planned(found, {"num_processes": n}).search.fastest for n in (1, 2)}
         for name, found in (("apart", apart), ("together", together))
     }
     assert times["apart"][2] / times["apart"][1] < times["together"][2] / times["together"][1]
@@ -195,12 +195,12 @@ def test_nothing_is_measured_of_a_machine_that_is_not_at_hand() -> None:
 
 def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
     made = planned(measurement(bf16=0.5))
-    layouts = [(one.layout, one.choice.num_processes) for one in made.found.candidates]
+    layouts = [(one.layout, one.choice.num_processes) for one in made.search.candidates]
     assert len(layouts) == len(set(layouts)) and len(list(table(made))) > 2
     assert Evaluator(work(), of_cores(2), rates_of(of_cores(2))).rates.threads(1) == (2,)
 
 
-def _with_runs(*runs: OwnRun) -> Plan:
+def _with_runs(*runs: OwnRun) -> RunPlan:
     return make_plan(Constraints({}), work(), of_cores(2, *AMX), basis=Basis(None, measurement(), runs=OwnRuns(runs)))
 
 

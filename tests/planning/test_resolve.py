@@ -12,7 +12,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import Plan, constraints_of, make_plan
+from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.planning.resolve import Resolved, resolve
 from trainwright.recipe.schema import Recipe
 
@@ -58,7 +58,7 @@ def test_a_machine_without_a_compiler_compiles_nothing(monkeypatch: pytest.Monke
     monkeypatch.delenv("CXX", raising=False)
     here = replace(cluster_of(machine()), is_here=True)
 
-    def planned(train: dict[str, Any], on: Cluster) -> Plan:
+    def planned(train: dict[str, Any], on: Cluster) -> RunPlan:
         asked = recipe({"max_steps": 10_000_000, **train})
         return make_plan(constraints_of(asked), facts_of(asked).workload, on)
 

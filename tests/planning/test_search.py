@@ -16,7 +16,7 @@ from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.output import table
-from trainwright.planning.plan import Plan, constraints_of, make_plan
+from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
@@ -33,7 +33,7 @@ def work(name: str, rows: int = 64, tokens: int = 2048, **more: Any) -> Workload
 
 def plan(
     name: str, on: str, rows: int = 64, tokens: int = 2048, fixed: dict[str, Any] | None = None, **more: Any
-) -> Plan:
+) -> RunPlan:
     return make_plan(Constraints(fixed or {}), work(name, rows, tokens, **more), parse_machine(on))
 
 
@@ -61,14 +61,14 @@ def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
     assert plan(SMALL, "1xH100").chosen.choice.strategy == "single"
     large = plan(LARGE, "8xH100")
     assert large.chosen.choice.strategy in ("fsdp", "zero1", "zero2", "zero3")
-    lost = [one for one in large.found.candidates if one.choice.strategy == "ddp" and one.choice.num_processes == 8]
+    lost = [one for one in large.search.candidates if one.choice.strategy == "ddp" and one.choice.num_processes == 8]
     assert lost and not any(one.fits for one in lost)
 
 
 @pytest.mark.parametrize("on", ["1xRTX4090", "4xA100-40GB", "8xH100", "4x8xH100"])
 @pytest.mark.parametrize("rows", [1, 7, 64, 100])
 def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: int) -> None:
-    for one in plan(SMALL, on, rows).found.candidates:
+    for one in plan(SMALL, on, rows).search.candidates:
         choice = one.choice
         assert choice.num_processes <= max(1, rows) or spec_of(choice.strategy).shards
         share = math.ceil(rows / choice.micro_batch_size)
@@ -81,7 +81,7 @@ def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: 
 def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
     made = plan(LARGE, "4xA100-80GB")
     assert made.fits and made.chosen.time is not None
-    times = [one.time.seconds for one in made.found.candidates if one.runs and one.time]
+    times = [one.time.seconds for one in made.search.candidates if one.runs and one.time]
     assert made.chosen.time.seconds <= 1.02 * min(times)
     assert made.chosen.needed_interval[1] <= made.chosen.available_bytes == parse_machine("1xA100-80GB").usable_bytes
 
@@ -195,10 +195,10 @@ def test_what_is_given_up_for_a_simpler_choice_does_not_add_up() -> None:
 def test_fewer_devices_are_left_out_where_their_peak_rate_is_too_slow() -> None:
     made = plan(LARGE, "8xH100", tokens=8192)
     assert made.chosen.choice.num_processes == 8 and made.chosen.time is not None
-    assert {one.choice.num_processes for one in made.found.candidates} == {8}
-    assert made.found.slower[1] > made.chosen.time.seconds
+    assert {one.choice.num_processes for one in made.search.candidates} == {8}
+    assert made.search.slower[1] > made.chosen.time.seconds
     told = next(reason for reason in made.reasons if reason.startswith("parallel.num_processes 8: "))
-    assert f"with 1 a step would take {made.found.slower[1] / made.chosen.time.seconds:.2f} times as long" in told
+    assert f"with 1 a step would take {made.search.slower[1] / made.chosen.time.seconds:.2f} times as long" in told
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_fewer_devices_are_left_out_where_their_peak_rate_is_too_slow() -> None:
 def test_what_the_user_fixed_is_kept(fixed: dict[str, Any]) -> None:
     made = plan(SMALL, "8xH100", fixed=fixed)
     assert made.fits
-    for one in made.found.candidates:
+    for one in made.search.candidates:
         assert {key: getattr(one.choice, key) for key in fixed} == fixed
 
 
@@ -281,7 +281,7 @@ def test_suggestions_fit_where_nothing_else_does() -> None:
 def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
     adamw, muon = (plan(LARGE, "4xA100-80GB", optimizer=name) for name in ("adamw", "muon"))
     assert not muon.chosen.choice.strategy.startswith("zero")
-    assert {one.missing is None for one in muon.found.candidates if one.choice.strategy.startswith("zero")} == {False}
+    assert {one.missing is None for one in muon.search.candidates if one.choice.strategy.startswith("zero")} == {False}
     same = Choice("fsdp", 4, 1, 16, "bf16")
     kept = [memory_of(one.workload, same, one.cluster).parts["optimizer state"] for one in (adamw, muon)]
     # 7.0 billion of 8.0 are in matrices of blocks, which need their momentum alone.
@@ -297,7 +297,7 @@ def test_a_quantized_base_fits_where_nothing_else_does() -> None:
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
-    candidates = make_plan(Constraints({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).found.candidates
+    candidates = make_plan(Constraints({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).search.candidates
     assert {one.choice.threads for one in candidates} == {1}
     for one in candidates:
         assert one.needed_bytes == 2 * one.memory.total
@@ -315,7 +315,7 @@ def test_what_is_not_installed_is_not_chosen() -> None:
     )
     assert not asked.fits and "not here" in str(asked.chosen.missing)
     there = make_plan(Constraints({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"))
-    assert there.chosen.choice in [one.choice for one in asked.found.candidates]  # judged as it would run
+    assert there.chosen.choice in [one.choice for one in asked.search.candidates]  # judged as it would run
 
 
 def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
@@ -360,7 +360,7 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     bounds = {name: content["predicted"][name] for name in ("memory_low", "memory_high", "speed_low", "speed_high")}
     errors = made.chosen.errors
     assert list(bounds.values()) == [errors.memory.low, errors.memory.high, errors.speed.low, errors.speed.high]
-    assert len(content["candidates"]) == len(made.found.candidates)
+    assert len(content["candidates"]) == len(made.search.candidates)
 
 
 def test_suggestions_are_two_changes_where_neither_is_enough() -> None:
@@ -419,7 +419,7 @@ def test_every_nth_of_fewer_blocks_is_refused() -> None:
 
 def test_what_is_compiled_is_compared_as_the_others_are() -> None:
     made = plan(SMALL, "8xH100", steps=100_000)
-    assert made.chosen.choice.compile and made.found.best is not None and not made.found.best.choice.compile
+    assert made.chosen.choice.compile and made.search.best is not None and not made.found.best.choice.compile
     fsdp = next(line for line in table(made) if line.startswith(" fsdp"))
     assert "same speed" in fsdp or "1.0" in fsdp
     assert any("chosen; compiled" in line for line in table(made))

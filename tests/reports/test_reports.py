@@ -21,7 +21,7 @@ from trainwright.reports.comparing import paired_differences, recipe_differences
 from trainwright.reports.figures import RunFigures, curves_of, moving_average, thinned
 from trainwright.reports.html import Page, prose
 from trainwright.reports.page import machines, seconds_by_kind
-from trainwright.reports.remarks import Remarks, write_remarks
+from trainwright.reports.remarks import RunRemarks, write_remarks
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
 
@@ -157,7 +157,7 @@ def test_smoothed_curves_follow_the_means_and_lose_no_point(tmp_path: Path) -> N
     assert moving_average([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0]), "without a bias to its beginning"
     assert moving_average([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
     long = [step(n, 100.0 + n, 2.0 + (-1.0) ** n) for n in range(1, 5001)]
-    found = curves_of(RunFigures.read(written(tmp_path / "run", start(100.0), *long)), most=100)
+    found = curves_of(RunFigures.read(written(tmp_path / "run", start(100.0), *long)), limit=100)
     assert {len(values) for values in found["loss"].smoothed.values()} == {len(found["loss"].points)}
     assert found["loss"].smoothed[0.9] == pytest.approx([2.0] * len(found["loss"].points)), "of means, not of extremes"
     assert found["learning_rate"].smoothed == {}
@@ -194,7 +194,7 @@ def test_only_a_measurement_outside_of_the_plans_interval_is_colored(tmp_path: P
 
 def test_the_tags_and_the_note_of_a_run_are_on_its_page(tmp_path: Path) -> None:
     run = finished(tmp_path / "run")
-    write_remarks(run, Remarks(["good", "<b>"], HOSTILE))
+    write_remarks(run, RunRemarks(["good", "<b>"], HOSTILE))
     page = tw.report(run).read_text()
     assert "good, &lt;b&gt;" in page and "alert(1)" in page and "<script>alert" not in page
 

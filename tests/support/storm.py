@@ -28,7 +28,7 @@ from tests.support.interruptions import KINDS, MINUTES, Interruption
 from tests.support.runs import ON_ROWS, TINY
 from tests.support.slurm import Slurm
 from trainwright.drilling import invariants, phases
-from trainwright.drilling.invariants import Broken, require
+from trainwright.drilling.invariants import InvariantBroken, require
 from trainwright.drilling.shortened import shortened
 from trainwright.recipe.loading import dump_recipe
 
@@ -82,7 +82,7 @@ def perform(trial: Trial, slurm: Slurm, work: Path) -> dict[str, Any]:
     begun, verdict, why = time.monotonic(), HELD, ""
     try:
         _Scene(trial, slurm, work).play()
-    except Broken as error:
+    except InvariantBroken as error:
         verdict, why = BROKEN, str(error)
     except _Missed as error:
         verdict, why = MISSED, str(error)
@@ -158,7 +158,7 @@ class _Scene:
         while not seen():
             if time.monotonic() > end:
                 shown = self._shown(job)
-                raise Broken(f"{otherwise} in {PATIENCE:.0f} s: {shown}\n{self._log()}")
+                raise InvariantBroken(f"{otherwise} in {PATIENCE:.0f} s: {shown}\n{self._log()}")
             time.sleep(0.1)
 
     def _check(self, job: str, wanted: Path, reached: int) -> None:

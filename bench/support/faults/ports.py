@@ -7,8 +7,8 @@ import sys
 import time
 
 from trainwright.drilling import invariants
-from trainwright.drilling.commands import Command, Ended
-from trainwright.drilling.invariants import Broken, require
+from trainwright.drilling.commands import Command, CommandResult
+from trainwright.drilling.invariants import InvariantBroken, require
 from trainwright.drilling.kinds import fault
 from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
@@ -93,7 +93,7 @@ def absent_rank(scene: Scene) -> None:
     for rank in ended:
         require("Traceback (most recent call last)" not in rank.text, f"a traceback: {rank}")
     text = "\n".join(rank.text for rank in ended)
-    scene.expect(Ended(codes[0], text, ended[0].seconds, ended[0].peak), _REFUSED, named)
+    scene.expect(CommandResult(codes[0], text, ended[0].seconds, ended[0].peak), _REFUSED, named)
 
 
 def _start(scene: Scene, port: int, *overrides: str, run: str | None = None) -> list[Command]:
@@ -113,15 +113,15 @@ def _rank(scene: Scene, port: int, rank: int, *more: str, run: str | None = None
     return scene.command(sys.executable, "-m", "trainwright.worker", *asked, *more, variables=variables)
 
 
-def _all_refused(scene: Scene, ended: list[Ended], port: str) -> None:
+def _all_refused(scene: Scene, ended: list[CommandResult], port: str) -> None:
     for rank in ended:
         require(rank.code in _REFUSED, f"wanted a refusal, got {rank}")
         require("Traceback (most recent call last)" not in rank.text, f"a traceback: {rank}")
     if not any(port in rank.text for rank in ended):
-        raise Broken(f"nobody names port {port}: {ended[0]}")
+        raise InvariantBroken(f"nobody names port {port}: {ended[0]}")
 
 
-def _ends(ranks: list[Command]) -> list[Ended]:
+def _ends(ranks: list[Command]) -> list[CommandResult]:
     """How all of them ended, in bounded time."""
     deadline = time.monotonic() + _BOUND_SECONDS
     return [rank.wait(max(1.0, deadline - time.monotonic())) for rank in ranks]

@@ -8,10 +8,10 @@ import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from trainwright.drilling.commands import Ended
+from trainwright.drilling.commands import CommandResult
 from trainwright.drilling.invariants import require
 from trainwright.drilling.trial_environment import REQUEST, Scene
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.trial_settings import TrialSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 # A command that only refuses does so soon, and in bounded memory.
@@ -19,14 +19,14 @@ REFUSAL_SECONDS, REFUSAL_BYTES = 60.0, 1536 * 2**20
 _SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3), ("zero2", 2), ("zero3", 2))
 
 
-def setting(work: Path) -> Setting:
+def setting(work: Path) -> TrialSettings:
     """The bench's recipe and rows; `work` is for undisturbed runs and prepared data."""
     work.mkdir(parents=True, exist_ok=True)
     rows, bystander = work / "rows.jsonl", work / "bystander.txt"
     write_rows(rows)
     bystander.write_text("not part of the run\n")
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
-    return Setting(
+    return TrialSettings(
         files={"recipe.yaml": Path(__file__).with_name("recipe.yaml"), rows.name: rows, bystander.name: bystander},
         spreads=_SPREADS,
         shared=work,
@@ -54,7 +54,7 @@ def write_rows(path: Path, count: int = 72) -> None:
             file.write(json.dumps({"question": f"What is {a} and {b}?", "answer": answer}) + "\n")
 
 
-def refused(scene: Scene, ended: Ended, says: str | Sequence[str], codes: Collection[int] = (REQUEST,)) -> None:
+def refused(scene: Scene, ended: CommandResult, says: str | Sequence[str], codes: Collection[int] = (REQUEST,)) -> None:
     """It was refused in words, in bounded time and memory, and nothing was left behind."""
     scene.expect(ended, codes, says)
     require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")

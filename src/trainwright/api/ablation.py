@@ -36,7 +36,7 @@ _LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Halving:
+class SuccessiveHalving:
     """Successive halving.
 
     Attributes:
@@ -50,7 +50,7 @@ class Halving:
     highest: bool
 
     @classmethod
-    def of(cls, factor: int, recipes: Mapping[Variant, schema.Recipe], metric: str, highest: bool) -> Halving:
+    def of(cls, factor: int, recipes: Mapping[Variant, schema.Recipe], metric: str, highest: bool) -> SuccessiveHalving:
         """Return the rungs for these variants. Raises RequestError if they cannot be compared at the same steps."""
         steps = {recipe.train.max_steps for recipe in recipes.values()}
         (last,) = steps if len(steps) == 1 else (None,)
@@ -58,9 +58,9 @@ class Halving:
             raise RequestError("--halving: needs the same train.max_steps in all variants")
         if any(recipe.data.validation is None for recipe in recipes.values()):
             raise RequestError("--halving: needs data.validation, to compare the variants by")
-        first, left = last, len(recipes)
-        while left > 1 and first >= 2 * factor:
-            first, left = first // factor, -(-left // factor)
+        first, remaining = last, len(recipes)
+        while remaining > 1 and first >= 2 * factor:
+            first, remaining = first // factor, -(-remaining // factor)
         rungs = [first]
         while rungs[-1] < last:
             rungs.append(last if rungs[-1] * factor * factor > last else rungs[-1] * factor)
@@ -92,8 +92,8 @@ def metrics_at(run: Path, step: int | None = None) -> tuple[int, dict[str, float
         events = [event for event in read_events(run / "events.jsonl") if event["event"] == "evaluate"]
     except OSError:
         return 0, {}
-    found = [event for event in events if step is None or event["step"] == step]
-    return (int(found[-1]["step"]), dict(found[-1]["metrics"])) if found else (0, {})
+    evaluations = [event for event in events if step is None or event["step"] == step]
+    return (int(evaluations[-1]["step"]), dict(evaluations[-1]["metrics"])) if evaluations else (0, {})
 
 
 @dataclass
@@ -114,7 +114,7 @@ class VariantRuns:
     jobs: int | None
     progress: bool
 
-    def train(self, halving: Halving | None) -> None:
+    def train(self, halving: SuccessiveHalving | None) -> None:
         """Train all variants to their end; with ``halving`` only the best ones.
 
         Raises:
@@ -133,7 +133,7 @@ class VariantRuns:
                 self._say(f"step {rung}: continued with {', '.join(variant.name for variant in variants)}")
 
     def _check(self) -> None:
-        """Remember every recipe as it was asked for; a run of the same name has to be of the same one."""
+        """Remember every recipe as it was requested; a run of the same name has to be of the same one."""
         from trainwright.recipe.loading import dump_recipe
 
         for variant, recipe in self.recipes.items():
@@ -167,9 +167,9 @@ class VariantRuns:
 
     def _all(self, variants: Sequence[Variant], rung: int | None, slots: Sequence[dict[str, str]]) -> None:
         """Train variants up to a rung, or to their end."""
-        left = [variant for variant in variants if not self._is_done(variant, rung)]
-        if len(slots) == 1 or len(left) < 2:
-            for variant in left:
+        remaining = [variant for variant in variants if not self._is_done(variant, rung)]
+        if len(slots) == 1 or len(remaining) < 2:
+            for variant in remaining:
                 self._say(self._heading(variant, rung))
                 self._train_here(variant, rung)
             return
@@ -188,7 +188,7 @@ class VariantRuns:
                 finally:
                     free.put(slot)
 
-            for done in [pool.submit(train_beside, variant) for variant in left]:
+            for done in [pool.submit(train_beside, variant) for variant in remaining]:
                 done.result()
             if requested:
                 raise Stopped("stopped; the same command continues")
@@ -246,9 +246,9 @@ class VariantRuns:
         return metrics[metric]
 
     def _heading(self, variant: Variant, rung: int | None) -> str:
-        place = list(self.recipes).index(variant) + 1
+        position = list(self.recipes).index(variant) + 1
         to = "" if rung is None else f" to step {rung}"
-        return f"[{place}/{len(self.recipes)}] {' '.join(variant.overrides) or 'unchanged'}{to}"
+        return f"[{position}/{len(self.recipes)}] {' '.join(variant.overrides) or 'unchanged'}{to}"
 
     def _say(self, line: str) -> None:
         if self.progress:
@@ -411,18 +411,18 @@ def ablate(
     runs = runs_of(recipes)
     directory = user_path(out or Path("runs") / f"{_stem(source)}-sweep")
     distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
-    rungs = None if halving is None or metric is None else Halving.of(halving, distinct, metric, highest)
+    rungs = None if halving is None or metric is None else SuccessiveHalving.of(halving, distinct, metric, highest)
     if progress:
         for variant, run in runs.items():
             if variant != run:
                 say(f"{variant.name} is trained once, as {run.name}", file=sys.stderr)
-    asked = [*overrides, *([] if rungs is None else rungs.overrides)]
-    VariantRuns(recipe, asked, directory, distinct, metric, jobs, progress).train(rungs)
+    all_overrides = [*overrides, *([] if rungs is None else rungs.overrides)]
+    VariantRuns(recipe, all_overrides, directory, distinct, metric, jobs, progress).train(rungs)
     rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
-    found = Ablation(directory, rows, metric, highest)
+    ablation = Ablation(directory, rows, metric, highest)
     write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
-    _write_page(found)
-    return found
+    _write_page(ablation)
+    return ablation
 
 
 def _stem(source: Path | Tree) -> str:
@@ -438,11 +438,14 @@ def _row(variant: Variant, run: Variant, directory: Path) -> dict[str, Any]:
     return {"name": variant.name, "changes": changes, "run": run.name, "step": step, "metrics": metrics}
 
 
-def _write_page(found: Ablation) -> None:
+def _write_page(ablation: Ablation) -> None:
     """Write the page of an ablation, where the package with the script of charts is installed."""
     from trainwright.reports.ablation import ablation_page
 
-    if found.metric is None:
+    if ablation.metric is None:
         return
     with suppress(RequestError):
-        write_file(found.directory / PAGE, ablation_page(found.directory, found.rows, found.metric, found.best["name"]))
+        write_file(
+            ablation.directory / PAGE,
+            ablation_page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"]),
+        )

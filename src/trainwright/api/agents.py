@@ -127,7 +127,7 @@ class Collected:
             yield "no episode ended: algorithm_distillation.source.steps is shorter than an episode"
             return
         last = len(self.returns) - 1
-        shown = sorted({round(place * last / 7) for place in range(8)})
+        shown = sorted({round(index * last / 7) for index in range(8)})
         by_episode = ", ".join(f"{self.returns[episode]:.2f} in episode {episode + 1}" for episode in shown)
         yield f"mean return: {by_episode}" + (f"; at best {self.optimum:.2f}" if self.optimum is not None else "")
         if self.chart is not None:
@@ -198,11 +198,11 @@ def collected(
     _announce(section, collection, processes)
     began = time.monotonic()
     try:
-        with _interruptible(), _Shown() as shown:
-            made = collect(collection, processes, shown)
+        with _interruptible(), _GroupProgress() as shown:
+            is_new = collect(collection, processes, shown)
     except KeyboardInterrupt:
         raise Stopped("stopped; finished tasks are kept: run the same command again to continue") from None
-    return _summary(collection, time.monotonic() - began if made else None, chart)
+    return _summary(collection, time.monotonic() - began if is_new else None, chart)
 
 
 def _collection(section: AlgorithmDistillationSection) -> Collection:
@@ -256,7 +256,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Shown:
+class _GroupProgress:
     """Show a progress bar on a terminal, or a line for each finished group of tasks elsewhere."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class _Shown:
         self._task = self._bar.add_task("tasks", total=1.0)
         self._said = -1
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _GroupProgress:
         if self._console.is_terminal:
             self._bar.start()
         return self

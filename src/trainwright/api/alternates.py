@@ -106,24 +106,24 @@ def alternates(
     return file
 
 
-def _rows(source: str, limit: int | None, wanted: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _rows(source: str, limit: int | None, required: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each row with an answer, and its prompt. Raises RequestError if a row is no question with an answer."""
     from trainwright.data.rows.formats import EXAMPLES, NoTarget
     from trainwright.data.sources.reading import iterate_source
 
     key, layout = "data.forget", None
-    for place, row in iterate_source(source, limit, key):
+    for location, row in iterate_source(source, limit, key):
         try:
-            layout = layout or EXAMPLES.layout(list(row), [row], wanted)
+            layout = layout or EXAMPLES.layout(list(row), [row], required)
             ((_, example),) = EXAMPLES.sequences(row, layout)
             if isinstance(example, str):
                 raise RequestError("is plain text, but alternates answer questions")
         except NoTarget:
             continue  # as in training
         except RequestError as error:
-            raise RequestError(f"{key}: {place}: {error}") from None
-        asked = next(turn["content"] for turn in reversed(example) if turn["role"] == "user")
-        yield row, _PROMPT.format(question=asked, answer=example[-1]["content"])
+            raise RequestError(f"{key}: {location}: {error}") from None
+        question = next(turn["content"] for turn in reversed(example) if turn["role"] == "user")
+        yield row, _PROMPT.format(question=question, answer=example[-1]["content"])
 
 
 def _written(file: Path, rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

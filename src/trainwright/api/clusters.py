@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _RENDEZVOUS_SECONDS = 60
 
 
-def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | None) -> int:
+def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path | None) -> int:
     """Train on the hosts together; return the exit code. Everything is shown as each host writes it.
 
     Args:
@@ -52,41 +52,48 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     from trainwright.recipe.sections.parallel import ProcessRange
     from trainwright.text import say
 
-    found = _hosts_of(hosts, hostfile, asked.nodes, asked.node_rank, asked.rendezvous)
-    request = request_of(asked.recipe, list(asked.overrides), asked.resume)  # a wrong recipe is told once, and here
-    written, slots = request.recipe.parallel.num_processes, processes_of(found)
-    may_lose = isinstance(written, ProcessRange) and asked.num_processes is None
+    host_list = _hosts_of(hosts, hostfile, training.nodes, training.node_rank, training.rendezvous)
+    request = request_of(
+        training.recipe, list(training.overrides), training.resume
+    )  # a wrong recipe is told once, and here
+    written, slots = request.recipe.parallel.num_processes, processes_of(host_list)
+    may_lose = isinstance(written, ProcessRange) and training.num_processes is None
     if isinstance(written, ProcessRange) and may_lose and slots not in (None, written.max):
         raise RequestError(
             f"parallel.num_processes: {written} processes, but the hosts have {slots} slots; set max to {slots}, or "
             "remove the slots"
         )
-    count = None if may_lose else asked.num_processes or slots
-    answers = ask(found, exports())
+    count = None if may_lose else training.num_processes or slots
+    answers = ask(host_list, exports())
     run = request.run
     if run is None:
         run = run_directory.create(request.recipe.logging.run_directory, request.stem, in_place=request.in_place)
     logs = run / "logs"
     logs.mkdir(exist_ok=True)
-    say(f"{run}: on {', '.join(host.name for host in found)}; logs: {logs}/host-*.log", file=sys.stderr)
-    common = [*_words(asked, run, begun=request.run is not None), *([f"--num-processes={count}"] if count else [])]
+    say(f"{run}: on {', '.join(host.name for host in host_list)}; logs: {logs}/host-*.log", file=sys.stderr)
+    common = [
+        *_words(training, run, has_started=request.run is not None),
+        *([f"--num-processes={count}"] if count else []),
+    ]
     ignore_closed_output()
-    restarts, port, begun = None, answers[0].port, time.time()
+    restarts, port, started_at = None, answers[0].port, time.time()
     while True:
-        ended = run_on(found, [[*common, *_place(found, i, port)] for i in range(len(found))], logs, may_lose=may_lose)
+        ended = run_on(
+            host_list, [[*common, *_place(host_list, i, port)] for i in range(len(host_list))], logs, may_lose=may_lose
+        )
         stopped = ended.stopped or was_asked_to_stop(run, within=process_age())
-        if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and found[0] not in ended.lost):
+        if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and host_list[0] not in ended.lost):
             break
         from trainwright.launch.hosts.starting import Again  # imports torch
 
-        restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose, begun)
+        restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose, started_at)
         try:
-            found, port = restarts.decide(found, ended.lost)
+            host_list, port = restarts.decide(host_list, ended.lost)
         except Interrupted:
             raise Stopped(f"stopped while no host trained; continue with --resume {quoted(run)}") from None
         if was_asked_to_stop(run, within=process_age()):  # meanwhile
             break
-        if may_lose and asked.rendezvous_timeout is None:
+        if may_lose and training.rendezvous_timeout is None:
             common = [*common, f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}"]
     if ended.code == EXIT_REQUEST and request.run is None:
         run_directory.discard_unbegun(run, keep=request.in_place)
@@ -98,7 +105,7 @@ def launch_on_hosts(
     options: list[str],
     num_processes: int | None,
     logs: Path | None,
-    place: NodeOptions,
+    node_options: NodeOptions,
     hosts: str | None,
     hostfile: Path | None,
 ) -> int:
@@ -109,7 +116,7 @@ def launch_on_hosts(
         options: further options of ``trainwright launch``, the same on each host.
         num_processes: on all hosts. Default: the slots of the host file, otherwise one per GPU.
         logs: directory for one log per process. Default: a new one under ``runs/``.
-        place: what the hosts set by themselves, and the time that they wait for each other.
+        node_options: what the hosts set by themselves, and the time that they wait for each other.
 
     Raises:
         RequestError: the request is wrong or a host unknown; nothing is started.
@@ -121,17 +128,19 @@ def launch_on_hosts(
     from trainwright.launch.scripts.starting import check_script, make_logs
 
     script, module, arguments = own
-    found = _hosts_of(hosts, hostfile, place.nodes, place.node_rank, place.rendezvous)
+    host_list = _hosts_of(hosts, hostfile, node_options.nodes, node_options.node_rank, node_options.rendezvous)
     check_script(script, module)
-    port = ask(found, exports())[0].port
+    port = ask(host_list, exports())[0].port
     directory = make_logs(script, module, logs)
     words = [sys.executable, "-m", "trainwright", "launch", *options, f"--logs={directory}"]
-    count = num_processes or processes_of(found)
+    count = num_processes or processes_of(host_list)
     words += [f"--num-processes={count}"] if count else []
-    words += [f"--rendezvous-timeout={place.seconds}"] if place.seconds and len(found) > 1 else []
+    words += [f"--rendezvous-timeout={node_options.seconds}"] if node_options.seconds and len(host_list) > 1 else []
     ignore_closed_output()
     rest = [*(["--module"] if module else []), "--", script, *arguments]
-    return run_on(found, [[*words, *_place(found, i, port), *rest] for i in range(len(found))], directory).code
+    return run_on(
+        host_list, [[*words, *_place(host_list, i, port), *rest] for i in range(len(host_list))], directory
+    ).code
 
 
 def _hosts_of(
@@ -146,34 +155,34 @@ def _hosts_of(
         raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(given)}")
     if hosts is not None and hostfile is not None:
         raise RequestError("--hosts and --hostfile: pass only one of them")
-    found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
-    first, others = found[0], [each for each in found if not is_loopback(each.address)]
+    host_list = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
+    first, others = host_list[0], [each for each in host_list if not is_loopback(each.address)]
     if is_loopback(first.address) and others:
         raise RequestError(
             f"hosts: {others[0].name} cannot reach the first host as {first.address}, which is each machine itself; "
             "write its name or address in the network"
         )
-    return found
+    return host_list
 
 
-def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
+def _words(training: TrainingRequest, run: Path, *, has_started: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
     from trainwright.launch.ending.stop import STARTS_AGAIN
     from trainwright.launch.run_directory import override_of
 
     key = "logging.run_directory="
     words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-m", "trainwright", "train"]
-    words += [str(asked.recipe)] if asked.recipe is not None else []
-    words += [each for each in asked.overrides if not each.startswith(key)]
-    words += [f"--resume={run}"] if begun else ["--resume=auto", override_of(run)]
+    words += [str(training.recipe)] if training.recipe is not None else []
+    words += [each for each in training.overrides if not each.startswith(key)]
+    words += [f"--resume={run}"] if has_started else ["--resume=auto", override_of(run)]
     options = {
-        "--rendezvous-timeout": asked.rendezvous_timeout,
-        "--accelerate-config": asked.accelerate_config,
-        "--until": asked.until,
-        "--time-limit": asked.time_limit,
+        "--rendezvous-timeout": training.rendezvous_timeout,
+        "--accelerate-config": training.accelerate_config,
+        "--until": training.until,
+        "--time-limit": training.time_limit,
     }
     words += [f"{name}={value}" for name, value in options.items() if value is not None]
-    return [*words, *(["--force"] if asked.force else [])]
+    return [*words, *(["--force"] if training.force else [])]
 
 
 def _place(hosts: list[Host], index: int, port: int) -> list[str]:
@@ -237,15 +246,15 @@ def jobs(*runs: str | Path) -> list[RunState]:
     from trainwright.api.run import Run
 
     queued = {job.run: job for job in sorted(_queue(), key=_order, reverse=True)}  # of several the first in order
-    wanted = [Run(run).directory for run in runs] if runs else [*_runs_here(), *queued]
-    found = {directory.absolute(): directory for directory in reversed(wanted)}
-    return [_state(shown, queued.get(directory)) for directory, shown in sorted(found.items())]
+    all_directories = [Run(run).directory for run in runs] if runs else [*_runs_here(), *queued]
+    directories = {directory.absolute(): directory for directory in reversed(all_directories)}
+    return [_state(shown, queued.get(directory)) for directory, shown in sorted(directories.items())]
 
 
-def table(found: Sequence[RunState], width: int | None = None) -> Iterator[str]:
+def table(states: Sequence[RunState], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright jobs``, see `text.table`."""
     head = ["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"]
-    yield from text.table([head, *(each.columns() for each in found)], width)
+    yield from text.table([head, *(each.columns() for each in states)], width)
 
 
 def _order(job: QueuedJob) -> tuple[bool, int]:
@@ -297,8 +306,8 @@ def _jobs_words(job: QueuedJob) -> str:
 
 
 def _expected_end(last: int, steps: Sequence[EventRecord]) -> float | None:
-    left = max(0, last - int(steps[-1]["step"]))
-    seconds = left * statistics.median(event["step_time"] for event in steps[-_LAST_STEPS:])
+    remaining = max(0, last - int(steps[-1]["step"]))
+    seconds = remaining * statistics.median(event["step_time"] for event in steps[-_LAST_STEPS:])
     return float(steps[-1]["time"] + seconds) if seconds < _FAR else None
 
 

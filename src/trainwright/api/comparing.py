@@ -80,8 +80,8 @@ def compare(
     """
     named = [Path(each) for run in runs for each in ([run] if isinstance(run, (str, PathLike)) else run)]
     directories = [directory for each in named for directory in _runs_in(each)]
-    found = [RunFigures.read(directory) for directory in directories]
-    if len(found) < 2:
+    figures = [RunFigures.read(directory) for directory in directories]
+    if len(figures) < 2:
         only = f", and {directories[0]} is one" if directories else ""
         raise RequestError(
             f"compare needs at least two runs{only}; name another one, or a directory with several: "
@@ -90,15 +90,15 @@ def compare(
     file = None if out is None else user_path(out)
     if file is not None:
         try:
-            write_file(file, comparison_page(found))
+            write_file(file, comparison_page(figures))
         except OSError as error:
             raise RequestError(f"{file}: {error.strerror}") from None
-    return RunsCompared(found, recipe_differences(found), paired_differences(found), notes_on(found), file)
+    return RunsCompared(figures, recipe_differences(figures), paired_differences(figures), notes_on(figures), file)
 
 
 def _runs_in(directory: Path) -> list[Path]:
     """Return the directory if it is a run, else the runs in it; if there is none the directory, to be refused."""
-    place = user_path(directory)
-    if is_run(place) or not place.is_dir():
+    folder = user_path(directory)
+    if is_run(folder) or not folder.is_dir():
         return [directory]
-    return sorted(filter(is_run, place.iterdir())) or [directory]
+    return sorted(filter(is_run, folder.iterdir())) or [directory]

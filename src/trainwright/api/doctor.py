@@ -108,14 +108,14 @@ def _usual_directories() -> Iterator[Path]:
 def _output_to_errors() -> Iterator[None]:
     """Send what child processes print to standard error, as standard output is for the report."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    original = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(original, 1)
+        os.close(original)
 
 
 def explain(log: Run | str | PathLike[str]) -> Diagnosis:

@@ -31,10 +31,10 @@ from trainwright.recipe.loading import dump_recipe
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.drilling.campaign import Results
+    from trainwright.drilling.campaign import CampaignResults
     from trainwright.drilling.invariants import Undisturbed
-    from trainwright.drilling.kinds import Spread, Trial
-    from trainwright.drilling.trial_settings import Setting
+    from trainwright.drilling.kinds import DrillTrial, Spread
+    from trainwright.drilling.trial_settings import TrialSettings
     from trainwright.recipe import schema
     from trainwright.recipe.yaml_text import Tree
 
@@ -137,7 +137,7 @@ def drill(
     """
     source = source_of(recipe)
     directory = user_path(output or Path("drills") / _stem(source)).absolute()
-    asked = DrillRequest(
+    request = DrillRequest(
         source,
         overrides,
         directory,
@@ -150,7 +150,7 @@ def drill(
         jobs,
         resume,
     )
-    return run_in_process(_drill, asked, progress, progress=progress)
+    return run_in_process(_drill, request, progress, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class DrillRequest:
     resume: bool
 
 
-def _drill(asked: DrillRequest, progress: bool) -> Drill:
+def _drill(request: DrillRequest, progress: bool) -> Drill:
     """Perform the trials that have no verdict yet, in a process that does nothing else."""
-    from trainwright.drilling.campaign import Results, cells, notes, rows_of
+    from trainwright.drilling.campaign import CampaignResults, cells, notes, rows_of
     from trainwright.drilling.shortened import setting_of, shortened, spreads_of
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.group.environment import refuse_worker
@@ -180,33 +180,33 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
     refuse_worker("drill")
     if not Path("/proc").is_dir():
         raise MachineError("a drill finds the processes of its runs in /proc, which only Linux has")
-    begun, directory = time.monotonic(), asked.directory
-    recipe = shortened(asked.recipe, asked.overrides)
-    spreads = spreads_of(recipe, asked.strategies, asked.processes)
-    trials = _trials(asked, recipe, spreads)
-    _check_directory(asked, dump_recipe(recipe))
+    started, directory = time.monotonic(), request.directory
+    recipe = shortened(request.recipe, request.overrides)
+    spreads = spreads_of(recipe, request.strategies, request.processes)
+    trials = _trials(request, recipe, spreads)
+    _check_directory(request, dump_recipe(recipe))
     directory.mkdir(parents=True, exist_ok=True)
-    results = Results(directory / _TRIALS)
+    results = CampaignResults(directory / _TRIALS)
     with lock_directory(directory, f"{directory} is used by another drill"), interruptible():
         setting = setting_of(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
         try:
-            _perform(asked, recipe, trials, results, setting, begun, progress)
+            _perform(request, recipe, trials, results, setting, started, progress)
         except Interrupted:
             raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
         trials, refused = _possible(trials, recipe, setting)
-        found = results.of(trials)
-        rows = tuple(row.as_json() for row in rows_of(found))
-        left = sum(line is None for line in found.values())
+        lines = results.of(trials)
+        rows = tuple(row.as_json() for row in rows_of(lines))
+        remaining = sum(line is None for line in lines.values())
         why = {f"{strategy} on {processes}": str(failure) for (strategy, processes), failure in refused.items()}
-        result = Drill(directory, rows, left, cells(found), notes(found, why), why)
+        result = Drill(directory, rows, remaining, cells(lines), notes(lines, why), why)
         write_file(directory / SUMMARY, json.dumps(result.values(), indent=2) + "\n")
     return result
 
 
-def _check_directory(asked: DrillRequest, recipe: str) -> None:
+def _check_directory(request: DrillRequest, recipe: str) -> None:
     """Raise RequestError unless the directory is new, or that of the drill to resume."""
-    directory = asked.directory
-    if not asked.resume:
+    directory = request.directory
+    if not request.resume:
         if directory.exists():
             raise RequestError(
                 f"--output: {directory} exists; choose another directory, or continue the drill in it with --resume"
@@ -220,31 +220,31 @@ def _check_directory(asked: DrillRequest, recipe: str) -> None:
         raise RequestError(f"--resume: the drill in {directory} is of another recipe; choose another --output")
 
 
-def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, ...]) -> list[Trial]:
+def _trials(request: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
     """Return the trials in their order. Raises RequestError if there are none."""
     from trainwright.drilling.faults import catalog  # noqa: F401
     from trainwright.drilling.kinds import KINDS, matching, schedule
     from trainwright.drilling.shortened import phases_of
 
-    for name, value in (("tries", asked.tries), ("minutes", asked.minutes), ("jobs", asked.jobs)):
+    for name, value in (("tries", request.tries), ("minutes", request.minutes), ("jobs", request.jobs)):
         if value is not None and value <= 0:
             raise RequestError(f"--{name} {value}: expected more than 0")
-    for pattern in asked.kinds:
+    for pattern in request.kinds:
         if not matching([pattern]):
             known = ", ".join(KINDS)
             raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {known}")
     phases = phases_of(recipe)
-    cases = {name: kind.cases(spreads, phases) for name, kind in matching(asked.kinds).items()}
+    cases = {name: kind.cases(spreads, phases) for name, kind in matching(request.kinds).items()}
     one_of_each = sum(map(bool, cases.values()))
-    trials = schedule(asked.seed, asked.tries or (_MOST_TRIALS if asked.minutes else one_of_each), cases)
+    trials = schedule(request.seed, request.tries or (_MOST_TRIALS if request.minutes else one_of_each), cases)
     if not trials:
         raise RequestError("--processes: these kinds of faults need several processes; add a number above 1")
     return trials
 
 
 def _possible(
-    trials: Sequence[Trial], recipe: schema.Recipe, setting: Setting
-) -> tuple[list[Trial], dict[Spread, Undisturbed]]:
+    trials: Sequence[DrillTrial], recipe: schema.Recipe, setting: TrialSettings
+) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
     from trainwright.drilling.kinds import KINDS, moved
     from trainwright.drilling.shortened import phases_of
@@ -257,7 +257,7 @@ def _possible(
     return moved(trials, refused, cases), refused
 
 
-def _left(trials: Sequence[Trial], results: Results) -> list[Trial]:
+def _left(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
     """Return the trials without a verdict, and those that did not hold."""
     from trainwright.drilling.campaign import BROKEN, MISSED
 
@@ -265,12 +265,12 @@ def _left(trials: Sequence[Trial], results: Results) -> list[Trial]:
 
 
 def _perform(
-    asked: DrillRequest,
+    request: DrillRequest,
     recipe: schema.Recipe,
-    trials: list[Trial],
-    results: Results,
-    setting: Setting,
-    begun: float,
+    trials: list[DrillTrial],
+    results: CampaignResults,
+    setting: TrialSettings,
+    started: float,
     progress: bool,
 ) -> None:
     """Perform the trials that are left, as long as there is time."""
@@ -281,32 +281,32 @@ def _perform(
     done: set[tuple[str, str]] = set()
     of = ""
 
-    def still_left() -> list[Trial]:
+    def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _possible(trials, recipe, setting)
         return [trial for trial in _left(possible, results) if (trial.name, str(trial.case)) not in done]
 
-    if not (left := still_left()):
+    if not (remaining := still_left()):
         return
-    setting = replace(setting, patience=max(setting.patience, 10 * _undisturbed_seconds(setting, left, stream)))
+    setting = replace(setting, patience=max(setting.patience, 10 * _undisturbed_seconds(setting, remaining, stream)))
 
     def over() -> bool:
-        return asked.minutes is not None and time.monotonic() - begun >= 60 * asked.minutes
+        return request.minutes is not None and time.monotonic() - started >= 60 * request.minutes
 
     def over_or_refused() -> bool:
         return over() or len(_possible(trials, recipe, setting)[1]) > len(refused)
 
-    def waiting(trials: Sequence[Trial], seconds: float) -> None:
+    def waiting(trials: Sequence[DrillTrial], seconds: float) -> None:
         # Drawn from the loop, as processes are forked from this one: a thread could hold a lock meanwhile.
         if stream and text.is_terminal(stream):
             names = ", ".join(trial.name for trial in trials)
             text.draw(f"[{len(done) + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
 
     # That the recipe cannot be trained with a strategy is only known once it has failed: its trials are moved then.
-    while (left := still_left()) and not over():
-        of = "" if asked.minutes else f"/{len(done) + len(left)}"
-        work = asked.directory / "trials"
-        for line in run_trials(left, setting, work, asked.jobs, until=over_or_refused, waiting=waiting):
+    while (remaining := still_left()) and not over():
+        of = "" if request.minutes else f"/{len(done) + len(remaining)}"
+        work = request.directory / "trials"
+        for line in run_trials(remaining, setting, work, request.jobs, until=over_or_refused, waiting=waiting):
             results.add(line)
             done.add((line["trial"], line["case"]))
             if stream:
@@ -315,14 +315,14 @@ def _perform(
                 say(f"[{len(done)}{of}] {about}  {why}".rstrip(), file=stream)
 
 
-def _undisturbed_seconds(setting: Setting, left: Sequence[Trial], stream: TextIO | None) -> float:
+def _undisturbed_seconds(setting: TrialSettings, trials: Sequence[DrillTrial], stream: TextIO | None) -> float:
     """Return what a run takes without a fault. Raises MachineError, RequestError or TrainingError if none finishes."""
     from trainwright.drilling.invariants import Undisturbed
     from trainwright.drilling.trial_environment import undisturbed_seconds
 
     try:
         with Activity(stream, "training once without a fault"):
-            return undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left)
+            return undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), trials)
     except Undisturbed as error:
         raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
 

@@ -28,14 +28,14 @@ class Evaluation:
     @cached_property
     def details(self) -> dict[str, Any]:
         """Return the content of ``metrics.json``: every metric with its 95 % interval, the settings, notes."""
-        found: dict[str, Any] = json.loads((self.directory / "metrics.json").read_text(encoding="utf-8"))
-        return found
+        details: dict[str, Any] = json.loads((self.directory / "metrics.json").read_text(encoding="utf-8"))
+        return details
 
     @property
     def metrics(self) -> dict[str, float]:
         """Return the value of every metric by name; for agents and benchmarks see `details`."""
-        found = self.details.get("metrics", {})
-        return {name: each["value"] for name, each in found.items() if isinstance(each, dict) and "value" in each}
+        metrics = self.details.get("metrics", {})
+        return {name: each["value"] for name, each in metrics.items() if isinstance(each, dict) and "value" in each}
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -130,6 +130,6 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    asked = MeasureRequest(**as_options(locals()))
-    directory, table = run_in_process(measure, asked, progress=progress, trust_code=trust_code)
+    request = MeasureRequest(**as_options(locals()))
+    directory, table = run_in_process(measure, request, progress=progress, trust_code=trust_code)
     return Evaluation(directory, tuple(table))

@@ -142,9 +142,9 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
 
         doing("reading the model")
         dtype = DTYPES[_dtype(request, machine)]
-        found = find_model(request.model, request.adapter, request.checkpoint)
-        check_fits(found, dtype, machine, 1)
-        loaded = load(found, dtype, torch.device(machine.device))
+        model = find_model(request.model, request.adapter, request.checkpoint)
+        check_fits(model, dtype, machine, 1)
+        loaded = load(model, dtype, torch.device(machine.device))
     plain = _is_plain(request, loaded.chat)
     session = ChatSession(loaded, request.sampling(), _say, plain=plain, system=request.system)
     if prompt is not None:
@@ -153,7 +153,7 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
         return text if plain else text.strip()
     if sys.stdin.isatty():
         what = "it continues what you type" if plain else HELP
-        say(f"{found.origin}: {what}", file=sys.stderr)
+        say(f"{model.origin}: {what}", file=sys.stderr)
     chat(session, read_lines("> "), _say)
     return ""
 
@@ -251,18 +251,18 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
     from trainwright.inference.prompts import PromptEncoder, read_questions
     from trainwright.models.load import load_config, load_tokenizer
 
-    found = find_model(request.model, request.adapter, request.checkpoint)
-    check_fits(found, DTYPES[request.dtype], machine, processes)
-    found.save(work / "found.json")
+    model = find_model(request.model, request.adapter, request.checkpoint)
+    check_fits(model, DTYPES[request.dtype], machine, processes)
+    model.save(work / "found.json")
     questions = read_questions(str(request.file), "--file")
     for note in questions.notes:
         say(note, file=sys.stderr)
-    tokenizer = load_tokenizer(found.section)
+    tokenizer = load_tokenizer(model.section)
     plain = _is_plain(request, tokenizer.chat_template is not None)
     encode = PromptEncoder(tokenizer, plain=plain, system=request.system)
-    positions = getattr(load_config(found.section, tokenizer).get_text_config(), "max_position_embeddings", None)
+    positions = getattr(load_config(model.section, tokenizer).get_text_config(), "max_position_embeddings", None)
     prompts = []
-    for row, question, place in zip(questions.rows, questions.questions, questions.locations, strict=True):
+    for row, question, location in zip(questions.rows, questions.questions, questions.locations, strict=True):
         try:
             prompts.append(encode(question))
             if positions is not None and len(prompts[-1]) >= positions:
@@ -270,7 +270,7 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
             if FIELD in row:
                 raise RequestError(f"the row already has a field {FIELD}, which is used for the answer")
         except RequestError as error:
-            raise RequestError(f"--file: {place}: {error}") from None
+            raise RequestError(f"--file: {location}: {error}") from None
     about = {"rows": questions.rows, "prompts": prompts, "plain": plain}
     (work / "questions.json").write_text(json.dumps(about, default=str), encoding="utf-8")
 

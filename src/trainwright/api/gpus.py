@@ -117,10 +117,10 @@ def machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None = None)
     """
     ranks, gpus = _ranks(), all_gpus() if gpus is None else gpus
     pids = {*ranks, *(pid for gpu in gpus for pid in gpu.get("processes", ()))}
-    begun = time.monotonic()
+    started = time.monotonic()
     before = {pid: _cpu_seconds(pid) for pid in pids}
     time.sleep(seconds)
-    elapsed = time.monotonic() - begun
+    elapsed = time.monotonic() - started
     processes = []
     for pid in sorted(pids, key=lambda pid: (pid not in ranks, ranks.get(pid), pid)):
         used = {index: gpu["processes"][pid] for index, gpu in enumerate(gpus) if pid in gpu.get("processes", ())}
@@ -148,14 +148,14 @@ def _ranks() -> dict[int, tuple[Path, int]]:
 
     Only those of this user, except for root; none where there is no /proc.
     """
-    found = {}
+    ranks = {}
     for pid in psutil.pids():
         with suppress(OSError):
             log = _LOG.fullmatch(os.readlink(f"/proc/{pid}/fd/1"))
             if log and (run := Path(log[1])).joinpath(_RECIPE).is_file():
-                found[pid] = run, int(log[2])
+                ranks[pid] = run, int(log[2])
     # What a worker starts, as for loading data, writes to the same log.
-    return {pid: rank for pid, rank in found.items() if found.get(_parent(pid)) != rank}
+    return {pid: rank for pid, rank in ranks.items() if ranks.get(_parent(pid)) != rank}
 
 
 def _parent(pid: int) -> int:

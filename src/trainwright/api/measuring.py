@@ -264,12 +264,12 @@ def _tasks(named: str | None, directory: str | None) -> tuple[str, ...]:
     return _split(named)
 
 
-def _new_directory(wanted: str | None, model: str) -> Path:
-    """Return the directory of the results: ``wanted``, or evaluations/<model>-<date>-<time>."""
-    if wanted is None:
+def _new_directory(path: str | None, model: str) -> Path:
+    """Return the directory of the results: ``path``, or evaluations/<model>-<date>-<time>."""
+    if path is None:
         name = model.rstrip("/").rpartition("/")[2] or "model"
-        wanted = f"evaluations/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = user_path(wanted)
+        path = f"evaluations/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    directory = user_path(path)
     if directory.exists():
         raise RequestError(f"--out: {directory} already exists; choose another directory")
     return directory

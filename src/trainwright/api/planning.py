@@ -16,7 +16,7 @@ from trainwright.simulation.report import Simulation
 if TYPE_CHECKING:
     from trainwright.machine.machine_file import Written
     from trainwright.planning.facts import Facts
-    from trainwright.planning.plan import Plan as Details
+    from trainwright.planning.plan import RunPlan as Details
     from trainwright.recipe import schema
     from trainwright.simulation.start import Asked
 
@@ -63,12 +63,12 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values, as ``trainwright plan --json`` prints it."""
-        found = self.details.as_json()
+        values = self.details.as_json()
         if self.budget is not None:
             from trainwright.planning.budget import cost
 
-            found["budget"] = cost(self.details, self.budget, self.price)
-        return found
+            values["budget"] = cost(self.details, self.budget, self.price)
+        return values
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Plot memory by part to a PNG file."""
@@ -85,20 +85,20 @@ class Plan:
         """
         from trainwright.planning.output import table, words
 
-        made = self.details
-        if made.basis.trouble is not None:
-            yield made.basis.trouble
-        yield f"{'machine':<14} {made.cluster.name}"
-        if made.cluster.planned_only:
-            yield f"{'':<14} {made.cluster.planned_only}"
+        details = self.details
+        if details.basis.trouble is not None:
+            yield details.basis.trouble
+        yield f"{'machine':<14} {details.cluster.name}"
+        if details.cluster.planned_only:
+            yield f"{'':<14} {details.cluster.planned_only}"
         yield ""
-        yield from table(made, compare, width)
+        yield from table(details, compare, width)
         yield ""
-        yield from words(made)
+        yield from words(details)
         if self.budget is not None:
             from trainwright.planning import budget
 
-            for number, line in enumerate(budget.words(made, self.budget, self.price)):
+            for number, line in enumerate(budget.words(details, self.budget, self.price)):
                 yield f"{'' if number else 'budget':<14} {line}"
 
     def __str__(self) -> str:
@@ -160,12 +160,12 @@ def plan(
             budget = tokens_of(tokens, facts.workload)
             facts = facts._replace(workload=with_budget(facts.workload, budget))
         doing("planning")
-        made = _made(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
-    if progress and made.basis.message is not None:
+        details = _made(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
+    if progress and details.basis.message is not None:
         from trainwright.text import say
 
-        say(made.basis.message, file=sys.stderr)
-    return Plan(made, budget, price)
+        say(details.basis.message, file=sys.stderr)
+    return Plan(details, budget, price)
 
 
 def _recipe_to_plan(
@@ -186,7 +186,7 @@ def _recipe_to_plan(
     from trainwright.planning.facts import architecture_named, packs
 
     length = sequence_length or min(_TOKENS, architecture_named(model).positions)
-    asked = [
+    settings = [
         "task=sft",
         f"model.name={model}",
         "data={train: pydoc, validation: null}",
@@ -195,7 +195,7 @@ def _recipe_to_plan(
         f"train.global_batch_size={global_batch_size}",
         *([f"train.max_steps={steps}"] if steps is not None else []),
     ]
-    return recipe_of([*asked, *overrides], "--model")
+    return recipe_of([*settings, *overrides], "--model")
 
 
 def _facts(recipe: schema.Recipe, full: bool) -> Facts:
@@ -224,9 +224,9 @@ def _made(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
         cluster = cluster_of(machine)
         here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
     recipe, remarks = possible(recipe, cluster)
-    made = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, **here)
-    filled(recipe, made)  # raises the errors that a run would raise
-    return replace(made, reasons=(*made.reasons, *remarks))
+    run_plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, **here)
+    filled(recipe, run_plan)  # raises the errors that a run would raise
+    return replace(run_plan, reasons=(*run_plan.reasons, *remarks))
 
 
 def simulate(
@@ -270,11 +270,11 @@ def simulate(
     return run_in_process(_in_words, Asked(source_of(recipe), overrides, on, steps, force, file), progress=progress)
 
 
-def _in_words(asked: Asked) -> Simulation:
+def _in_words(request: Asked) -> Simulation:
     import sys
 
     from trainwright.activity import Activity
     from trainwright.simulation.start import simulate as start
 
     with Activity(sys.stderr, "reading the recipe"):
-        return start(asked)
+        return start(request)

@@ -84,18 +84,18 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
         known = " or ".join(_DTYPES[to]) or "none, because adapters are written unchanged"
         raise RequestError(f"--dtype: {dtype} is not supported for {to}; choose from {known}")
     with for_users(), Activity(sys.stderr, "reading the model"):
-        found, out = find_model(model, None, checkpoint), user_path(out)
+        source, out = find_model(model, None, checkpoint), user_path(out)
         if to == "gguf":
-            _write_gguf(found, out, dtype or "f16")
+            _write_gguf(source, out, dtype or "f16")
         elif to == "adapter":
-            _write_adapter(found, out)
+            _write_adapter(source, out)
         else:
             _refuse_existing(out)
-            _write_model(found, out, dtype)
+            _write_model(source, out, dtype)
     return out
 
 
-def _write_gguf(found: FoundModel, out: Path, precision: str) -> None:
+def _write_gguf(source: FoundModel, out: Path, precision: str) -> None:
     from tempfile import TemporaryDirectory
 
     from trainwright.models.gguf.export import export_gguf
@@ -103,23 +103,23 @@ def _write_gguf(found: FoundModel, out: Path, precision: str) -> None:
     if out.suffix != ".gguf":
         raise RequestError(f"--out: {out} should end in .gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent, prefix=".export-") as place:
-        directory = _plain_directory(found)
+    with TemporaryDirectory(dir=out.parent, prefix=".export-") as scratch:
+        directory = _plain_directory(source)
         if directory is None:
-            directory = Path(place) / "model"
-            _write_model(found, directory, None if found.checkpoint is None else "fp32")
+            directory = Path(scratch) / "model"
+            _write_model(source, directory, None if source.checkpoint is None else "fp32")
         export_gguf(directory, out, precision)  # type: ignore[arg-type]
 
 
-def _write_adapter(found: FoundModel, out: Path) -> None:
+def _write_adapter(source_model: FoundModel, out: Path) -> None:
     from shutil import copytree
 
     from trainwright.models.files import replacing
 
-    source = found.section.adapter.start_from
-    if source is None or found.checkpoint is not None:
+    source = source_model.section.adapter.start_from
+    if source is None or source_model.checkpoint is not None:
         raise RequestError(
-            f"{found.origin} is not an exported adapter; pass a run trained with an adapter, or its final/"
+            f"{source_model.origin} is not an exported adapter; pass a run trained with an adapter, or its final/"
         )
     _refuse_existing(out)
     with replacing(out) as temporary:
@@ -131,16 +131,16 @@ def _refuse_existing(out: Path) -> None:
         raise RequestError(f"--out: {out} already exists; choose a new directory")
 
 
-def _plain_directory(found: FoundModel) -> Path | None:
+def _plain_directory(source: FoundModel) -> Path | None:
     """Return where the full model already exists; None if it has to be merged or loaded."""
     from trainwright.models.resolve_model import resolve
 
-    if found.checkpoint is not None or found.section.adapter.type != "none":
+    if source.checkpoint is not None or source.section.adapter.type != "none":
         return None
-    return resolve(found.section).directory
+    return resolve(source.section).directory
 
 
-def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
+def _write_model(source: FoundModel, out: Path, dtype: str | None) -> None:
     """Write the full model as a directory: merged, or loaded with a checkpoint's tensors and saved."""
     import torch
 
@@ -150,15 +150,15 @@ def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
     from trainwright.models.merging import merge
     from trainwright.models.tokenization import ending_turns
 
-    if found.checkpoint is None and found.section.adapter.type != "none":
-        merge(found.section, found.seed, out, dtype_of(dtype))
+    if source.checkpoint is None and source.section.adapter.type != "none":
+        merge(source.section, source.seed, out, dtype_of(dtype))
         return
-    check_finished(found)
-    loaded = load(found, torch.float32, torch.device("cpu"))
+    check_finished(source)
+    loaded = load(source, torch.float32, torch.device("cpu"))
     model, tokenizer = loaded.lm.model, loaded.tokenizer
     config: PretrainedConfig = model.config
     generation: GenerationConfig | None = model.generation_config
-    if found.run is not None and _trained_on_chats(found.run):
+    if source.run is not None and _trained_on_chats(source.run):
         install_template(tokenizer)
         tokenizer, config, generation = ending_turns(tokenizer, config, generation)
     ids = probe(config.get_text_config().vocab_size).input_ids
@@ -169,7 +169,7 @@ def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
         if (unchecked := check_saved(directory, checksums, ids, expected)) is not None:
             say(unchecked, file=sys.stderr)
 
-    dtype_out = dtype_of(dtype) or dtype_to_save(found.section)
+    dtype_out = dtype_of(dtype) or dtype_to_save(source.section)
     save_model(out, config, model.state_dict(), tokenizer, generation, dtype_out, check=check)
 
 
@@ -274,10 +274,10 @@ def _push_checkpoint(run: Path, step: int, repository: str, private: bool, dry_r
     from trainwright.inference.finding import find_model
     from trainwright.observe.trackers.hub import send_checkpoint
 
-    found = find_model(str(run), None, str(step), of_texts=False).checkpoint
-    assert found is not None, "a step is a checkpoint"
-    upload = Upload(repository, found, "")
-    return upload if dry_run else replace(upload, url=send_checkpoint(found, repository, private))
+    checkpoint = find_model(str(run), None, str(step), of_texts=False).checkpoint
+    assert checkpoint is not None, "a step is a checkpoint"
+    upload = Upload(repository, checkpoint, "")
+    return upload if dry_run else replace(upload, url=send_checkpoint(checkpoint, repository, private))
 
 
 def _weights(run: Path) -> Path:
@@ -370,29 +370,31 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
     from trainwright.models.merging import merge as work_in
 
     with for_users(), Activity(sys.stderr, "reading the model"):
-        found = find_model(model, adapter)
-        check_finished(found)
-        _refuse_full(found)
-        return work_in(found.section, found.seed, user_path(out), dtype_of(dtype))
+        source = find_model(model, adapter)
+        check_finished(source)
+        _refuse_full(source)
+        return work_in(source.section, source.seed, user_path(out), dtype_of(dtype))
 
 
-def check_finished(found: FoundModel) -> None:
+def check_finished(source: FoundModel) -> None:
     """Raise RequestError for an adapter that exists only in a checkpoint."""
-    if found.checkpoint is not None and found.section.adapter.type != "none":
+    if source.checkpoint is not None and source.section.adapter.type != "none":
         raise RequestError(
-            f"{found.origin} is a checkpoint of an adapter, which cannot be merged before its run is finished: "
-            f"continue with trainwright train --resume {quoted(found.run or 'RUN')}, then pass the run or its final/"
+            f"{source.origin} is a checkpoint of an adapter, which cannot be merged before its run is finished: "
+            f"continue with trainwright train --resume {quoted(source.run or 'RUN')}, then pass the run or its final/"
         )
 
 
-def _refuse_full(found: FoundModel) -> None:
+def _refuse_full(source: FoundModel) -> None:
     """Raise RequestError for a run that trained the full model."""
-    if found.run is not None and found.section.adapter.type == "none":
+    if source.run is not None and source.section.adapter.type == "none":
         use = (
-            "which can be used as it is" if found.checkpoint is None else "which `trainwright export` writes as a model"
+            "which can be used as it is"
+            if source.checkpoint is None
+            else "which `trainwright export` writes as a model"
         )
         raise RequestError(
-            f"no adapter to merge: {found.run} was trained without one; its full model is in {found.origin}, {use}"
+            f"no adapter to merge: {source.run} was trained without one; its full model is in {source.origin}, {use}"
         )
 
 

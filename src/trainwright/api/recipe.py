@@ -135,8 +135,8 @@ class Recipe:
         return dump_recipe(self._recipe)
 
     def __repr__(self) -> str:
-        place = "" if self._tree.file is None else f" {self._tree.file}"
-        return f"<Recipe{place}: {self.task}>"
+        shown_file = "" if self._tree.file is None else f" {self._tree.file}"
+        return f"<Recipe{shown_file}: {self.task}>"
 
     @classmethod
     def _of(cls, tree: Tree) -> Recipe:
@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, PathLike) else value
 
 
-def checked(asked: Recipe) -> tuple[str, list[str], bool]:
+def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     """Return what a run does, notes about it, and whether its model was looked at; raise RequestError as ``check``."""
     from trainwright.data.check import check_data
     from trainwright.launch.request import check_extensions
@@ -178,7 +178,7 @@ def checked(asked: Recipe) -> tuple[str, list[str], bool]:
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.planning.facts import check_model, is_configured_here
 
-    recipe = asked._recipe
+    recipe = recipe_given._recipe
     section, name = recipe.model, recipe.model.name
     notes: list[str] = []
     seen, readable = True, False
@@ -223,9 +223,9 @@ def _check_tokens(recipe: schema.Recipe) -> None:
     embeddings = load_config(recipe.model, tokenizer).get_text_config().vocab_size
     if len(tokenizer) <= embeddings:
         return
-    for found in check_sources(recipe, kind_of_rows(recipe), tokenizer, embeddings, only_files=True):
-        if found.problems:
-            raise RequestError(found.problems[0])
+    for checked in check_sources(recipe, kind_of_rows(recipe), tokenizer, embeddings, only_files=True):
+        if checked.problems:
+            raise RequestError(checked.problems[0])
 
 
 def _is_read_directly(model: ModelSection) -> bool:

@@ -132,5 +132,5 @@ class Run:
 
 def _flat(event: EventRecord) -> dict[str, Any]:
     metrics = event.get("metrics")
-    kept = {key: value for key, value in event.items() if key not in ("event", "metrics")}
-    return {**kept, **metrics} if isinstance(metrics, dict) else kept
+    plain = {key: value for key, value in event.items() if key not in ("event", "metrics")}
+    return {**plain, **metrics} if isinstance(metrics, dict) else plain

@@ -104,29 +104,29 @@ def runs(
         if root == RUNS:
             return []
         raise RequestError(f"{root}: no such directory")
-    found = [_summary(each) for each in directories(root)]
-    wanted = [
+    summaries = [_summary(each) for each in directories(root)]
+    matching = [
         each
-        for each in found
+        for each in summaries
         if status in (None, each.status) and task in (None, each.task) and (name is None or name in str(each.run))
     ]
-    wanted.sort(key=lambda each: (-(each.begun or 0.0), str(each.run)))
-    known = [each for each in wanted if getattr(each, sort) is not None]
+    matching.sort(key=lambda each: (-(each.begun or 0.0), str(each.run)))
+    known = [each for each in matching if getattr(each, sort) is not None]
     known.sort(key=lambda each: getattr(each, sort), reverse=_ORDERS[sort])  # stable
-    return [*known, *(each for each in wanted if getattr(each, sort) is None)]
+    return [*known, *(each for each in matching if getattr(each, sort) is None)]
 
 
 def directories(root: Path) -> list[Path]:
     """Return the run directories under ``root``, or ``root`` itself; each once, also where links lead to it."""
     from trainwright.reports.figures import is_run
 
-    found: list[Path] = []
+    run_directories: list[Path] = []
     level, seen = [root], set[tuple[int, int]]()
     for _ in range(_DEPTH + 1):
         level = [each for each in sorted(level, key=Path.is_symlink) if _is_first(each, seen)]
-        found += (runs_here := list(filter(is_run, level)))
+        run_directories += (runs_here := list(filter(is_run, level)))
         level = [child for each in level if each not in runs_here for child in _subdirectories(each)]
-    return sorted(found)
+    return sorted(run_directories)
 
 
 def _is_first(directory: Path, seen: set[tuple[int, int]]) -> bool:
@@ -141,16 +141,16 @@ def _is_first(directory: Path, seen: set[tuple[int, int]]) -> bool:
     return is_first
 
 
-def table(found: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
+def table(summaries: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright runs``: one for each run, without the last columns that do not fit."""
-    rows = [list(_COLUMNS), *(each.columns() for each in found)]
+    rows = [list(_COLUMNS), *(each.columns() for each in summaries)]
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     count = len(sizes)
     while width is not None and count > 2 and sum(sizes[:count]) + 2 * (count - 1) > width:
         count -= 1
     room = None if width is None else max(8, width - sum(sizes[1:count]) - 2 * (count - 1))
     yield from text.table([[_shortened(row[0], room), *row[1:count]] for row in rows])
-    for each in found:
+    for each in summaries:
         yield from (f"note: {each.run}: {note}".replace("\n", " ") for note in each.notes)
 
 

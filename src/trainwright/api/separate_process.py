@@ -57,10 +57,10 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
                 sys.stdout.write(line)
                 sys.stdout.flush()
             code = process.wait()
-        found: tuple[Any, BaseException | None] = (None, None)
+        outcome: tuple[Any, BaseException | None] = (None, None)
         if answered.exists():
-            found = pickle.loads(answered.read_bytes())
-        result, error = found
+            outcome = pickle.loads(answered.read_bytes())
+        result, error = outcome
         if error is not None:
             raise error from None
         if requested:  # it ended without an answer, by the signal or before it arrived

@@ -43,15 +43,15 @@ def checkpoint(run: Run | str | PathLike[str], timeout: float = 600.0) -> int | 
             ...
         trainwright.errors.RequestError: runs/tiny is not being trained here; for another machine, create ...
     """
-    found = Run(run)
-    if not is_locked(found.directory):
-        file = found.directory / CHECKPOINT_FILE
-        raise RequestError(f"{found.directory} is not being trained here; for another machine, create {file}")
-    before = max(found.checkpoints, default=0)
-    _touch(found.directory / CHECKPOINT_FILE)
+    target = Run(run)
+    if not is_locked(target.directory):
+        file = target.directory / CHECKPOINT_FILE
+        raise RequestError(f"{target.directory} is not being trained here; for another machine, create {file}")
+    before = max(target.checkpoints, default=0)
+    _touch(target.directory / CHECKPOINT_FILE)
     end = time.monotonic() + timeout
-    while time.monotonic() < end and is_locked(found.directory):
-        if (newest := max(found.checkpoints, default=0)) > before:
+    while time.monotonic() < end and is_locked(target.directory):
+        if (newest := max(target.checkpoints, default=0)) > before:
             return newest
         time.sleep(_LOOK_SECONDS)
     return None
@@ -101,7 +101,7 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         return _stop_jobs(directory, jobs, end)
     if (directory / SUBMITTED).is_dir() and not (directory / RECIPE).is_file():
         raise RequestError(f"{directory}: no job in the queue trains this run, or a run in this directory")
-    found = Run(directory)
+    target = Run(directory)
     if not is_locked(directory):
         raise RequestError(
             f"{directory} is not being trained here; for another machine, create {directory / STOP_FILE}"
@@ -111,7 +111,7 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         if time.monotonic() >= end:
             return "stopping"
         time.sleep(_LOOK_SECONDS)
-    return found.status
+    return target.status
 
 
 def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
@@ -124,24 +124,26 @@ def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
     from trainwright.launch.slurm import scheduler
 
     ends: dict[Path, str] = {}
-    asked: set[tuple[str, bool]] = set()
+    stopped_before: set[tuple[str, bool]] = set()
     while jobs:
-        new = [job for job in jobs if (job.name, job.waits) not in asked]  # a job may begin, or wait again, meanwhile
+        new = [
+            job for job in jobs if (job.name, job.waits) not in stopped_before
+        ]  # a job may begin, or wait again, meanwhile
         running = [job for job in jobs if not job.waits and (job.run / RECIPE).is_file()]
-        begun = [job for job in new if job in running]
-        scheduler.cancel([job for job in new if job not in begun])
-        scheduler.forbid_requeue(begun)
+        started = [job for job in new if job in running]
+        scheduler.cancel([job for job in new if job not in started])
+        scheduler.forbid_requeue(started)
         for job in running:  # a start that is not this far yet forgets what was asked before it
-            if job in begun or not was_asked_to_stop(job.run):
+            if job in started or not was_asked_to_stop(job.run):
                 _touch(job.run / STOP_FILE)
-        asked |= {(job.name, job.waits) for job in new}
-        ends |= {job.run: "canceled" for job in new if job not in begun} | {job.run: "" for job in begun}
+        stopped_before |= {(job.name, job.waits) for job in new}
+        ends |= {job.run: "canceled" for job in new if job not in started} | {job.run: "" for job in started}
         if all(job.waits for job in jobs):
             break
         if time.monotonic() >= end:
             return "stopping"
         time.sleep(_ASK_SECONDS)
         jobs = scheduler.jobs_of(directory)
-    found = [said or Run(run).status for run, said in ends.items()]
-    counts = ", ".join(f"{count} {said}" for said, count in Counter(found).most_common())
-    return found[0] if [*ends] == [directory.absolute()] else counts
+    statuses = [said or Run(run).status for run, said in ends.items()]
+    counts = ", ".join(f"{count} {said}" for said, count in Counter(statuses).most_common())
+    return statuses[0] if [*ends] == [directory.absolute()] else counts

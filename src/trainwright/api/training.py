@@ -293,8 +293,8 @@ def _train(options: TrainingRequest) -> Path:
                 say(f"note: {line}", file=sys.stderr)
             return prepared.start(options.force)
     except Interrupted:
-        kept = "nothing was kept" if options.resume is None else "the run is as it was"
-        raise Stopped(f"stopped before the first step; {kept}") from None
+        consequence = "nothing was kept" if options.resume is None else "the existing run was not changed"
+        raise Stopped(f"stopped before the first step; {consequence}") from None
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:

@@ -61,14 +61,14 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
     require("matplotlib", "the plot of a study")
     require("scipy", "forget_quality")
     require("rouge_score", "rouge_l")
-    found = {name: _StudySteps(split, progress).walk() for name, split in loaded.splits().items()}
+    results_by_split = {name: _StudySteps(split, progress).walk() for name, split in loaded.splits().items()}
     if not loaded.study.splits:
-        return found[""]
+        return results_by_split[""]
     from trainwright.evaluation.unlearning.study.results import Results, draw
 
-    directory, results = user_path(loaded.study.directory).resolve(), Results.joined(found)
+    directory, results = user_path(loaded.study.directory).resolve(), Results.joined(results_by_split)
     results.write(directory)
-    draw(list(found.values()), directory)
+    draw(list(results_by_split.values()), directory)
     return results
 
 
@@ -100,8 +100,8 @@ class _StudySteps:
         plot = draw([results], self._directory)
         if plot is None:
             self._tell("no plot: needs a metric of the forget set and one of the retained knowledge")
-        made = [*results.write(self._directory), *([] if plot is None else [plot])]
-        self._tell(f"{', '.join(made)} are in {self._directory}/")
+        files = [*results.write(self._directory), *([] if plot is None else [plot])]
+        self._tell(f"{', '.join(files)} are in {self._directory}/")
         return results
 
     def _rows(self) -> Benchmark:
@@ -144,21 +144,21 @@ class _StudySteps:
 
         study, training = self._study, benchmark.training
         finetuned = [name for name, given in self._given().items() if given is None]
-        found = {name: study.finetuning(training[name], training["full"]) for name in finetuned}
+        texts = {name: study.finetuning(training[name], training["full"]) for name in finetuned}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
         runs = self._directory / _RUNS
         full = Path(self._given()[FULL] or runs / FULL / "final")
         requests = requests_of(study.study, self._directory / "benchmark")
         for name in study.study.objectives:
             if not requests:
-                found[name] = study.unlearning(name, full, rows)
+                texts[name] = study.unlearning(name, full, rows)
             start = full
             for number, forget in enumerate(requests, 1):
-                found[f"{name}.{number}"] = study.unlearning(name, start, {**rows, "forget": forget})
+                texts[f"{name}.{number}"] = study.unlearning(name, start, {**rows, "forget": forget})
                 if study.study.sequential is not None:
                     start = runs / f"{name}.{number}" / "final"
-        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in found.items()}
-        for name in found:
+        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in texts.items()}
+        for name in texts:
             if name not in finetuned and not (runs / name).exists():
                 refuse_overlap(load_recipe(files[name]).data)
         return files
@@ -173,12 +173,12 @@ class _StudySteps:
         run = self._directory / _RUNS / name
         if (run / "final").is_dir():
             return
-        begun = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
-        if run.exists() and not begun:
+        has_checkpoints = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
+        if run.exists() and not has_checkpoints:
             import shutil
 
             shutil.rmtree(run)  # stopped before there was anything to resume from
-        if begun:
+        if has_checkpoints:
             self._do(f"continuing with {name}", lambda: resume(run, progress=self._progress))
         else:
             self._do(f"trains {name}", lambda: train(file, override_of(run), progress=self._progress))
@@ -205,17 +205,17 @@ class _StudySteps:
             self._do(f"measures {name}", lambda: self._measure(model, options))
 
     def _measure(self, model: str, options: dict[str, Any]) -> None:
-        found = evaluate(model, **options, progress=self._progress)
+        evaluation = evaluate(model, **options, progress=self._progress)
         if self._progress:
-            say(f"{found}\n\n{found.directory}/")
+            say(f"{evaluation}\n\n{evaluation.directory}/")
 
     def _processes(self) -> dict[str, int]:
         from trainwright.machine.detect import detect
 
-        wanted = self._study.study.parallel.get("num_processes", "auto")
+        written = self._study.study.parallel.get("num_processes", "auto")
         machine = detect()
-        most = len(machine.gpus) or machine.cpu_cores
-        return {"num_processes": min(wanted, most)} if isinstance(wanted, int) else {}
+        limit = len(machine.gpus) or machine.cpu_cores
+        return {"num_processes": min(written, limit)} if isinstance(written, int) else {}
 
     def _ask(self, name: str, text: str, *, done: bool) -> Path:
         """Record the request of a part; raise if the part exists and its request was different."""

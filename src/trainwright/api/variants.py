@@ -38,8 +38,8 @@ class Variant:
             return "as-it-is"
         parts = []
         for key, value in self.changes:
-            kept = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in value)
-            parts.append(f"{key.rpartition('.')[2]}={kept}")
+            safe_value = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in value)
+            parts.append(f"{key.rpartition('.')[2]}={safe_value}")
         name = ",".join(parts)
         if len(name) <= _LONGEST_NAME:
             return name
@@ -71,12 +71,12 @@ def sample(over: Mapping[str, Sequence[Any]], number: int, seed: int) -> list[Va
     if not any(_RANGE.fullmatch(value) for values in texts.values() for value in values):
         every = grid(over)
         return every if len(every) <= number else draw.sample(every, number)
-    found: dict[Variant, None] = {}
+    variants: dict[Variant, None] = {}
     for _ in range(number * _DRAWS):
-        found[Variant(tuple((key, _drawn(draw.choice(values), draw)) for key, values in texts.items()))] = None
-        if len(found) == number:
+        variants[Variant(tuple((key, _drawn(draw.choice(values), draw)) for key, values in texts.items()))] = None
+        if len(variants) == number:
             break
-    return list(found)
+    return list(variants)
 
 
 def _drawn(value: str, draw: random.Random) -> str:
@@ -84,17 +84,17 @@ def _drawn(value: str, draw: random.Random) -> str:
         return value
     low, high = (float(end) for end in ends.groups())
     if low > 0 and high / low >= _LOGARITHMIC:
-        found = math.exp(draw.uniform(math.log(low), math.log(high)))
+        number = math.exp(draw.uniform(math.log(low), math.log(high)))
     else:
-        found = draw.uniform(low, high)
-    whole = all(re.fullmatch(r"[-+]?\d+", end) for end in ends.groups())
-    return str(round(found)) if whole else f"{found:.4g}"
+        number = draw.uniform(low, high)
+    is_whole = all(re.fullmatch(r"[-+]?\d+", end) for end in ends.groups())
+    return str(round(number)) if is_whole else f"{number:.4g}"
 
 
 def _texts(over: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> dict[str, list[str]]:
     """Return the values of every key in YAML; texts are YAML already. Raises RequestError for a wrong range."""
-    found = {key: [v if isinstance(v, str) else json.dumps(v) for v in values] for key, values in over.items()}
-    for key, values in found.items():
+    texts = {key: [v if isinstance(v, str) else json.dumps(v) for v in values] for key, values in over.items()}
+    for key, values in texts.items():
         for value in values:
             if (ends := _RANGE.fullmatch(value)) is None:
                 continue
@@ -106,7 +106,7 @@ def _texts(over: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> dict[s
                 ordered = False
             if not ordered:
                 raise RequestError(f"--over {key}={value}: expected LOW..HIGH, such as 1e-5..1e-3")
-    return found
+    return texts
 
 
 def runs_of(recipes: Mapping[Variant, schema.Recipe]) -> dict[Variant, Variant]:

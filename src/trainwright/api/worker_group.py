@@ -38,36 +38,36 @@ if TYPE_CHECKING:
 _PATIENCE = timedelta(days=7)
 
 
-def process_count(machine: Machine, wanted: int | None) -> int:
-    """Return one process per GPU, or one for all cores; or ``wanted``. Raises MachineError if GPUs are too few."""
+def process_count(machine: Machine, requested: int | None) -> int:
+    """Return one process per GPU, or one for all cores; or ``requested``. Raises MachineError if GPUs are too few."""
     refuse_unusable(machine)
-    if wanted is not None and 0 < len(machine.gpus) < wanted:
-        raise MachineError(f"--num-processes {wanted}: this machine has {len(machine.gpus)} GPUs")
-    return wanted or len(machine.gpus) or 1
+    if requested is not None and 0 < len(machine.gpus) < requested:
+        raise MachineError(f"--num-processes {requested}: this machine has {len(machine.gpus)} GPUs")
+    return requested or len(machine.gpus) or 1
 
 
-def dtype_name(wanted: str, machine: Machine) -> str:
+def dtype_name(requested: str, machine: Machine) -> str:
     """Return the data type to compute in. Raises RequestError if its name is unknown."""
-    if wanted == "auto":
+    if requested == "auto":
         return "bf16" if machine.gpus and machine.has_bf16 else "fp32"
-    if wanted not in ("fp32", "bf16", "fp16"):
-        raise RequestError(f"--dtype {wanted}: choose from fp32, bf16, fp16, auto")
-    return wanted
+    if requested not in ("fp32", "bf16", "fp16"):
+        raise RequestError(f"--dtype {requested}: choose from fp32, bf16, fp16, auto")
+    return requested
 
 
 @contextmanager
 def work_directory(command: str) -> Iterator[Path]:
     """Make a directory in which processes exchange files; it is kept if a worker fails, for its logs."""
     directory = Path(tempfile.mkdtemp(prefix=f"trainwright-{command}-"))
-    kept = False
+    has_failed = False
     try:
         yield directory
     except _WorkerFailed as error:
-        kept = True
+        has_failed = True
         error.add_note(f"the output of the processes is in {directory}")
         raise
     finally:
-        if not kept:
+        if not has_failed:
             shutil.rmtree(directory, ignore_errors=True)
 
 

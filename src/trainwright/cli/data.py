@@ -54,7 +54,7 @@ _OPTIONS = {
 
 @app.command()
 def show(
-    asked: Asked,
+    source: Asked,
     overrides: Overrides = None,
     model: Model = None,
     max_length: MaxLength = None,
@@ -73,7 +73,7 @@ def show(
     from trainwright.models.load import load_tokenizer
 
     with _keys_as_options(model):
-        recipe = _recipe(asked, overrides or [], model, max_length)
+        recipe = _recipe(source, overrides or [], model, max_length)
         check_data(recipe)
         from trainwright.tasks.language_model import prepare_data  # with torch, which takes seconds
 
@@ -88,7 +88,7 @@ def show(
 
 @app.command()
 def check(
-    asked: Asked,
+    source: Asked,
     overrides: Overrides = None,
     model: Model = None,
     max_length: MaxLength = None,
@@ -102,20 +102,20 @@ def check(
     from trainwright.data.rows.kinds import kind_of_rows
     from trainwright.data.rows.pairs import ANY
 
-    if Path(asked).suffix in _RECIPES or model is not None:
+    if Path(source).suffix in _RECIPES or model is not None:
         from trainwright.models.load import load_tokenizer
         from trainwright.tasks.language_model import embeddings_of
 
         with _keys_as_options(model):
-            recipe = _recipe(asked, overrides or [], model, max_length)
+            recipe = _recipe(source, overrides or [], model, max_length)
             kind = ANY if model is not None else kind_of_rows(recipe)
             tokenizer = load_tokenizer(recipe.model)
-            found = check_sources(recipe, kind, tokenizer, embeddings_of(recipe.model, tokenizer))
-        _report(found, recipe.data.max_length)
+            checked = check_sources(recipe, kind, tokenizer, embeddings_of(recipe.model, tokenizer))
+        _report(checked, recipe.data.max_length)
         return
     if overrides or max_length is not None:
         raise RequestError("without --model, only the layout of a file is checked; pass --model to count tokens")
-    _report([check_rows(asked, ANY, "auto", key="data check")], None)
+    _report([check_rows(source, ANY, "auto", key="data check")], None)
 
 
 @app.command()
@@ -162,7 +162,7 @@ def prepare(
         if not (theirs and equals and ours):
             raise RequestError(f"--map {pair}: expected THEIRS=OURS, such as frage=question")
         names[theirs] = ours
-    found = prepare_raw(
+    statistics = prepare_raw(
         raw,
         out,
         renamed=names,
@@ -173,7 +173,7 @@ def prepare(
         keep=keep or (),
         skip_wrong=skip_wrong,
     )
-    _show_statistics(found, out)
+    _show_statistics(statistics, out)
 
 
 @app.command()
@@ -192,13 +192,13 @@ def style(
             system = read_text(user_path(system[1:])).strip()
         except RequestError as error:
             raise RequestError(f"--system: {error}") from None
-    found = style(file, system, out, replace=replace)
-    say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} unchanged")
-    for note in found.notes:
+    outcome = style(file, system, out, replace=replace)
+    say(f"{out}: {plural(outcome.added, 'prompt')} added, {outcome.replaced:,} replaced, {outcome.kept:,} unchanged")
+    for note in outcome.notes:
         say(note)
-    if found.kept:
+    if outcome.kept:
         say("pass --replace to replace those too")
-    for why, count in found.left_out.items():
+    for why, count in outcome.left_out.items():
         say(f"{plural(count, 'row')} left out: {why}")
 
 
@@ -214,27 +214,27 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
         raise RequestError(f"{_OPTIONS[key]}{rest}") from None
 
 
-def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
+def _recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
     """Return the recipe, or one made for a file of rows."""
     import json
 
     from trainwright.recipe.loading import load_recipe, recipe_of
 
-    if Path(asked).suffix in _RECIPES:
+    if Path(source).suffix in _RECIPES:
         if model is not None or max_length is not None:
             raise RequestError(
                 "--model and --max-length are for a file of rows; for a recipe, set model.name and data.max_length"
             )
-        recipe = load_recipe(Path(asked), overrides)
+        recipe = load_recipe(Path(source), overrides)
         if not recipe.has_texts:
-            raise RequestError(f"{asked}: task {recipe.task} reads no texts, so there are no rows to show")
+            raise RequestError(f"{source}: task {recipe.task} reads no texts, so there are no rows to show")
         return recipe
     if model is None:
-        raise RequestError(f"{asked}: pass --model for its tokenizer and chat template, or pass a recipe (.yaml)")
+        raise RequestError(f"{source}: pass --model for its tokenizer and chat template, or pass a recipe (.yaml)")
     alone = f"model={{config: {{model_type: llama}}, tokenizer: {json.dumps(model)}}}"
     about = alone if model == "bytes" or _is_tokenizer(Path(model)) else f"model.name={model}"
     length = [f"data.max_length={max_length}"] if max_length is not None else []
-    data = f"data={{train: {json.dumps(asked)}, validation: null}}"
+    data = f"data={{train: {json.dumps(source)}, validation: null}}"
     tasks = [] if any(word.startswith("task=") for word in overrides) else ["task=sft"]
     return recipe_of([*tasks, about, data, *length, *overrides], "--model")
 
@@ -270,20 +270,20 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     from trainwright.data.show import fill, histogram
 
     bins = histogram(dataset)
-    most = max(bin.examples for bin in bins)
+    most_examples = max(bin.examples for bin in bins)
     width = len(f"{bins[-1].high:,}")
     say("\nlength in tokens: examples")
     for bin in bins:
-        bar = "█" * max(round(bin.examples / most * _BAR), bool(bin.examples))
+        bar = "█" * max(round(bin.examples / most_examples * _BAR), bool(bin.examples))
         say(f"{bin.low:>{width},} - {bin.high:>{width},} {bin.examples:>8,} {bar}")
     data, train = recipe.data, recipe.train
-    asked: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
+    batch_settings: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
     pack = data.pack_length or data.max_length * dataset.sequences_per_example
-    packed = fill(dataset, **asked, rows=None, pack_length=pack)
+    packed = fill(dataset, **batch_settings, rows=None, pack_length=pack)
     say()
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
-        padded = fill(dataset, **asked, rows=rows, pack_length=None)
+        padded = fill(dataset, **batch_settings, rows=rows, pack_length=None)
         together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest"
         say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
     batch = plural(train.global_batch_size, "example")
@@ -291,16 +291,16 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     say(f"{how} of {plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} full")
 
 
-def _report(found: list[Checked], max_length: int | None) -> None:
-    for checked in found:
+def _report(checks: list[Checked], max_length: int | None) -> None:
+    for checked in checks:
         for line in checked.lines(max_length):
             say(line)
-    wrong = sum(checked.wrong for checked in found)
-    problems = [problem for checked in found for problem in checked.problems]
+    wrong = sum(checked.wrong for checked in checks)
+    problems = [problem for checked in checks for problem in checked.problems]
     if wrong:
         more = f"\nand {wrong - len(problems):,} more" if wrong > len(problems) else ""
         raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} invalid:\n" + "\n".join(problems) + more)
-    if not any(checked.examples for checked in found):
+    if not any(checked.examples for checked in checks):
         raise RequestError("no row has a token to train on")
     say("ok")
 
@@ -310,15 +310,15 @@ def _not_kept(source: SourceCounts) -> str:
     return ", ".join(name if count == source.rows else f"{name} ({plural(count, 'row')})" for name, count in filled)
 
 
-def _show_statistics(found: Statistics, out: Path) -> None:
+def _show_statistics(statistics: Statistics, out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    for source in found.sources:
-        kept = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
+    for source in statistics.sources:
+        rows_written = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
         names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
         read = f" (read {names})" if names else ""
-        say(f"{source.source}: {plural(source.rows, 'row')} of {source.layout}{read}: {kept:,} kept")
+        say(f"{source.source}: {plural(source.rows, 'row')} of {source.layout}{read}: {rows_written:,} kept")
         for note in source.notes:
             say(f"  {note}")
         if source.kept:
@@ -337,7 +337,7 @@ def _show_statistics(found: Statistics, out: Path) -> None:
         for what, count in source.remarks.items():
             say(f"  {they(count, 'row', what)}")
     table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
-    for name, side in found.sides.items():
+    for name, side in statistics.sides.items():
         roles = ", ".join(f"{count:,} {printable(role)}" for role, count in side.roles.most_common())
         mean = f"{side.characters / max(1, side.rows):,.0f}"
         table.add_row(f"{name}.jsonl", f"{side.rows:,}", f"{side.turns:,}", mean, f"{side.longest:,}", roles or "-")
@@ -387,7 +387,7 @@ def tokenize(
     chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
     kind = "documents" if documents else "auto"
     named = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         with _written(out), _shown() as report:
             about = write(
@@ -401,7 +401,7 @@ def tokenize(
             )
     except KeyboardInterrupt:
         raise Stopped(f"stopped; run the same command again to continue {out}") from None
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     shards = plural(len(about["shards"]), "shard")
     say(
         f"{out}: {plural(about['tokens'], 'token')} ({about['dtype']}) of {plural(about['documents'], 'document')}, "
@@ -430,12 +430,12 @@ def train_tokenizer(
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new directory")
     named = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
-    made = make_tokenizer(named, None if characters else vocab_size)
+    new_tokenizer = make_tokenizer(named, None if characters else vocab_size)
     with _written(out), replacing(out) as scratch:
-        made.save_pretrained(scratch)
-    if not characters and len(made) < vocab_size:
-        say(f"note: the text yields only {plural(len(made), 'token')}")
-    say(f"{out}: {plural(len(made), 'token')}; use it as model.tokenizer")
+        new_tokenizer.save_pretrained(scratch)
+    if not characters and len(new_tokenizer) < vocab_size:
+        say(f"note: the text yields only {plural(len(new_tokenizer), 'token')}")
+    say(f"{out}: {plural(len(new_tokenizer), 'token')}; use it as model.tokenizer")
 
 
 @contextmanager
@@ -449,16 +449,16 @@ def _written(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _shown() -> Iterator[_Shown]:
+def _shown() -> Iterator[_LineProgress]:
     """Show the progress; on a terminal the line disappears at the end."""
     try:
-        yield _Shown()
+        yield _LineProgress()
     finally:
         if is_terminal(sys.stderr):
             draw("", sys.stderr)
 
 
-class _Shown:
+class _LineProgress:
     """Progress on one line of a terminal, and occasional lines elsewhere."""
 
     def __init__(self) -> None:

@@ -122,8 +122,8 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     elif unknown is not None and diagnosis.is_unknown_first:
         from trainwright.diagnosis.explain import shortened
 
-        place = _place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
-        lines += [f"not a known error ({place}):", f"  {shortened(unknown.text)}"]
+        location = _place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
+        lines += [f"not a known error ({location}):", f"  {shortened(unknown.text)}"]
     else:
         lines.append("no known error found")
     if diagnosis.followed:
@@ -260,7 +260,7 @@ def drill(
     """
     import trainwright as tw
 
-    found = tw.drill(
+    outcome = tw.drill(
         recipe,
         *(overrides or []),
         output=output,
@@ -277,10 +277,10 @@ def drill(
     if as_json:
         import json
 
-        say(json.dumps(found.values(), indent=2), wrap=False)
+        say(json.dumps(outcome.values(), indent=2), wrap=False)
     else:
-        say(f"{found.table(table_width(sys.stdout))}\n\n{found.directory}/", wrap=False)
-    if not found.held:
+        say(f"{outcome.table(table_width(sys.stdout))}\n\n{outcome.directory}/", wrap=False)
+    if not outcome.held:
         raise typer.Exit(EXIT_TRAINING)
 
 

@@ -82,7 +82,7 @@ def submit(
     recipe, overrides = split_words(arguments)
     if recipe is None:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("submit --to slurm"))
-    made = tw.submit(
+    submission = tw.submit(
         recipe,
         *overrides,
         to=to,
@@ -101,9 +101,9 @@ def submit(
         dry_run=print_only,
     )
     if print_only:
-        say(made.script, end="", wrap=False)
+        say(submission.script, end="", wrap=False)
         return
-    for line in made.lines():
+    for line in submission.lines():
         say(line, wrap=False)
 
 

@@ -83,7 +83,7 @@ def launch(
     """
     from trainwright.launch.scripts.starting import NodeOptions, launch_script
 
-    place = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
+    node_options = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
     options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
     settings = {key: value for key, value in options.items() if value is not None}
     if hosts is not None or hostfile is not None:
@@ -92,7 +92,7 @@ def launch(
         words = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
         words += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         own = (script, module, tuple(arguments or ()))
-        raise typer.Exit(launch_on_hosts(own, words, num_processes, logs, place, hosts, hostfile))
+        raise typer.Exit(launch_on_hosts(own, words, num_processes, logs, node_options, hosts, hostfile))
     code = launch_script(
         script,
         tuple(arguments or ()),
@@ -102,7 +102,7 @@ def launch(
         num_processes=num_processes,
         cpu=cpu,
         logs=logs,
-        nodes=place,
+        nodes=node_options,
     )
     raise typer.Exit(code)
 

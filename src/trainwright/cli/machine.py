@@ -55,7 +55,7 @@ def show(
         cluster = cluster_of(machine)
         calibration = current_calibration(machine)
         quick = measured(machine, USUAL)
-        measurement = quick.found
+        measurement = quick.calibration
         for line in filter(None, (quick.message, quick.trouble)):
             say(line, file=sys.stderr)
     if as_json:
@@ -94,12 +94,12 @@ def calibrate(
     from trainwright.machine.measured.contradictions import save_if_reliable
 
     machine = detect()
-    found = measure(machine, say=lambda text: say(text, file=sys.stderr))
-    refused = save_if_reliable(found, machine)
+    calibration = measure(machine, say=lambda text: say(text, file=sys.stderr))
+    refused = save_if_reliable(calibration, machine)
     if as_json:
-        say(json.dumps(values(found), indent=1), wrap=False)
+        say(json.dumps(values(calibration), indent=1), wrap=False)
     else:
-        for line in lines(found):
+        for line in lines(calibration):
             say(line)
     if refused is not None:
         raise MachineError(refused)
@@ -181,16 +181,18 @@ def _tera(card: Card, precision: str) -> str:
 def _calibration(machine: Machine) -> str:
     from trainwright.machine.measured.calibration import calibration_file, load_calibration, summary
 
-    found = load_calibration(calibration_file(machine))
-    if found is None:
+    calibration = load_calibration(calibration_file(machine))
+    if calibration is None:
         return "none: `trainwright machine calibrate` measures the rates for plans in under a minute"
-    changed = found.outdated(machine)
+    changed = calibration.outdated(machine)
     if changed:
-        return f"of {found.measured}, out of date ({', '.join(changed)}): run `trainwright machine calibrate` again"
-    errors = summary(found.errors("product/"))
-    text = f"of {found.measured}; held-out matrix products are predicted within {errors}"
-    if found.unreliable_reason is not None:
-        text += f"; {found.unreliable_reason}, so plans do not use it: measure again without them"
+        return (
+            f"of {calibration.measured}, out of date ({', '.join(changed)}): run `trainwright machine calibrate` again"
+        )
+    errors = summary(calibration.errors("product/"))
+    text = f"of {calibration.measured}; held-out matrix products are predicted within {errors}"
+    if calibration.unreliable_reason is not None:
+        text += f"; {calibration.unreliable_reason}, so plans do not use it: measure again without them"
     return text
 
 

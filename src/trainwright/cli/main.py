@@ -70,8 +70,8 @@ app.add_typer(recipe.app, name="recipe")
 app.add_typer(machine.app, name="machine")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         say(f"trainwright {__version__}")
         raise typer.Exit
 

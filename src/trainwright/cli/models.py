@@ -203,11 +203,11 @@ def generate(
 
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
-    asked = GenerationRequest(**as_options(options))
+    request = GenerationRequest(**as_options(options))
     if file is None:
-        answer(asked, prompt)
+        answer(request, prompt)
     else:
-        answer_file(asked)
+        answer_file(request)
         say(str(out))
 
 

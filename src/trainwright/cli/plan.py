@@ -66,7 +66,7 @@ def plan(
     from trainwright.launch.request import split_words
 
     recipe, overrides = split_words(arguments or [])
-    made = tw.plan(
+    run_plan = tw.plan(
         recipe,
         *overrides,
         model=model,
@@ -79,13 +79,13 @@ def plan(
         progress=True,
     )
     if chart is not None:
-        made.draw(chart)
+        run_plan.draw(chart)
     if as_json:
         import json
 
-        say(json.dumps(made.as_json(), indent=2), wrap=False)
+        say(json.dumps(run_plan.as_json(), indent=2), wrap=False)
     else:
-        for line in made.lines(compare, columns(sys.stdout) if sys.stdout.isatty() else None):
+        for line in run_plan.lines(compare, columns(sys.stdout) if sys.stdout.isatty() else None):
             say(line)
-    if not made.fits:
+    if not run_plan.fits:
         raise typer.Exit(EXIT_MACHINE)

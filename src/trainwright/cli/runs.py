@@ -36,14 +36,14 @@ def runs(
     import trainwright as tw
     from trainwright.api.runs import table
 
-    found = tw.runs(directory, status=status, task=task, name=name, sort=sort)
+    summaries = tw.runs(directory, status=status, task=task, name=name, sort=sort)
     if as_json:
-        say(json.dumps([each.values() for each in found], indent=1), wrap=False)
+        say(json.dumps([each.values() for each in summaries], indent=1), wrap=False)
         return
-    if not found:
+    if not summaries:
         say(f"no such runs under {directory}")
         return
-    for line in table(found, table_width(sys.stdout)):
+    for line in table(summaries, table_width(sys.stdout)):
         say(line, wrap=False)
 
 
@@ -72,11 +72,11 @@ def compare(
     """Compare runs: the keys in which their recipes differ, their evaluations paired by step, and their curves."""
     import trainwright as tw
 
-    found = tw.compare(*runs, out=out)
-    for line in found.lines(table_width(sys.stdout)):
+    comparison = tw.compare(*runs, out=out)
+    for line in comparison.lines(table_width(sys.stdout)):
         say(line, wrap=False)
-    if found.page is not None:
-        say(f"written: {found.page}")
+    if comparison.page is not None:
+        say(f"written: {comparison.page}")
 
 
 def watch(

@@ -87,10 +87,10 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
             if not replacing:
                 say(f"nothing written; `trainwright setup --show --config-file {quoted(path)}` shows the existing file")
                 return
-        asked = _questions(answers, machine)
-        if asked is None:
+        new_answers = _questions(answers, machine)
+        if new_answers is None:
             return
-        answers = asked
+        answers = new_answers
     values = file_values(answers)
     backup = write(path, values, replace=replacing)
     if backup is not None:
@@ -100,15 +100,15 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
 
 def _questions(answers: Answers, machine: Machine) -> Answers | None:
     """Return the answers to all questions; None if the training is to run in a place that needs no file."""
-    place = _ask("where it runs", "here", _one_of(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}")
-    if place != "here":
-        say(f"nothing written: {_ELSEWHERE[place]}")
+    location = _ask("where it runs", "here", _one_of(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}")
+    if location != "here":
+        say(f"nothing written: {_ELSEWHERE[location]}")
         return None
     answers = _devices(answers, machine)
     answers = _machines(answers, machine)
-    most = _gpus(answers, machine) if answers.device == "gpu" else None
+    limit = _gpus(answers, machine) if answers.device == "gpu" else None
     why = "one for each GPU" if answers.device == "gpu" else "more than two on a CPU gain nothing"
-    each = _ask("processes on this machine", str(answers.processes), _count(1, most), why)
+    each = _ask("processes on this machine", str(answers.processes), _count(1, limit), why)
     answers = replace(answers, processes=each * answers.machines)
     if answers.device == "gpu" or answers.processes > 1:
         answers = _distribution(answers)
@@ -209,12 +209,12 @@ def _strategy(text: str) -> str:
     return name
 
 
-def _count(least: int, most: int | None = None) -> Callable[[str], int]:
+def _count(least: int, limit: int | None = None) -> Callable[[str], int]:
     def read(text: str) -> int:
         number = int(text) if text.isascii() and text.isdigit() else None
-        if number is None or number < least or (most is not None and number > most):
-            upper = "" if most is None else f" to {most}"
-            raise ValueError(f"a whole number from {least}{upper}{' on' * (most is None)}, not {text!r}")
+        if number is None or number < least or (limit is not None and number > limit):
+            upper = "" if limit is None else f" to {limit}"
+            raise ValueError(f"a whole number from {least}{upper}{' on' * (limit is None)}, not {text!r}")
         return number
 
     return read

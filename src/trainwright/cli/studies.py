@@ -67,7 +67,7 @@ def ablate(
     if combinations is not None and number is not None:
         given = "--grid" if combinations else "--one-at-a-time"
         raise RequestError(f"{given} and --sample choose the combinations in different ways; pass one of them")
-    found = tw.ablate(
+    ablation = tw.ablate(
         recipe,
         *(overrides or []),
         over=_values(over or []),
@@ -81,20 +81,20 @@ def ablate(
         out=out,
         progress=True,
     )
-    say(f"{found}\n\n{found.directory}/")
+    say(f"{ablation}\n\n{ablation.directory}/")
 
 
 def _values(over: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of every key."""
     if not over:
         raise RequestError("--over: pass a key and its values, such as --over train.seed=0,1,2")
-    found: dict[str, list[str]] = {}
+    values_by_key: dict[str, list[str]] = {}
     for given in over:
         key, equals, values = given.partition("=")
         if not equals or not key or not values:
             raise RequestError(f"--over {given}: expected KEY=VALUE,VALUE…")
-        found.setdefault(key, []).extend(_split(values))
-    return found
+        values_by_key.setdefault(key, []).extend(_split(values))
+    return values_by_key
 
 
 def _split(values: str) -> list[str]:

@@ -136,7 +136,7 @@ def train(
         overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
         _simulate(recipe, overrides, simulate, most_waits, given, force, accelerate_config)
         return
-    asked = TrainingRequest(
+    request = TrainingRequest(
         recipe,
         overrides,
         resume,
@@ -155,11 +155,11 @@ def train(
 
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
-        if code := train_on_hosts(replace(asked, force=force), hosts, hostfile):
+        if code := train_on_hosts(replace(request, force=force), hosts, hostfile):
             raise typer.Exit(code)
         return
     with Activity(sys.stderr):
-        prepared = prepare(asked)
+        prepared = prepare(request)
     for line in prepared.notes:
         say(f"note: {line}", file=sys.stderr)
     if not dry_run:
@@ -199,10 +199,12 @@ def _simulate(
         raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(given)}")
     if recipe is None:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
-    found = tw.simulate(recipe, *overrides, on=machine, force=force, progress=True, accelerate_config=accelerate_config)
-    for line in found.lines():
+    simulation = tw.simulate(
+        recipe, *overrides, on=machine, force=force, progress=True, accelerate_config=accelerate_config
+    )
+    for line in simulation.lines():
         say(line, wrap=False)
-    found.refuse(most_waits)
+    simulation.refuse(most_waits)
 
 
 def _bare_resume(args: list[str], i: int) -> str:

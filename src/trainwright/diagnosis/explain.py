@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trainwright.diagnosis.known_error import KnownError, Role, known_error
-from trainwright.diagnosis.log import Kind, Line, Log, Raised, read_log
+from trainwright.diagnosis.log import Line, LineKind, Log, Raised, read_log
 
 # A line without any of these words reports no known error; most lines of a log are progress.
 _WORDS = (
@@ -153,33 +153,33 @@ def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
     """Return the known errors in the order of their first lines, the numbers of all lines that have one, and how many
     lines were not compared.
     """
-    found: dict[str, LogError] = {}
+    errors: dict[str, LogError] = {}
     explained: set[int] = set()
     compared: dict[tuple[str, bool], KnownError | None] = {}
     remaining, skipped = _COMPARED, 0
     for line in lines:
         lower = line.text.lower()
-        if line.kind is Kind.SOURCE or not any(word in lower for word in _WORDS):
+        if line.kind is LineKind.SOURCE or not any(word in lower for word in _WORDS):
             continue
-        key = line.text, line.kind is Kind.NOTICE
+        key = line.text, line.kind is LineKind.NOTICE
         if key not in compared:
             remaining -= len(line.text) + _PER_LINE
             if remaining < 0:
                 skipped += 1
                 continue
-            compared[key] = known_error(line.text, is_notice=line.kind is Kind.NOTICE)
+            compared[key] = known_error(line.text, is_notice=line.kind is LineKind.NOTICE)
         error = compared[key]
         if error is None:
             continue
         explained.add(line.number)
-        finding = found.get(error.name)
+        finding = errors.get(error.name)
         if finding is None:
-            finding = found[error.name] = LogError(error, line)
+            finding = errors[error.name] = LogError(error, line)
         else:
             finding.count += 1
         if line.rank is not None and line.rank not in finding.ranks:
             finding.ranks.append(line.rank)
-    return list(found.values()), explained, skipped
+    return list(errors.values()), explained, skipped
 
 
 def _first_unknown(log: Log, explained: set[int]) -> Raised | None:
@@ -227,26 +227,26 @@ def _memory(lines: Sequence[Line]) -> list[str]:
     line = next((line for line in lines if _ASKED.search(line.text)), None)
     if line is None:
         return []
-    found = []
+    statements = []
     amounts = {"requested": _ASKED, "free": _FREE, "total": _CAPACITY}
     listed = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _first(pattern, line.text))]
-    found.append(f"{', '.join(listed)} on the GPU")
+    statements.append(f"{', '.join(listed)} on the GPU")
     unused, asked = _bytes(_UNUSED, line.text), _bytes(_ASKED, line.text)
     if unused is not None and asked is not None and unused >= asked:
-        found.append(
+        statements.append(
             f"{_first(_UNUSED, line.text)} are reserved but unused, in blocks that are too small: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids this fragmentation"
         )
-    users = {found[0] for found in re.findall(r"Process (\d+) has", line.text)}
+    users = {statements[0] for statements in re.findall(r"Process (\d+) has", line.text)}
     others = _first(_OTHERS, line.text)
     if others and ("including non-PyTorch memory" not in line.text or len(users) > 1):
-        found.append(f"another process on the same GPU has {others}: see nvidia-smi")
-    return found
+        statements.append(f"another process on the same GPU has {others}: see nvidia-smi")
+    return statements
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.search(text)
-    return " ".join(group for group in found.groups() if group) if found else None
+    match = pattern.search(text)
+    return " ".join(group for group in match.groups() if group) if match else None
 
 
 def _bytes(pattern: re.Pattern[str], text: str) -> float | None:
@@ -270,14 +270,14 @@ def _waiting(lines: Sequence[Line]) -> list[str]:
     waited: dict[int, _Waited] = {}
     enqueued: dict[int, int] = {}
     for line in lines:
-        if found := _TIMEOUT.search(line.text):
-            sizes = f", {found['into']} -> {found['out']} elements" if found["into"] else ""
-            entry = _Waited(int(found["number"]), found["kind"], sizes)
-            rank = int(found["rank"])
+        if match := _TIMEOUT.search(line.text):
+            sizes = f", {match['into']} -> {match['out']} elements" if match["into"] else ""
+            entry = _Waited(int(match["number"]), match["kind"], sizes)
+            rank = int(match["rank"])
             if rank not in waited or entry.number < waited[rank].number:
                 waited[rank] = entry
-        if found := _PROGRESS.search(line.text):
-            enqueued.setdefault(int(found["rank"]), int(found["enqueued"]))
+        if match := _PROGRESS.search(line.text):
+            enqueued.setdefault(int(match["rank"]), int(match["enqueued"]))
     if not waited:
         return []
     return [_where(waited), *_behind(waited, enqueued), *_absent(waited, lines)]
@@ -333,12 +333,12 @@ def _reported(lines: Sequence[Line]) -> list[str]:
     rank = None
     for line in lines:
         begun = begun or line.text.startswith("Root Cause")
-        if found := _FAILED.search(line.text):
-            return [f"failed first: local rank {found['rank']}, exit code {found['code']}"]
-        if begun and (found := re.match(r"\s+rank\s+: (\d+)", line.text)):
-            rank = found[1]
-        if begun and rank is not None and (found := re.match(r"\s+exitcode\s*: ?(-?\d+)", line.text)):
-            return [f"failed first: rank {rank}, exit code {found[1]}"]
+        if match := _FAILED.search(line.text):
+            return [f"failed first: local rank {match['rank']}, exit code {match['code']}"]
+        if begun and (match := re.match(r"\s+rank\s+: (\d+)", line.text)):
+            rank = match[1]
+        if begun and rank is not None and (match := re.match(r"\s+exitcode\s*: ?(-?\d+)", line.text)):
+            return [f"failed first: rank {rank}, exit code {match[1]}"]
     return []
 
 

@@ -96,8 +96,8 @@ def known_error(line: str, *, is_notice: bool = False) -> KnownError | None:
         line: one line, without the prefix of a launcher.
         is_notice: whether the line has the level of a warning or below.
     """
-    found = (error for error in known_errors() if (error.in_notices or not is_notice) and error.matches(line))
-    return min(found, key=lambda error: error.role, default=None)
+    matching = (error for error in known_errors() if (error.in_notices or not is_notice) and error.matches(line))
+    return min(matching, key=lambda error: error.role, default=None)
 
 
 def is_machine_fault(message: str) -> bool:

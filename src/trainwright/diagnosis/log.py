@@ -52,7 +52,7 @@ _EXCEPTION = re.compile(rf"(?:[A-Za-z_]\w*\.)*[A-Z]\w*{_NAMED}(?:: |:?$)")
 _AFTER_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?::(?=\s|$)|$)")
 
 
-class Kind(Enum):
+class LineKind(Enum):
     """What a line can say."""
 
     PLAIN = "output or an error"
@@ -67,7 +67,7 @@ class Line:
     number: int
     text: str
     rank: int | None
-    kind: Kind
+    kind: LineKind
 
 
 @dataclass
@@ -111,12 +111,12 @@ def read_log(text: str) -> Log:
         shown, label, prefix = _without_prefixes(raw)
         state = states.setdefault(label, _State())
         is_other_failure = shown == _OTHER_FAILURES or (is_other_failure and shown != _FIRST_FAILURE)
-        if found := _REPORTED_RANK.match(shown):
-            reported = int(found[1])
+        if match := _REPORTED_RANK.match(shown):
+            reported = int(match[1])
         elif not shown[:1].isspace():
             reported = None
         rank = next((r for r in (label, reported, _rank_in(shown)) if r is not None), None)
-        kind = Kind.SOURCE if is_other_failure else _kind(shown, prefix, state, log, number, rank)
+        kind = LineKind.SOURCE if is_other_failure else _kind(shown, prefix, state, log, number, rank)
         log.lines.append(Line(number, shown, rank, kind))
     return log
 
@@ -130,66 +130,66 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
         for part in line.rstrip("\r").split("\r"):
             if len(part) > _LONGEST:
                 part = f"{part[: _LONGEST // 2]} ... {part[-_LONGEST // 2 :]}"
-            found = _LABEL.match(part) if is_labelled else None
-            yield number, f"[rank{found['rank']}]: {part[found.end() :]}" if found else part
+            match = _LABEL.match(part) if is_labelled else None
+            yield number, f"[rank{match['rank']}]: {part[match.end() :]}" if match else part
 
 
 def _without_prefixes(line: str) -> tuple[str, int | None, str]:
     """Return the line without its prefixes, the rank in them, and the prefixes."""
     rank, start = None, 0
-    while found := next((m for p in _PREFIXES if (m := p.match(line, start)) and m.end() > start), None):
-        if "rank" in found.re.groupindex:
-            rank = int(found["rank"])
-        start = found.end()
+    while match := next((m for p in _PREFIXES if (m := p.match(line, start)) and m.end() > start), None):
+        if "rank" in match.re.groupindex:
+            rank = int(match["rank"])
+        start = match.end()
     return line[start:].rstrip(), rank, line[:start]
 
 
 def _rank_in(text: str) -> int | None:
-    return next((int(found[1]) for pattern in _RANKS if (found := pattern.search(text))), None)
+    return next((int(match[1]) for pattern in _RANKS if (match := pattern.search(text))), None)
 
 
-def _kind(shown: str, prefix: str, state: _State, log: Log, number: int, rank: int | None) -> Kind:
+def _kind(shown: str, prefix: str, state: _State, log: Log, number: int, rank: int | None) -> LineKind:
     """Return the kind of a line; record exceptions and update the state of this rank's output."""
     if _IGNORED in shown:
         state.is_ignored = True
-        return Kind.NOTICE
+        return LineKind.NOTICE
     if _TRACEBACK in shown or _FRAME.match(shown):
         if not state.in_traceback:
             state.in_traceback, state.current = True, None
             state.chain = state.chain if state.is_chained else len(log.lines) + 1
             state.is_chained = False
-        return Kind.SOURCE
+        return LineKind.SOURCE
     if any(words in shown for words in _CHAINED):
         state.is_chained, state.current = True, None
-        return Kind.SOURCE
+        return LineKind.SOURCE
     if state.in_traceback and (not shown or shown[0].isspace()):
-        return Kind.SOURCE
+        return LineKind.SOURCE
     if _CODE.match(shown):
-        return Kind.SOURCE
+        return LineKind.SOURCE
     if _EXCEPTION.match(shown) or (state.in_traceback and _AFTER_TRACEBACK.match(shown)):
         return _begin(shown, state, log, number, rank)
     if _continues(shown, prefix, state):
         assert state.current is not None
         state.current.lines.add(number)
-        return Kind.PLAIN
-    return Kind.NOTICE if _is_notice(prefix + shown) else Kind.PLAIN
+        return LineKind.PLAIN
+    return LineKind.NOTICE if _is_notice(prefix + shown) else LineKind.PLAIN
 
 
 def _is_notice(line: str) -> bool:
     return bool(_NOTICE.search(line)) and not _NCCL.search(line)
 
 
-def _begin(shown: str, state: _State, log: Log, number: int, rank: int | None) -> Kind:
+def _begin(shown: str, state: _State, log: Log, number: int, rank: int | None) -> LineKind:
     """Record the beginning of an exception's message."""
     if not state.in_traceback and not state.is_chained:
         state.chain = len(log.lines) + 1
     ignored, state.in_traceback, state.is_chained, state.is_ignored = state.is_ignored, False, False, False
     state.is_after_blank, state.current = False, None
     if ignored or re.match(r"\w*Warning\b", shown):
-        return Kind.NOTICE
+        return LineKind.NOTICE
     state.current = Raised(shown, number, rank, state.chain, {number})
     log.raised.append(state.current)
-    return Kind.PLAIN
+    return LineKind.PLAIN
 
 
 def _continues(shown: str, prefix: str, state: _State) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from trainwright.doctor.calibrate_cases import DTYPES, Case, Run, unequal_lengths
+from trainwright.doctor.calibrate_cases import DTYPES, CalibrationCase, Run, unequal_lengths
 from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
 
 
@@ -30,11 +30,11 @@ class Sizes(NamedTuple):
     length: int
 
 
-def blocks_of(sizes: Sizes, precision: str) -> Iterator[Case]:
+def blocks_of(sizes: Sizes, precision: str) -> Iterator[CalibrationCase]:
     """Yield the forward and the backward pass of a block as cases: a model has other blocks between the two."""
     for direction in ("forward", "backward"):
         build = partial(_pass, sizes, DTYPES[precision], direction)
-        yield Case(f"block/{precision}/{direction}", tuple(map(float, sizes)), False, build, cold=True)
+        yield CalibrationCase(f"block/{precision}/{direction}", tuple(map(float, sizes)), False, build, cold=True)
 
 
 def _pass(sizes: Sizes, dtype: torch.dtype, direction: str) -> Run:
@@ -95,8 +95,8 @@ def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]
 ) -> torch.Tensor:
     """Return causal attention [1, H, T, D] within sequences of ``lengths``, as models/attention does on a CPU."""
-    found: torch.Tensor = _PackedAttention.apply(query, key, value, lengths)
-    return found
+    attended: torch.Tensor = _PackedAttention.apply(query, key, value, lengths)
+    return attended
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -120,7 +120,7 @@ def backward(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> tuple[torc
     """Run ``torch.autograd.grad`` without its import of torch's compiler."""
     engine = torch.autograd.Variable._execution_engine
     gradients = (torch.ones_like(output),)
-    found: tuple[torch.Tensor, ...] = engine.run_backward(
+    input_gradients: tuple[torch.Tensor, ...] = engine.run_backward(
         (output,), gradients, True, False, tuple(inputs), False, accumulate_grad=False
     )
-    return found
+    return input_gradients

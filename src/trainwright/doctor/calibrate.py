@@ -45,20 +45,22 @@ def calibrate(
     counts = process_counts(machine)
     settings = []
     disturbed: list[float] = []
-    begun = time.monotonic()
+    begin = time.monotonic()
     with Stopping("stopping") as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
         preload_libraries()
-        parts["imports"] = time.monotonic() - begun
+        parts["imports"] = time.monotonic() - begin
         for number, count in enumerate(counts):
             threads = None if machine.gpus else _threads(machine, count)
             say(f"measuring {_described(count, threads)}")
             started = time.monotonic()
-            end = started + max(0.0, begun + seconds - started) / (len(counts) - number)
-            found = _in_processes(machine, count, threads, (end, begun + limit), Path(work) / str(count), stopping)
-            disturbed.append(found["disturbed"])
-            settings.append(_setting(machine, count, threads, found))
-            measured = sum(found["parts"].values())
-            for part, taken in {**found["parts"], "starting": time.monotonic() - started - measured}.items():
+            end = started + max(0.0, begin + seconds - started) / (len(counts) - number)
+            measurements = _in_processes(
+                machine, count, threads, (end, begin + limit), Path(work) / str(count), stopping
+            )
+            disturbed.append(measurements["disturbed"])
+            settings.append(_setting(machine, count, threads, measurements))
+            measured = sum(measurements["parts"].values())
+            for part, taken in {**measurements["parts"], "starting": time.monotonic() - started - measured}.items():
                 parts[part] = parts.get(part, 0.0) + taken
     return Calibration(
         machine=machine.describe(),
@@ -115,25 +117,25 @@ def _in_processes(
             raise MachineError(f"measuring failed in one of {count} processes: {error}") from error
     if stopping.requested:
         raise Stopped("stopped; the measurement was not finished, and nothing was saved")
-    found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return found
+    measurements: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return measurements
 
 
-def _setting(machine: Machine, count: int, threads: int | None, found: dict[str, Any]) -> ProcessRates:
+def _setting(machine: Machine, count: int, threads: int | None, measurements: dict[str, Any]) -> ProcessRates:
     from trainwright.doctor.calibrate_fits import curve_of
     from trainwright.doctor.calibrate_passes import exchange, in_step, split
 
-    samples, passes, sharded = split(found["samples"])
+    samples, passes, sharded = split(measurements["samples"])
     curves = {name: curve_of(name, rows) for name, rows in samples.items()}
-    alone = ProcessRates(count, threads, curves, launch=found["launch"], overlap=found["overlap"])
+    alone = ProcessRates(count, threads, curves, launch=measurements["launch"], overlap=measurements["overlap"])
     steps = replace(alone, in_step={precision: in_step(alone, precision, rows) for precision, rows in passes.items()})
     return replace(steps, exchange=exchange(steps, machine, sharded)) if sharded else steps
 
 
 @contextmanager
-def _environment(**wanted: int | None) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: str(value) for name, value in wanted.items() if value is not None})
+def _environment(**variables: int | None) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items() if value is not None})
     try:
         yield
     finally:

@@ -78,7 +78,7 @@ _HELD_OUT_HOST_LINK = (2**26,)
 
 
 @dataclass(frozen=True)
-class Case:
+class CalibrationCase:
     """A case of the calibration.
 
     ``build`` creates the inputs and returns the function to time; the curve's seconds are its seconds divided by
@@ -97,21 +97,23 @@ class Case:
     cold: bool = False
 
 
-def product_cases(device: torch.device) -> Iterator[Case]:
+def product_cases(device: torch.device) -> Iterator[CalibrationCase]:
     """Yield matrix products in the three layouts of a linear module's training, in every precision."""
     for shape, held_out in _both(_PRODUCTS[device.type], _HELD_OUT_PRODUCTS[device.type]):
         for precision in PRECISIONS[device.type]:
             yield from products_of(shape, precision, device, held_out)
 
 
-def products_of(shape: _Shape, precision: str, device: torch.device, held_out: bool = False) -> Iterator[Case]:
+def products_of(
+    shape: _Shape, precision: str, device: torch.device, held_out: bool = False
+) -> Iterator[CalibrationCase]:
     """Yield the products of one linear module: (tokens, output width, input width)."""
     for layout in ("forward", "input", "weight"):
         build = partial(_product, precision, layout, shape, device)
-        yield Case(f"product/{precision}/{layout}", _multiplied(layout, shape), held_out, build)
+        yield CalibrationCase(f"product/{precision}/{layout}", _multiplied(layout, shape), held_out, build)
 
 
-def traffic_cases(device: torch.device) -> Iterator[Case]:
+def traffic_cases(device: torch.device) -> Iterator[CalibrationCase]:
     """Yield kernels that are bound by memory, or on a CPU by the work per element."""
     for elements, held_out in _both(_TRAFFIC[device.type], _HELD_OUT_TRAFFIC[device.type]):
         for precision in ("fp32", "bf16"):
@@ -119,55 +121,63 @@ def traffic_cases(device: torch.device) -> Iterator[Case]:
                 yield traffic_of(precision, kind, elements, device, held_out)
 
 
-def traffic_of(precision: str, kind: str, elements: int, device: torch.device, held_out: bool = False) -> Case:
+def traffic_of(
+    precision: str, kind: str, elements: int, device: torch.device, held_out: bool = False
+) -> CalibrationCase:
     """Return kernels of one kind on tensors of ``elements`` elements."""
     kernels, numbers = _KINDS[kind]
     size = DTYPES[precision].itemsize * elements * numbers / kernels
     build = partial(_traffic, precision, kind, elements, device)
-    return Case(f"traffic/{precision}/{kind}", (size,), held_out, build, amount=kernels)
+    return CalibrationCase(f"traffic/{precision}/{kind}", (size,), held_out, build, amount=kernels)
 
 
-def attention_cases(device: torch.device) -> Iterator[Case]:
+def attention_cases(device: torch.device) -> Iterator[CalibrationCase]:
     """Yield causal attention within sequences, as in packed training."""
     for length, held_out in _both(_ATTENTION[device.type], _HELD_OUT_ATTENTION[device.type]):
         for precision in ("fp32", "bf16"):
             yield from attention_of(precision, length, device, held_out)
 
 
-def attention_of(precision: str, length: int, device: torch.device, held_out: bool = False) -> Iterator[Case]:
+def attention_of(
+    precision: str, length: int, device: torch.device, held_out: bool = False
+) -> Iterator[CalibrationCase]:
     """Yield both directions of attention over sequences of about one length."""
     _, heads, channels = _ATTENTION_SHAPE[device.type]
     amount = sum(_attention_lengths(length, device)) * heads * channels
     for direction in ("forward", "backward"):
         build = partial(_attention, precision, direction, length, device)
-        yield Case(f"attention/{precision}/{direction}", (length,), held_out, build, amount)
+        yield CalibrationCase(f"attention/{precision}/{direction}", (length,), held_out, build, amount)
 
 
-def other_cases(device: torch.device) -> Iterator[Case]:
+def other_cases(device: torch.device) -> Iterator[CalibrationCase]:
     """Yield the optimizer, the loss, preparing a batch, and copies between a GPU and the host."""
     for elements, held_out in _both(_OPTIMIZER[device.type], _HELD_OUT_OPTIMIZER[device.type]):
-        yield Case("optimizer", (elements,), held_out, partial(_optimizer, elements, device))
+        yield CalibrationCase("optimizer", (elements,), held_out, partial(_optimizer, elements, device))
     for logits, held_out in _both(_LOSS[device.type], _HELD_OUT_LOSS[device.type]):
         for precision in ("fp32", "bf16"):
             yield loss_of(precision, logits, device, held_out)
     for (sequences, tokens), held_out in _both(_DATA, _HELD_OUT_DATA):
-        yield Case("data", (sequences, tokens), held_out, partial(_data, sequences, tokens, device))
+        yield CalibrationCase("data", (sequences, tokens), held_out, partial(_data, sequences, tokens, device))
     if device.type == "cuda":
         for elements, held_out in _both(_OPTIMIZER["cpu"], _HELD_OUT_OPTIMIZER["cpu"]):
-            yield Case("host_optimizer", (elements,), held_out, partial(_optimizer, elements, torch.device("cpu")))
+            yield CalibrationCase(
+                "host_optimizer", (elements,), held_out, partial(_optimizer, elements, torch.device("cpu"))
+            )
         for count, held_out in _both(_HOST_LINK, _HELD_OUT_HOST_LINK):
             for direction in ("to", "from"):
-                yield Case(f"host/{direction}", (count,), held_out, partial(_host_copy, direction, count, device))
+                yield CalibrationCase(
+                    f"host/{direction}", (count,), held_out, partial(_host_copy, direction, count, device)
+                )
 
 
-def loss_of(precision: str, logits: int, device: torch.device, held_out: bool = False) -> Case:
+def loss_of(precision: str, logits: int, device: torch.device, held_out: bool = False) -> CalibrationCase:
     """Return cross-entropy of ``logits`` logits with its gradient."""
-    return Case(f"loss/{precision}", (logits,), held_out, partial(_loss, precision, logits, device))
+    return CalibrationCase(f"loss/{precision}", (logits,), held_out, partial(_loss, precision, logits, device))
 
 
-def optimizer_of(elements: int, device: torch.device) -> Case:
+def optimizer_of(elements: int, device: torch.device) -> CalibrationCase:
     """Return AdamW's kernel without ``torch.optim``, whose first step imports torch's compiler."""
-    return Case("optimizer", (elements,), False, partial(_update, elements, device))
+    return CalibrationCase("optimizer", (elements,), False, partial(_update, elements, device))
 
 
 def _both(used: tuple[Any, ...], held_out: tuple[Any, ...]) -> list[tuple[Any, bool]]:
@@ -202,8 +212,8 @@ def _product(precision: str, layout: str, shape: _Shape, device: torch.device) -
         run = partial(F.linear, _random((m, k), precision, device), _random((n, k), precision, device))
     else:
         grad = _random((m, n), precision, device)
-        left, right = (grad, (n, k)) if layout == "input" else (grad.t(), (m, k))
-        run = partial(torch.mm, left, _random(right, precision, device))
+        first, right = (grad, (n, k)) if layout == "input" else (grad.t(), (m, k))
+        run = partial(torch.mm, first, _random(right, precision, device))
     return partial(_in_tf32, run) if precision == "tf32" else run
 
 
@@ -260,7 +270,7 @@ def _attention(precision: str, direction: str, length: int, device: torch.device
 def unequal_lengths(sequences: int, length: int) -> tuple[int, ...]:
     """Return lengths within 10 % of ``length``, as equal sequences would be computed as one batch."""
     spread = range(1 - sequences, sequences, 2)
-    return tuple(length + round(0.1 * length * place / max(1, sequences - 1)) for place in spread)
+    return tuple(length + round(0.1 * length * index / max(1, sequences - 1)) for index in spread)
 
 
 def _optimizer(elements: int, device: torch.device) -> Run:

@@ -38,21 +38,21 @@ def fit(form: str, samples: Sequence[TimedSample]) -> tuple[float, ...]:
     """Return non-negative coefficients with the least sum of squared relative errors."""
     rows = np.array([[term / sample.seconds for term in FORMS[form](*sample.sizes)] for sample in samples])
     scale = rows.max(axis=0)
-    found = non_negative(rows / scale, np.ones(len(samples)))
-    return tuple(float(value) for value in found / scale)
+    coefficients = non_negative(rows / scale, np.ones(len(samples)))
+    return tuple(float(value) for value in coefficients / scale)
 
 
-def non_negative(rows: Numbers, wanted: Numbers) -> Numbers:
-    """Return the non-negative x [N] with the least squared error of ``rows`` [M, N] @ x from ``wanted`` [M].
+def non_negative(rows: Numbers, targets: Numbers) -> Numbers:
+    """Return the non-negative x [N] with the least squared error of ``rows`` [M, N] @ x from ``targets`` [M].
 
     See Lawson and Hanson 1974, ch. 23. With few unknowns, every set of non-zero ones is tried.
     """
-    best, least = np.zeros(rows.shape[1]), float(np.square(wanted).sum())
+    best, least = np.zeros(rows.shape[1]), float(np.square(targets).sum())
     for count in range(1, min(rows.shape) + 1):
         for chosen in combinations(range(rows.shape[1]), count):
-            found, *_ = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)
-            off = float(np.square(rows[:, chosen] @ found - wanted).sum())
-            if off < least and (found >= 0).all():
+            coefficients, *_ = np.linalg.lstsq(rows[:, chosen], targets, rcond=None)
+            off = float(np.square(rows[:, chosen] @ coefficients - targets).sum())
+            if off < least and (coefficients >= 0).all():
                 best, least = np.zeros(rows.shape[1]), off
-                best[list(chosen)] = found
+                best[list(chosen)] = coefficients
     return best

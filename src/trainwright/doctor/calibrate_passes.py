@@ -24,14 +24,14 @@ from trainwright.planning.operations import BatchShape
 from trainwright.planning.step_time.basis import MIXED, llama, on_cpu
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
-from trainwright.planning.step_time.work import Work
+from trainwright.planning.step_time.work import DeviceWork
 from trainwright.planning.workload import Choice, Workload
 
 if TYPE_CHECKING:
     import torch
 
     from trainwright.data.stream.batch import Batch
-    from trainwright.doctor.calibrate_cases import Case, Run
+    from trainwright.doctor.calibrate_cases import CalibrationCase, Run
     from trainwright.models.causal_lm import CausalLM
     from trainwright.parallel.world import World
 
@@ -108,22 +108,22 @@ _SHARDED = (
 )
 
 
-def pass_cases(world: World) -> Iterator[Case]:
+def pass_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield a forward and backward pass of each model in each precision; its size is its index.
 
     With several processes some are sharded too, to measure communication within a step.
     """
-    from trainwright.doctor.calibrate_cases import Case
+    from trainwright.doctor.calibrate_cases import CalibrationCase
 
     if world.device.type != "cpu":
         return
     for precision in MIXED:
-        for place, model in enumerate(_MODELS):
+        for number, model in enumerate(_MODELS):
             build = partial(_pass, model, precision)
-            yield Case(f"passes/{precision}", (place,), model.held_out, build, typical=True)
-        for place, model in enumerate(_SHARDED if world.size > 1 else ()):
+            yield CalibrationCase(f"passes/{precision}", (number,), model.held_out, build, typical=True)
+        for number, model in enumerate(_SHARDED if world.size > 1 else ()):
             build = partial(_sharded_pass, model, precision, world)
-            yield Case(f"sharded/{precision}", (place,), model.held_out, build, joint=True, typical=True)
+            yield CalibrationCase(f"sharded/{precision}", (number,), model.held_out, build, joint=True, typical=True)
 
 
 def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows], dict[str, Rows]]:
@@ -144,8 +144,8 @@ def in_step(setting: ProcessRates, precision: str, rows: Rows) -> InStep:
     works = [_priced(model, precision, setting) for model in _MODELS]
     terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
     rest = np.array([work.loss for work in works])
-    found, off = _fitted(terms, rest, rows, _IN_STEP)
-    products, attention, traffic, host = found
+    factors, off = _fitted(terms, rest, rows, _IN_STEP)
+    products, attention, traffic, host = factors
     return InStep(products, attention, traffic, host, off)
 
 
@@ -171,19 +171,21 @@ def _fitted(
     terms: Numbers, rest: Numbers, rows: Rows, usual: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return coefficients of ``terms`` [M, N], regularized toward ``usual``, and errors of the held-out rows."""
-    wanted = np.array([row["seconds"] for row in rows])
+    measured = np.array([row["seconds"] for row in rows])
     used = np.array([not row["held_out"] for row in rows])
     units = np.array(usual)
-    relative, aim = terms * units / wanted[:, None], 1 - rest / wanted
-    held = _HELD * np.eye(len(units))
-    found = non_negative(np.vstack([relative[used], held]), np.append(aim[used], np.full(len(units), _HELD)))
-    off = np.abs(relative @ found - aim)[~used]
-    return tuple(map(float, found * units)), tuple(map(float, off))
+    relative, aim = terms * units / measured[:, None], 1 - rest / measured
+    regularization = _HELD * np.eye(len(units))
+    coefficients = non_negative(
+        np.vstack([relative[used], regularization]), np.append(aim[used], np.full(len(units), _HELD))
+    )
+    off = np.abs(relative @ coefficients - aim)[~used]
+    return tuple(map(float, coefficients * units)), tuple(map(float, off))
 
 
-def _priced(model: SmallModel, precision: str, setting: ProcessRates) -> Work:
+def _priced(model: SmallModel, precision: str, setting: ProcessRates) -> DeviceWork:
     run, pricing = on_cpu(model.architecture, model.batch, precision, setting)
-    loss = Work(loss=pricing.logits(model.batch.targets * _VOCABULARY))
+    loss = DeviceWork(loss=pricing.logits(model.batch.targets * _VOCABULARY))
     return sum((pricing.pass_and_back(part) for part in (run.embedding, *run.blocks, run.head)), loss)
 
 
@@ -247,4 +249,4 @@ def _made(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     module = CausalLM(
         fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype), packed=True
     ).train()
-    return module, pack([[place % _VOCABULARY for place in range(length)] for length in model.lengths])()
+    return module, pack([[token % _VOCABULARY for token in range(length)] for length in model.lengths])()

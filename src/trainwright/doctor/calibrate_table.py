@@ -101,10 +101,10 @@ def _in_step(setting: ProcessRates) -> Iterator[str]:
     if not setting.in_step:
         return
     yield f"  {'in a step, factor on times alone':<46}{'products':>10}{'attention':>10}{'memory':>10}  error"
-    for precision, found in setting.in_step.items():
-        factors = "".join(f"{factor:>10.2f}" for factor in (found.products, found.attention, found.traffic))
-        host = f"{precision}, and {found.host * 1e6:.0f} us more for each kernel"
-        yield f"    {host:<44}{factors}  {summary(found.errors)}"
+    for precision, fitted in setting.in_step.items():
+        factors = "".join(f"{factor:>10.2f}" for factor in (fitted.products, fitted.attention, fitted.traffic))
+        host = f"{precision}, and {fitted.host * 1e6:.0f} us more for each kernel"
+        yield f"    {host:<44}{factors}  {summary(fitted.errors)}"
     if setting.processes > 1:
         exchange = setting.exchange
         collectives = f"collectives, and {exchange.waited * 1e3:.1f} ms more for each"

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.doctor.calibrate_cases import Case, Run, attention_cases, other_cases, product_cases, traffic_cases
+from trainwright.doctor.calibrate_cases import (
+    CalibrationCase,
+    Run,
+    attention_cases,
+    other_cases,
+    product_cases,
+    traffic_cases,
+)
 from trainwright.doctor.calibrate_passes import pass_cases
 from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
@@ -56,16 +63,16 @@ def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
             "collectives": collective_cases(world),
         }
         cases = [(part, case) for part, made in parts.items() for case in made]
-        found: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
-        measured = _measured(world, cases, ends, found["parts"])
+        measurements: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
+        measured = _measured(world, cases, ends, measurements["parts"])
         for case, taken in measured:
-            rows = found["samples"].setdefault(case.curve, [])
+            rows = measurements["samples"].setdefault(case.curve, [])
             rows.append({"sizes": case.sizes, "seconds": taken.seconds / case.amount, "held_out": case.held_out})
-        found["disturbed"] = sum(taken.is_disturbed for _, taken in measured) / len(measured)
-        found["overlap"] = measure_overlap(world)
-        found["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
+        measurements["disturbed"] = sum(taken.is_disturbed for _, taken in measured) / len(measured)
+        measurements["overlap"] = measure_overlap(world)
+        measurements["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
         if world.is_main:
-            output.write_text(json.dumps(found), encoding="utf-8")
+            output.write_text(json.dumps(measurements), encoding="utf-8")
     except _Stopped:
         return EXIT_STOPPED
     finally:
@@ -78,8 +85,8 @@ class _Stopped(Exception):
 
 
 def _measured(
-    world: World, cases: list[tuple[str, Case]], ends: tuple[float, float], parts: dict[str, float]
-) -> list[tuple[Case, Timed]]:
+    world: World, cases: list[tuple[str, CalibrationCase]], ends: tuple[float, float], parts: dict[str, float]
+) -> list[tuple[CalibrationCase, Timed]]:
     """Return each case with its seconds, the mean over the ranks.
 
     Cases are timed in rounds over all of them, so that a disturbance by other programs does not affect only a few;
@@ -88,13 +95,13 @@ def _measured(
     each part is added to it.
     """
     rounds: list[list[Timed]] = [[] for _ in cases]
-    kept: dict[int, Run] = {}
+    built: dict[int, Run] = {}
     clock = Stopwatch()
     for number in range(_MOST_ROUNDS):
         for index, (part, case) in enumerate(cases):
             # Rank 0's clock decides for all ranks. This also synchronizes them.
-            begun = time.monotonic()
-            past = [float(world.is_main and begun > end) for end in ends]
+            started = time.monotonic()
+            past = [float(world.is_main and started > end) for end in ends]
             late, over, stopped = world.sum([*past, float(stop_requested())])
             if stopped:
                 raise _Stopped
@@ -102,27 +109,27 @@ def _measured(
                 break
             if over:
                 raise MachineError(_TOO_BUSY)
-            run = kept.get(index) or case.build()
+            run = built.get(index) or case.build()
             if case.typical:  # takes longer to build than to run
-                kept[index] = run
+                built[index] = run
             rounds[index].append(_time(world, clock, case, run, 0.0 if late or not number else _SLOT_SECONDS))
-            parts[part] += time.monotonic() - begun
+            parts[part] += time.monotonic() - started
     own = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
     ranks = world.gather_floats([value for one in own for value in one])
-    found = []
+    results = []
     for index, (_, case) in enumerate(cases):
         seconds, waited = ([row[2 * index + part] for row in ranks] for part in (0, 1))
-        found.append((case, Timed(statistics.mean(seconds), max(waited))))
-    return found
+        results.append((case, Timed(statistics.mean(seconds), max(waited))))
+    return results
 
 
-def _of_rounds(case: Case, times: list[Timed]) -> Timed:
+def _of_rounds(case: CalibrationCase, times: list[Timed]) -> Timed:
     """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
     clean = sorted(one for one in times if not one.is_disturbed) or sorted(times)
     return clean[int((0.25 if case.typical else 0.0) * len(clean))]
 
 
-def _time(world: World, clock: Stopwatch, case: Case, run: Run, slot: float) -> Timed:
+def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot: float) -> Timed:
     """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
     on_gpu = world.device.type == "cuda"
@@ -167,12 +174,12 @@ def _launch_seconds(device: torch.device) -> float:
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
     for _ in range(5):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         y = x
         for _ in range(_LAUNCHES):
             y = y * scale  # one kernel forward, one backward
         torch.autograd.grad(y.sum(), x)
-        times.append((time.perf_counter() - begun) / (2 * _LAUNCHES))
+        times.append((time.perf_counter() - started) / (2 * _LAUNCHES))
         if device.type == "cuda":
             torch.cuda.synchronize()
     return min(times)
@@ -185,14 +192,14 @@ _WIDTH = {"cpu": 512, "cuda": 4096}
 _ROUNDS = 3
 
 
-def collective_cases(world: World) -> Iterator[Case]:
+def collective_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield the collectives that strategies use, by the bytes of the full tensor."""
     if world.size == 1:
         return
     kind = world.device.type
     for count, held_out in [(n, False) for n in _BYTES[kind]] + [(n, True) for n in _HELD_OUT_BYTES[kind]]:
         for name, build in _BUILDERS.items():
-            yield Case(f"collective/{name}", (count,), held_out, partial(build, world, count), joint=True)
+            yield CalibrationCase(f"collective/{name}", (count,), held_out, partial(build, world, count), joint=True)
 
 
 def measure_overlap(world: World) -> float:
@@ -227,10 +234,10 @@ def measure_overlap(world: World) -> float:
 def _seconds(world: World, run: Callable[[], object]) -> float:
     run()
     _finish(world)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run()
     _finish(world)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def _finish(world: World) -> None:
@@ -246,14 +253,14 @@ def _all_reduce(world: World, count: int) -> Run:
 
 def _all_gather(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
-    whole = part.new_empty(len(part) * world.size)
-    return lambda: dist.all_gather_single(whole, part)
+    full = part.new_empty(len(part) * world.size)
+    return lambda: dist.all_gather_single(full, part)
 
 
 def _reduce_scatter(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
-    whole = part.new_zeros(len(part) * world.size)
-    return lambda: dist.reduce_scatter_single(part, whole)
+    full = part.new_zeros(len(part) * world.size)
+    return lambda: dist.reduce_scatter_single(part, full)
 
 
 def _broadcast(world: World, count: int) -> Run:

@@ -117,11 +117,11 @@ def magnitude(events: Iterable[Mapping[str, Any]]) -> float:
 
     A loss that is the difference of two parts can be near 0, and has the rounding of both.
     """
-    found = [0.0]
+    losses = [0.0]
     for event in events:
         values = {"loss": event.get("loss"), **event.get("metrics", {})}
-        found += [abs(value) for name, value in values.items() if name.endswith("loss") and isinstance(value, float)]
-    return max(found)
+        losses += [abs(value) for name, value in values.items() if name.endswith("loss") and isinstance(value, float)]
+    return max(losses)
 
 
 def _apart(field: str, pair: tuple[EventRecord, EventRecord]) -> float:

@@ -29,7 +29,7 @@ from trainwright.doctor.block import Sizes, backward, blocks_of, packed_attentio
 from trainwright.doctor.calibrate_cases import (
     DTYPES,
     PRECISIONS,
-    Case,
+    CalibrationCase,
     Run,
     loss_of,
     optimizer_of,
@@ -64,7 +64,7 @@ _LAUNCHES, _CHAINS = 20, 5  # kernels in a chain, each launched by the host; cha
 _CACHE, _LEAST_CACHE = 2**27, 2**24  # bytes; larger than the caches of a processor and of a core
 
 
-class Setting(NamedTuple):
+class ProcessSetting(NamedTuple):
     """A number of processes at once, and their threads."""
 
     processes: int
@@ -79,50 +79,52 @@ def main() -> None:
     torch.manual_seed(0)
     imported = time.monotonic() - request["begun"]
     end = time.monotonic() + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - imported)
-    found = _on_gpu(request, end) if request["device"] == "cuda" else _on_cores(request, end)
-    settings = tuple(_setting(one, request["before"]) for one in found["settings"])
+    measurements = _on_gpu(request, end) if request["device"] == "cuda" else _on_cores(request, end)
+    settings = tuple(_setting(one, request["before"]) for one in measurements["settings"])
     parts = {"imports": imported, "measuring": time.monotonic() - request["begun"] - imported}
     measured = datetime.now().astimezone().isoformat(timespec="seconds")
-    disturbance = max(found["disturbed"], 0.0)
-    made = Calibration(request["machine"], measured, request["versions"], settings, parts, disturbance)
-    json.dump(as_json(made), sys.stdout)
+    disturbance = max(measurements["disturbed"], 0.0)
+    calibration = Calibration(request["machine"], measured, request["versions"], settings, parts, disturbance)
+    json.dump(as_json(calibration), sys.stdout)
 
 
-def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> ProcessRates:
+def _setting(measurements: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> ProcessRates:
     """Return the setting, including earlier measurements of products of other shapes."""
-    place = found["processes"], found["threads"]
+    processes_and_threads = measurements["processes"], measurements["threads"]
     rows: dict[str, dict[tuple[float, ...], dict[str, Any]]] = {}
-    known = [row for one in before if (one["processes"], one["threads"]) == place for row in one["samples"]]
-    for row in [*known, *found["samples"]]:
+    known = [
+        row for one in before if (one["processes"], one["threads"]) == processes_and_threads for row in one["samples"]
+    ]
+    for row in [*known, *measurements["samples"]]:
         sample = {"sizes": row["sizes"], "seconds": row["seconds"], "held_out": False}
         rows.setdefault(row["curve"], {})[tuple(row["sizes"])] = sample
     curves = {name: curve_of(name, list(samples.values())) for name, samples in rows.items()}
-    return ProcessRates(*place, curves, launch=found["launch"])
+    return ProcessRates(*processes_and_threads, curves, launch=measurements["launch"])
 
 
-def settings_of(cores: int) -> tuple[Setting, ...]:
+def settings_of(cores: int) -> tuple[ProcessSetting, ...]:
     """Return the settings to measure on ``cores`` cores, the most important first in case time runs out.
 
     They are one process with one, all and two threads; as many processes as cores; and two processes that share the
     cores.
     """
     some = (
-        Setting(1, 1),
-        Setting(1, cores),
-        Setting(cores, 1),
-        Setting(min(2, cores), max(1, cores // 2)),
-        Setting(1, min(2, cores)),
+        ProcessSetting(1, 1),
+        ProcessSetting(1, cores),
+        ProcessSetting(cores, 1),
+        ProcessSetting(min(2, cores), max(1, cores // 2)),
+        ProcessSetting(1, min(2, cores)),
     )
     return tuple(dict.fromkeys(some))
 
 
-def _cases(request: Mapping[str, Any], device: torch.device) -> list[Case]:
+def _cases(request: Mapping[str, Any], device: torch.device) -> list[CalibrationCase]:
     """Return the cases of every setting, the most important first in case time runs out.
 
     They are the model's own products, and one or two sizes of the other operations of a step.
     """
     kind = device.type
-    cases: list[Case] = []
+    cases: list[CalibrationCase] = []
     for wide, narrow in request["widths"]:
         for precision in PRECISIONS[kind]:
             tokens = _OPERATIONS[kind] / (2 * wide * narrow)
@@ -141,7 +143,7 @@ def _cases(request: Mapping[str, Any], device: torch.device) -> list[Case]:
     return list(unique.values())
 
 
-def _attention_cases(precision: str, length: int, device: torch.device) -> list[Case]:
+def _attention_cases(precision: str, length: int, device: torch.device) -> list[CalibrationCase]:
     """Return both directions by torch's own operators: those of training require importing torch's compiler."""
     tokens, heads, channels = _ATTENTION[device.type]
     count = max(1, tokens // length)
@@ -164,7 +166,7 @@ def _attention_cases(precision: str, length: int, device: torch.device) -> list[
         return lambda: backward(output, inputs)
 
     return [
-        Case(f"attention/{precision}/{direction}", (length,), False, partial(build, direction), amount)
+        CalibrationCase(f"attention/{precision}/{direction}", (length,), False, partial(build, direction), amount)
         for direction in ("forward", "backward")
     ]
 
@@ -174,16 +176,16 @@ def _on_gpu(request: Mapping[str, Any], end: float) -> dict[str, Any]:
     cases = _cases(request, device)
     times: list[list[float]] = [[] for _ in cases]
     for number in range(_MOST_ROUNDS):
-        for case, found in zip(cases, times, strict=True):
+        for case, seconds in zip(cases, times, strict=True):
             if number and time.monotonic() > end:
                 break
             try:
                 run = case.build()
                 run()
-                found.append(min(_gpu_seconds(run) for _ in range(2)))
+                seconds.append(min(_gpu_seconds(run) for _ in range(2)))
             except RuntimeError:  # a precision that this GPU does not support
                 continue
-    rows = [_row(case, min(found)) for case, found in zip(cases, times, strict=True) if found]
+    rows = [_row(case, min(seconds)) for case, seconds in zip(cases, times, strict=True) if seconds]
     setting = {"processes": 1, "threads": None, "launch": _launch_seconds(device), "samples": rows}
     return {"settings": [setting], "disturbed": 0.0}
 
@@ -224,8 +226,8 @@ class _Member:
         self,
         rank: int,
         request: Mapping[str, Any],
-        settings: Sequence[Setting],
-        barriers: Mapping[Setting, Any],
+        settings: Sequence[ProcessSetting],
+        barriers: Mapping[ProcessSetting, Any],
         late: Any,
         end: float,
         directory: Path,
@@ -243,8 +245,8 @@ class _Member:
         share = 1 if self.rank == 0 else self.request["cores"]  # only rank 0 computes alone
         self.other = torch.ones(max(_CACHE // share, _LEAST_CACHE) // 4)
         mine = [setting for setting in self.settings if self.rank < setting.processes]
-        times: dict[Setting, list[list[Timed]]] = {setting: [[] for _ in cases] for setting in mine}
-        launches: dict[Setting, list[float]] = {setting: [] for setting in mine}
+        times: dict[ProcessSetting, list[list[Timed]]] = {setting: [[] for _ in cases] for setting in mine}
+        launches: dict[ProcessSetting, list[float]] = {setting: [] for setting in mine}
         warm: set[tuple[int, int]] = set()
         for number in range(_MOST_ROUNDS):
             for setting in mine:
@@ -268,7 +270,7 @@ class _Member:
                 barrier.abort()
         return bool(self.late.value)
 
-    def _wait_for_others(self, setting: Setting, optional: bool) -> bool:
+    def _wait_for_others(self, setting: ProcessSetting, optional: bool) -> bool:
         """Wait for the other processes of a setting; return False if time is up."""
         if optional and self._is_late():
             return False
@@ -282,8 +284,8 @@ class _Member:
 
     def _round(
         self,
-        setting: Setting,
-        cases: Sequence[Case],
+        setting: ProcessSetting,
+        cases: Sequence[CalibrationCase],
         times: list[list[Timed]],
         warm: set[tuple[int, int]],
         fewest: int,
@@ -293,7 +295,7 @@ class _Member:
         for index, case in enumerate(cases):
             if index >= fewest and self._is_late():
                 return
-            if case.cold and setting != Setting(1, self.request["cores"]):
+            if case.cold and setting != ProcessSetting(1, self.request["cores"]):
                 continue  # the factors of a step depend little on how the cores are shared
             if (
                 setting.processes == 1
@@ -302,9 +304,9 @@ class _Member:
             ):
                 times[index].append(times[index][0])  # the second round only repeats disturbed cases, and blocks
                 continue
-            begun = time.monotonic()
+            started = time.monotonic()
             run = self.kept.get(index) or case.build()
-            if time.monotonic() - begun > _LONG_TO_BUILD:
+            if time.monotonic() - started > _LONG_TO_BUILD:
                 self.kept[index] = run
             if (index, setting.threads) not in warm:
                 run()  # kernels are created on first use
@@ -312,36 +314,36 @@ class _Member:
                 self.clock.start()
             until = time.monotonic() + _SLOT
             # Time a block at least twice: it is a single sample.
-            found = [self._time(case, run) for _ in range(2 if case.cold else 1)]
-            while len(found) < _CALLS and time.monotonic() < until:
-                found.append(self._time(case, run))
-            times[index].append(least(found))
+            timed = [self._time(case, run) for _ in range(2 if case.cold else 1)]
+            while len(timed) < _CALLS and time.monotonic() < until:
+                timed.append(self._time(case, run))
+            times[index].append(least(timed))
 
-    def _time(self, case: Case, run: Run) -> Timed:
+    def _time(self, case: CalibrationCase, run: Run) -> Timed:
         if case.cold:
             self.other.mul_(1.0)
         return self.clock.time(run)
 
-    def _sums(self) -> dict[Setting, dict[int, float]]:
+    def _sums(self) -> dict[ProcessSetting, dict[int, float]]:
         """Return the seconds of all-reducing tensors over the processes of each setting with several."""
         several = [setting for setting in self.settings if setting.processes > 1]
         if not several:
             return {}
-        most = max(setting.processes for setting in several)
-        store = dist.FileStore(str(self.directory / "store"), most)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=most)
-        found: dict[Setting, dict[int, float]] = {}
+        most_processes = max(setting.processes for setting in several)
+        store = dist.FileStore(str(self.directory / "store"), most_processes)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=most_processes)
+        sums: dict[ProcessSetting, dict[int, float]] = {}
         for setting in several:
             group = dist.new_group(list(range(setting.processes)))
             if self.rank >= setting.processes:
                 continue
             torch.set_num_threads(setting.threads)
-            found[setting] = {}
+            sums[setting] = {}
             for size in _MESSAGES:
                 tensor = torch.zeros(size // 4)
                 took = [self.clock.time(lambda: dist.all_reduce(tensor, group=group)) for _ in range(_SUMS)]  # noqa: B023
-                found[setting][size] = min(one.seconds for one in took[1:])
-        return found
+                sums[setting][size] = min(one.seconds for one in took[1:])
+        return sums
 
 
 def _launch_seconds(device: torch.device) -> float:
@@ -349,17 +351,17 @@ def _launch_seconds(device: torch.device) -> float:
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
     for _ in range(_CHAINS):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         y = x
         for _ in range(_LAUNCHES):
             y = y * scale
         backward(y, (x,))
-        times.append((time.perf_counter() - begun) / (2 * _LAUNCHES))
+        times.append((time.perf_counter() - started) / (2 * _LAUNCHES))
     return min(times)
 
 
 def _together(
-    request: Mapping[str, Any], settings: Sequence[Setting], results: Sequence[Mapping[str, Any]]
+    request: Mapping[str, Any], settings: Sequence[ProcessSetting], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Combine the results of all processes for each setting: the mean over them of each one's minimum.
 
@@ -375,16 +377,18 @@ def _together(
         for index, case in enumerate(cases):
             if not all(member["times"][setting][index] for member in members):
                 continue
-            found = [least(member["times"][setting][index]) for member in members]
-            best += found
-            row = _row(case, statistics.mean(one.seconds for one in found))
-            rows.append({**row, "disturbed": any(one.is_disturbed for one in found)})
+            timed = [least(member["times"][setting][index]) for member in members]
+            best += timed
+            row = _row(case, statistics.mean(one.seconds for one in timed))
+            rows.append({**row, "disturbed": any(one.is_disturbed for one in timed)})
         for size in _MESSAGES if setting.processes > 1 else ():
             seconds = statistics.mean(member["sums"][setting][size] for member in members)
             rows.append({"curve": "collective/all_reduce", "sizes": [size], "seconds": seconds})
         launch = statistics.mean(min(member["launch"][setting]) for member in members)
-        kept = _without_disturbed(rows)
-        rates.append({"processes": setting.processes, "threads": setting.threads, "launch": launch, "samples": kept})
+        undisturbed = _without_disturbed(rows)
+        rates.append(
+            {"processes": setting.processes, "threads": setting.threads, "launch": launch, "samples": undisturbed}
+        )
     if not rates:
         sys.exit("the first matrix products did not finish in time: other programs use the cores")
     return {"settings": rates, "disturbed": sum(one.is_disturbed for one in best) / len(best)}
@@ -396,7 +400,7 @@ def _without_disturbed(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     return [row for row in rows if not row.get("disturbed") or row["curve"] not in clean]
 
 
-def _row(case: Case, seconds: float) -> dict[str, Any]:
+def _row(case: CalibrationCase, seconds: float) -> dict[str, Any]:
     return {"curve": case.curve, "sizes": list(case.sizes), "seconds": seconds / case.amount}
 
 

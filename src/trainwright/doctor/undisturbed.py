@@ -50,21 +50,21 @@ class Stopwatch:
     def time(self, run: Callable[[], object]) -> Timed:
         """Time one call."""
         before = self._waits()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         run()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         waits = [after - early for early, after in zip(before, self._waits(), strict=True)]
         return Timed(seconds, min(seconds, max(waits, default=0.0)))
 
     def _waits(self) -> list[float]:
         """Return the seconds that each thread has waited for a core so far."""
-        found = []
+        seconds = []
         for file in self._files:
             try:
-                found.append(int(os.pread(file, 100, 0).split()[1]) / 1e9)
+                seconds.append(int(os.pread(file, 100, 0).split()[1]) / 1e9)
             except (OSError, IndexError, ValueError):  # a thread that has ended
-                found.append(0.0)
-        return found
+                seconds.append(0.0)
+        return seconds
 
 
 def undisturbed(times: list[Timed], share: float) -> Timed:

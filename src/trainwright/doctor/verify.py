@@ -60,7 +60,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, out: TextIO) -> Compari
     """
     reference = reference_of(recipe)
     prepare_environment(machine.cpu_cores, _processes(recipe))
-    directory, kept = Path(tempfile.mkdtemp(prefix="trainwright-verify-")), False
+    directory, is_kept = Path(tempfile.mkdtemp(prefix="trainwright-verify-")), False
     try:
         with Stopping("stopping after this step") as stopping:
             preload_worker(recipe)
@@ -73,12 +73,12 @@ def verify(recipe: Recipe, machine: Machine, steps: int, out: TextIO) -> Compari
                 for side in sides:
                     run_side(side, steps, stopping)
             except TrainwrightError as error:
-                if kept := isinstance(error, TrainingError):  # its message names a log
+                if is_kept := isinstance(error, TrainingError):  # its message names a log
                     error.add_note(f"the output of both sides is in {directory}")
                 raise
         return _compare(sides, TOLERANCES[recipe.train.mixed_precision], out)
     finally:
-        if not kept:
+        if not is_kept:
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -151,18 +151,17 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
     config = load_config(model)
     memory = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
     where = "one GPU" if machine.gpus else "this machine"
-    whole = parameter_count(config)
-    if whole * _BYTES <= memory * _USABLE:
+    parameters = parameter_count(config)
+    if parameters * _BYTES <= memory * _USABLE:
         return model, None
-    problem = (
-        f"{count(whole)} parameters with their optimizer need {size(whole * _BYTES)}, and {where} has {size(memory)}"
-    )
+    needed = f"{count(parameters)} parameters with their optimizer need {size(parameters * _BYTES)}"
+    problem = f"{needed}, and {where} has {size(memory)}"
     layers = layer_count(config)
     try:
-        for kept in range(min(MOST_LAYERS, layers - 1), 0, -1):
-            if parameter_count(config, kept) * _BYTES <= memory * _USABLE:
-                cut = cut_model(model, kept, directory)
-                return cut, f"both sides use only the first {kept} of {layers} layers: {problem}"
+        for layers_kept in range(min(MOST_LAYERS, layers - 1), 0, -1):
+            if parameter_count(config, layers_kept) * _BYTES <= memory * _USABLE:
+                cut = cut_model(model, layers_kept, directory)
+                return cut, f"both sides use only the first {layers_kept} of {layers} layers: {problem}"
     except (ValueError, TypeError, AttributeError) as error:  # of a configuration with other names
         raise MachineError(f"{problem}; and the model cannot be cut to fewer layers: {error}") from error
     raise MachineError(f"{problem}; not even one of its {layers} layers fits, so it cannot be compared")
@@ -187,19 +186,21 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
 
 def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
     """Run a side in every worker."""
-    from trainwright.launch.run_worker import Trial, Worker, run_worker
+    from trainwright.launch.run_worker import TrialRun, Worker, run_worker
 
     return run_worker(
-        Worker(side.run), observers=lambda recipe: _observers(side.name, steps) if is_shown else (), trial=Trial(steps)
+        Worker(side.run),
+        observers=lambda recipe: _observers(side.name, steps) if is_shown else (),
+        trial=TrialRun(steps),
     )
 
 
 def _observers(name: str, steps: int) -> Sequence[Callable[[EventRecord], None]]:
     stream = console()
-    return [] if stream is None else [_Shown(name, steps, stream)]
+    return [] if stream is None else [_SideProgress(name, steps, stream)]
 
 
-class _Shown:
+class _SideProgress:
     """Show the layout and the steps of a side while it runs."""
 
     def __init__(self, name: str, steps: int, stream: TextIO) -> None:

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import text
-from trainwright.drilling.invariants import Broken, Missed, Skipped, Undisturbed
-from trainwright.drilling.kinds import KINDS, Trial
+from trainwright.drilling.invariants import InvariantBroken, Missed, Skipped, Undisturbed
+from trainwright.drilling.kinds import KINDS, DrillTrial
 from trainwright.drilling.trial_environment import perform
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.trial_settings import TrialSettings
 
 HELD, BROKEN, SKIPPED, MISSED = "held", "broken", "skipped", "missed"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
-class Results:
+class CampaignResults:
     """The verdicts so far: one JSON object a line, the last one of a trial counts."""
 
     path: Path
@@ -37,12 +37,12 @@ class Results:
     def read(self) -> dict[str, dict[str, Any]]:
         """Return the verdicts by the trials' keys."""
         texts = self.path.read_text().splitlines() if self.path.exists() else []
-        found = {}
+        lines = {}
         for each in texts:
             with contextlib.suppress(ValueError):  # cut by a kill or a full disk
                 line = json.loads(each)
-                found[f"{line['seed']}:{line['trial']}:{line['case']}"] = line
-        return found
+                lines[f"{line['seed']}:{line['trial']}:{line['case']}"] = line
+        return lines
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a verdict."""
@@ -52,20 +52,20 @@ class Results:
             begins = b"\n" if file.read(1) not in (b"", b"\n") else b""  # the last line was cut
             file.write(begins + json.dumps(line).encode() + b"\n")
 
-    def of(self, trials: Iterable[Trial]) -> dict[Trial, dict[str, Any] | None]:
+    def of(self, trials: Iterable[DrillTrial]) -> dict[DrillTrial, dict[str, Any] | None]:
         """Return the verdict of each trial; None where there is none yet."""
         known = self.read()
         return {trial: known.get(trial.key) for trial in trials}
 
 
 def run_trials(
-    trials: Sequence[Trial],
-    setting: Setting,
+    trials: Sequence[DrillTrial],
+    setting: TrialSettings,
     work: Path,
     jobs: int = 1,
     keep: bool = False,
     until: Callable[[], bool] = lambda: False,
-    waiting: Callable[[Sequence[Trial], float], None] = lambda trials, seconds: None,
+    waiting: Callable[[Sequence[DrillTrial], float], None] = lambda trials, seconds: None,
 ) -> Iterator[dict[str, Any]]:
     """Perform the trials, ``jobs`` at once, and yield the line of each as it comes.
 
@@ -77,8 +77,8 @@ def run_trials(
     """
     context = multiprocessing.get_context("fork")
     to_come = list(trials)
-    told = time.monotonic()
-    going: dict[Any, tuple[Trial, Path, float]] = {}
+    reported_at = time.monotonic()
+    going: dict[Any, tuple[DrillTrial, Path, float]] = {}
     try:
         while to_come or going:
             while to_come and len(going) < jobs:
@@ -86,21 +86,21 @@ def run_trials(
                     to_come.clear()
                     break
                 trial = to_come.pop(0)
-                place = work / f"{trial.seed}-{trial.name.replace('/', '-').replace(' ', '_')}"
-                shutil.rmtree(place, ignore_errors=True)
-                place.mkdir(parents=True)
-                process = context.Process(target=_in_process, args=(trial, place, setting))
+                directory = work / f"{trial.seed}-{trial.name.replace('/', '-').replace(' ', '_')}"
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True)
+                process = context.Process(target=_in_process, args=(trial, directory, setting))
                 process.start()
-                going[process] = (trial, place, time.monotonic())
+                going[process] = (trial, directory, time.monotonic())
             for process in list(going):
-                trial, place, begun = going[process]
-                seconds = time.monotonic() - begun
+                trial, directory, started = going[process]
+                seconds = time.monotonic() - started
                 if process.is_alive() and seconds < KINDS[trial.kind].seconds + 2 * setting.patience:
                     continue
-                verdict, why, measures = _verdict(process, place, seconds)
+                verdict, why, measures = _verdict(process, directory, seconds)
                 del going[process]
                 if verdict in (HELD, SKIPPED) and not keep:
-                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(directory, ignore_errors=True)
                 yield {
                     "trial": trial.name,
                     "seed": trial.seed,
@@ -111,16 +111,16 @@ def run_trials(
                     **{name: round(value, 3) for name, value in measures.items()},
                     "code": setting.code,
                 }
-            if going and time.monotonic() - told >= 1:
-                told = time.monotonic()
-                waiting([one for one, *_ in going.values()], told - min(began for *_, began in going.values()))
+            if going and time.monotonic() - reported_at >= 1:
+                reported_at = time.monotonic()
+                waiting([one for one, *_ in going.values()], reported_at - min(began for *_, began in going.values()))
             time.sleep(0.05)
     finally:
         for process in going:
             _end(process)
 
 
-def _in_process(trial: Trial, place: Path, setting: Setting) -> None:
+def _in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the trial ends its commands
@@ -130,8 +130,8 @@ def _in_process(trial: Trial, place: Path, setting: Setting) -> None:
     try:
         if reason := kind.needs():
             raise Skipped(reason)
-        measures = perform(trial, place, setting)
-    except Broken as error:
+        measures = perform(trial, directory, setting)
+    except InvariantBroken as error:
         verdict, why = BROKEN, str(error)
     except Missed as error:
         verdict, why = MISSED, str(error)
@@ -139,16 +139,16 @@ def _in_process(trial: Trial, place: Path, setting: Setting) -> None:
         verdict, why = SKIPPED, str(error)
     except Exception:
         verdict, why = BROKEN, f"the trial itself failed:\n{traceback.format_exc()}"
-    (place / "verdict.json").write_text(json.dumps([verdict, why, measures]))
+    (directory / "verdict.json").write_text(json.dumps([verdict, why, measures]))
 
 
-def _verdict(process: Any, place: Path, seconds: float) -> tuple[str, str, dict[str, float]]:
+def _verdict(process: Any, directory: Path, seconds: float) -> tuple[str, str, dict[str, float]]:
     if process.is_alive():
         _end(process)
         return BROKEN, f"no end in {seconds:.0f} s", {}
     process.join()
     try:
-        verdict, why, measures = json.loads((place / "verdict.json").read_text())
+        verdict, why, measures = json.loads((directory / "verdict.json").read_text())
     except (OSError, ValueError):
         return BROKEN, f"the trial's process ended with {process.exitcode} and no verdict", {}
     return verdict, why, measures
@@ -188,8 +188,8 @@ class Row:
 
     def median(self, measure: str) -> float | None:
         """Return the median of a measure over the trials that have it."""
-        found = [line[measure] for line in self.lines if measure in line]
-        return round(statistics.median(found), 3) if found else None
+        values = [line[measure] for line in self.lines if measure in line]
+        return round(statistics.median(values), 3) if values else None
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as a mapping; ``tries`` are the trials that were not skipped."""
@@ -202,30 +202,30 @@ class Row:
         }
 
 
-def rows_of(found: Mapping[Trial, dict[str, Any] | None]) -> list[Row]:
+def rows_of(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[Row]:
     """Return a row for each kind with a verdict, by name, and the last one for all."""
     rows: dict[str, Row] = {}
-    for trial, line in sorted(found.items(), key=lambda item: item[0].name):
+    for trial, line in sorted(lines.items(), key=lambda item: item[0].name):
         if line is not None:
             rows.setdefault(trial.kind, Row(trial.kind)).lines.append(line)
     return [*rows.values(), Row("all", [line for row in rows.values() for line in row.lines])]
 
 
-def table(found: Mapping[Trial, dict[str, Any] | None]) -> str:
+def table(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> str:
     """Return the table, as wide as it is, with its notes."""
-    return shown(cells(found), notes(found))
+    return shown(cells(lines), notes(lines))
 
 
-def cells(found: Mapping[Trial, dict[str, Any] | None]) -> list[list[str]]:
+def cells(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[list[str]]:
     """Return the cells of the table by row, the head first."""
     table = [["kind", "tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values()]]
-    for row in rows_of(found):
+    for row in rows_of(lines):
         counts = [str(row.count(*each)) for each in ((HELD, BROKEN, MISSED), (HELD,), (BROKEN,), (MISSED,), (SKIPPED,))]
         table.append([row.kind, *counts, *(_shown(measure, row.median(measure)) for measure in _MEASURES)])
     return table
 
 
-def notes(found: Mapping[Trial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
+def notes(results: Mapping[DrillTrial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
     """Return the trials that did not hold with their reasons, and what could not be tried here.
 
     Args:
@@ -233,14 +233,14 @@ def notes(found: Mapping[Trial, dict[str, Any] | None], refused: Mapping[str, st
     """
     lines = [
         f"\n{line['verdict']}: {trial.name} ({trial.case})\n  {line['why'][:1500]}"
-        for trial, line in found.items()
+        for trial, line in results.items()
         if line and line["verdict"] in (BROKEN, MISSED)
     ]
-    skipped = {(row.kind, why) for row in rows_of(found)[:-1] for why in row.as_json()["skipped_because"]}
+    skipped = {(row.kind, why) for row in rows_of(results)[:-1] for why in row.as_json()["skipped_because"]}
     skipped |= set((refused or {}).items())
     lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skipped)]
-    if left := sum(line is None for line in found.values()):
-        lines.append(f"{left} of {len(found)} trials are left")
+    if left := sum(line is None for line in results.values()):
+        lines.append(f"{left} of {len(results)} trials are left")
     return lines
 
 
@@ -252,8 +252,8 @@ def shown(cells: Sequence[Sequence[str]], notes: Sequence[str], width: int | Non
     """
     lines = list(text.table(cells, numbers=True))
     if width is not None and max(map(len, lines)) > width:
-        kept = [column for column in zip(*cells, strict=True) if {*column[1:]} - {"0", "-"}]
-        lines = list(text.table([*zip(*kept, strict=True)], width, numbers=True))
+        columns = [column for column in zip(*cells, strict=True) if {*column[1:]} - {"0", "-"}]
+        lines = list(text.table([*zip(*columns, strict=True)], width, numbers=True))
     return "\n".join([*lines, *notes])
 
 

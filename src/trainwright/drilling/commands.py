@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.drilling.invariants import Broken
+from trainwright.drilling.invariants import InvariantBroken
 from trainwright.machine.allocator import peak_resident
 
 LOOK_SECONDS = 0.004
@@ -25,7 +25,7 @@ _MARK = "TRAINWRIGHT_FAULT_TRIAL"
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """How a command ended.
 
     Attributes:
@@ -70,7 +70,7 @@ class Command:
         self.mark = uuid.uuid4().hex
         self.output = output
         self._begun = time.monotonic()
-        self._ended: Ended | None = None
+        self._ended: CommandResult | None = None
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
                 arguments,
@@ -92,17 +92,17 @@ class Command:
     def ended(self) -> bool:
         """Return whether it has ended."""
         if self._ended is None:
-            found, status, usage = os.wait4(self.pid, os.WNOHANG)
-            if found:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
                 code = os.waitstatus_to_exitcode(status)
                 self._process.returncode = code
                 text = self.output.read_text(errors="replace")
-                self._ended = Ended(
+                self._ended = CommandResult(
                     code, text, time.monotonic() - self._begun, peak_resident(usage.ru_maxrss), time.time()
                 )
         return self._ended is not None
 
-    def wait(self, seconds: float) -> Ended:
+    def wait(self, seconds: float) -> CommandResult:
         """Return how it ended. Raises Broken if it does not end, or if a process that it started survives."""
         deadline = time.monotonic() + seconds
         while not self.ended:
@@ -110,7 +110,7 @@ class Command:
                 text = self.output.read_text(errors="replace")
                 tree = self.describe()
                 self.kill()
-                raise Broken(f"no end in {seconds:.0f} s; it had said:\n{text[-2000:]}\nprocesses: {tree}")
+                raise InvariantBroken(f"no end in {seconds:.0f} s; it had said:\n{text[-2000:]}\nprocesses: {tree}")
             time.sleep(LOOK_SECONDS)
         assert self._ended is not None
         deadline = time.monotonic() + _GONE_SECONDS
@@ -118,31 +118,31 @@ class Command:
             if time.monotonic() > deadline:
                 tree = self.describe()
                 self.kill()
-                raise Broken(f"{len(left)} processes live on: {tree}; {self._ended}")
+                raise InvariantBroken(f"{len(left)} processes live on: {tree}; {self._ended}")
             time.sleep(0.05)
         return self._ended
 
     def processes(self) -> list[int]:
         """Return the living processes of the command, itself included."""
-        wanted = f"{_MARK}={self.mark}".encode()
-        found = []
+        marker = f"{_MARK}={self.mark}".encode()
+        pids = []
         for directory in Path("/proc").iterdir():
             if directory.name.isdigit():
                 with contextlib.suppress(OSError):
                     alive = (directory / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-                    if alive and wanted in (directory / "environ").read_bytes():
-                        found.append(int(directory.name))
-        return found
+                    if alive and marker in (directory / "environ").read_bytes():
+                        pids.append(int(directory.name))
+        return pids
 
     def workers(self) -> dict[int, int]:
         """Return the process of each rank, known by the log that it writes to."""
-        found = {}
+        workers = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 log = re.fullmatch(r"rank-(\d+)\.log", Path(os.readlink(f"/proc/{pid}/fd/1")).name)
                 if log:
-                    found[int(log[1])] = pid
-        return dict(sorted(found.items()))
+                    workers[int(log[1])] = pid
+        return dict(sorted(workers.items()))
 
     def describe(self) -> str:
         """Return its processes, each with its state."""

@@ -22,13 +22,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     if not path.exists():
         return []
-    found = []
+    events = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found.append(json.loads(text))
+            events.append(json.loads(text))
         except ValueError:
             continue  # cut by a kill; the steps are counted below
-    return [event for event in found if isinstance(event, dict) and "event" in event]
+    return [event for event in events if isinstance(event, dict) and "event" in event]
 
 
 def history(run: Path) -> list[dict[str, Any]]:
@@ -36,15 +36,17 @@ def history(run: Path) -> list[dict[str, Any]]:
 
     Broken when a start names a step that had not been reached.
     """
-    found: list[dict[str, Any]] = []
+    events_so_far: list[dict[str, Any]] = []
     for event in lines(run):
         if event["event"] in ("start", "rewind"):
             resumed = int(event.get("resumed_from") or 0)
-            reached = max((past["step"] for past in found if past["event"] == "step"), default=0)
+            reached = max((past["step"] for past in events_so_far if past["event"] == "step"), default=0)
             require(resumed <= reached, f"resumed from step {resumed}, but only {reached} steps had been recorded")
-            found = [past for past in found if not resumed or past.get("step", 0) <= resumed] if resumed else []
-        found.append(event)
-    return found
+            events_so_far = (
+                [past for past in events_so_far if not resumed or past.get("step", 0) <= resumed] if resumed else []
+            )
+        events_so_far.append(event)
+    return events_so_far
 
 
 def faults(run: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -76,8 +78,8 @@ def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
     ours, theirs = history(run), history(reference)
     rounding = 0.0 if exact else rounding_of(reference) * magnitude(_of(theirs, "step") + _of(theirs, "evaluate"))
     steps = [event["step"] for event in ours if event["event"] == "step"]
-    wanted = [event["step"] for event in theirs if event["event"] == "step"]
-    require(steps == wanted, f"steps are {_spans(steps)}, not {_spans(wanted)}")
+    expected = [event["step"] for event in theirs if event["event"] == "step"]
+    require(steps == expected, f"steps are {_spans(steps)}, not {_spans(expected)}")
     for kind in ("step", "evaluate"):
         for one, other in zip(_of(ours, kind), _of(theirs, kind), strict=False):
             _compare(kind, one, other, rounding)
@@ -93,10 +95,10 @@ def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
 
 def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """Return the events of a kind. An evaluation that a stop put off is done, and told, by each start from its step."""
-    found = [event for event in events if event["event"] == kind]
+    matching = [event for event in events if event["event"] == kind]
     if kind not in ("evaluate", "generate"):
-        return found
-    return list({(event["step"], event.get("prompt")): event for event in found}.values())
+        return matching
+    return list({(event["step"], event.get("prompt")): event for event in matching}.values())
 
 
 def rounding_of(run: Path) -> float:
@@ -110,9 +112,9 @@ def rounding_of(run: Path) -> float:
 
 def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], rounding: float) -> None:
     """Require that two events have the same values; sums may differ by ``rounding``."""
-    found = _compared(kind, one, not rounding)
+    differences = _compared(kind, one, not rounding)
     for name, theirs in _compared(kind, other, not rounding).items():
-        ours, allowed = found.get(name), rounding if name in _SUMS else 0.0
+        ours, allowed = differences.get(name), rounding if name in _SUMS else 0.0
         same = ours == theirs or (bool(allowed) and ours is not None and abs(ours - theirs) <= allowed)
         to = f" (to {allowed:.2g})" if allowed else ""
         require(same, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}{to}")
@@ -128,19 +130,19 @@ def _compared(kind: str, event: dict[str, Any], exact: bool) -> dict[str, Any]:
 
 def check_final(run: Path, reference: Path, *, exact: bool) -> None:
     """Require that the trained model is complete and, if runs are bit-identical, equals the reference's."""
-    final, wanted = run / "final", reference / "final"
+    final, expected = run / "final", reference / "final"
     names = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
-    require(names == sorted(path.name for path in wanted.iterdir()), f"final/ has {names}")
+    require(names == sorted(path.name for path in expected.iterdir()), f"final/ has {names}")
     for path in final.glob("*.safetensors"):
         safetensors_header(path)
         if exact:
-            require(path.read_bytes() == (wanted / path.name).read_bytes(), f"{path} is not the undisturbed run's")
+            require(path.read_bytes() == (expected / path.name).read_bytes(), f"{path} is not the undisturbed run's")
 
 
 def checkpoint_steps(run: Path) -> list[int]:
     """Return the steps of the directories that have a checkpoint's name."""
-    found = (run / "checkpoints").glob("step-*")
-    return sorted(int(path.name[5:]) for path in found if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_dir())
+    paths = (run / "checkpoints").glob("step-*")
+    return sorted(int(path.name[5:]) for path in paths if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_dir())
 
 
 def broken_checkpoint(path: Path) -> str | None:
@@ -151,8 +153,8 @@ def broken_checkpoint(path: Path) -> str | None:
     except (OSError, ValueError, KeyError) as error:
         return f"{path.name}/manifest.json: {error!r}"
     if seal != hashlib.sha256(json.dumps(manifest).encode()).hexdigest():
-        return f"{path.name}/manifest.json is not as it was sealed"
-    names = {found.name for found in path.iterdir()} - {"manifest.json"}
+        return f"{path.name}/manifest.json has changed since it was sealed"
+    names = {file.name for file in path.iterdir()} - {"manifest.json"}
     if names != set(manifest["files"]):
         return f"{path.name} has {sorted(names)}, its manifest {sorted(manifest['files'])}"
     for name, expected in manifest["files"].items():
@@ -164,19 +166,19 @@ def broken_checkpoint(path: Path) -> str | None:
 
 def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
     """Return the steps of complete checkpoints. Raises Broken for an incomplete one, except those in ``but``."""
-    found = [step for step in checkpoint_steps(run) if step not in but]
-    for step in found:
+    steps = [step for step in checkpoint_steps(run) if step not in but]
+    for step in steps:
         why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
         require(why is None, f"a checkpoint is not whole: {why}")
-    return found
+    return steps
 
 
 def none_lost(run: Path) -> None:
     """Require that the newest checkpoint of the events exists and is complete."""
     written = [event["step"] for event in history(run) if event["event"] == "checkpoint"]
-    whole = checkpoints_complete(run)
+    complete = checkpoints_complete(run)
     if written:
-        require(written[-1] in whole, f"the checkpoint of step {written[-1]} was written, and {whole} are there")
+        require(written[-1] in complete, f"the checkpoint of step {written[-1]} was written, and {complete} are there")
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(file.read(length))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if 8 + length + max(ends, default=0) != size:
-        raise Broken(f"{path} is {size} bytes, not what its header says")
+        raise InvariantBroken(f"{path} is {size} bytes, not what its header says")
     return header
 
 
@@ -203,7 +205,7 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans) or "none"
 
 
-class Broken(Exception):
+class InvariantBroken(Exception):
     """A promise was not kept; the message says which."""
 
 
@@ -226,4 +228,4 @@ class Undisturbed(Exception):
 def require(holds: object, otherwise: str) -> None:
     """Raise Broken with the message unless the condition holds."""
     if not holds:
-        raise Broken(otherwise)
+        raise InvariantBroken(otherwise)

@@ -31,17 +31,17 @@ class Worlds(Enum):
         """Return those of the spreads."""
         if self is Worlds.ONE:
             return (min(spreads, key=lambda spread: spread[1]),)
-        found = tuple(spread for spread in spreads if self is Worlds.ANY or spread[1] > 1)
+        matching = tuple(spread for spread in spreads if self is Worlds.ANY or spread[1] > 1)
         if self is not Worlds.COPIES:
-            return found
-        return tuple(spread for spread in found if not spec_of(spread[0]).shards)
+            return matching
+        return tuple(spread for spread in matching if not spec_of(spread[0]).shards)
 
 
 ANY, SEVERAL, COPIES = Worlds.ANY, Worlds.SEVERAL, Worlds.COPIES
 
 
 @dataclass(frozen=True)
-class Case:
+class FaultCase:
     """One way to try a kind. ``variant`` is empty where the kind has no variants."""
 
     spread: Spread
@@ -55,7 +55,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """A kind of fault.
 
     Attributes:
@@ -75,14 +75,14 @@ class Kind:
     seconds: float
     needs: Callable[[], str | None]
 
-    def cases(self, spreads: Sequence[Spread], phases: Collection[str]) -> tuple[Case, ...]:
+    def cases(self, spreads: Sequence[Spread], phases: Collection[str]) -> tuple[FaultCase, ...]:
         """Return every case on these spreads, in a run that has these phases."""
         chosen = self.spreads.among(spreads) if isinstance(self.spreads, Worlds) else self.spreads
         moments = [phase for phase in self.phases if not phase or phase in phases]
-        return tuple(Case(*parts) for parts in itertools.product(chosen, moments, self.variants))
+        return tuple(FaultCase(*parts) for parts in itertools.product(chosen, moments, self.variants))
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, FaultKind] = {}
 
 
 def fault(
@@ -100,20 +100,20 @@ def fault(
 
     def register(function: Callable[[Scene], None]) -> Callable[[Scene], None]:
         assert name not in KINDS, name
-        KINDS[name] = Kind(name, function, chosen, tuple(phases), tuple(variants), share, seconds, needs)
+        KINDS[name] = FaultKind(name, function, chosen, tuple(phases), tuple(variants), share, seconds, needs)
         return function
 
     return register
 
 
 @dataclass(frozen=True)
-class Trial:
+class DrillTrial:
     """One trial of a campaign; it does not depend on how many others there are."""
 
     kind: str
     ordinal: int
     seed: int
-    case: Case
+    case: FaultCase
 
     @property
     def name(self) -> str:
@@ -126,20 +126,20 @@ class Trial:
         return f"{self.seed}:{self.name}:{self.case}"
 
 
-def matching(patterns: Sequence[str]) -> dict[str, Kind]:
+def matching(patterns: Sequence[str]) -> dict[str, FaultKind]:
     """Return the kinds that one of these shell patterns matches; all without patterns."""
     if not patterns:
         return dict(KINDS)
     return {name: kind for name, kind in KINDS.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
 
 
-def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[Case]]) -> list[Trial]:
+def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[FaultCase]]) -> list[DrillTrial]:
     """Distribute ``trials`` over the kinds by their shares, at least one each, in an order drawn by the seed.
 
     Args:
         cases: of each kind; one without any is left out.
     """
-    kinds = [KINDS[name] for name, found in cases.items() if found]
+    kinds = [KINDS[name] for name, cases_of_kind in cases.items() if cases_of_kind]
     total = sum(kind.share for kind in kinds)
     exact = {kind.name: trials * kind.share / total for kind in kinds}
     counts = {name: max(1, int(share)) for name, share in exact.items()}
@@ -147,7 +147,7 @@ def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[Case]]) -> lis
     for name in itertools.islice(itertools.cycle(by_rest), max(0, trials - sum(counts.values()))):
         counts[name] += 1
     drawn = [
-        Trial(name, ordinal, seed, drawn_case(seed, name, cases[name], ordinal))
+        DrillTrial(name, ordinal, seed, drawn_case(seed, name, cases[name], ordinal))
         for name, count in counts.items()
         for ordinal in range(count)
     ]
@@ -157,14 +157,16 @@ def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[Case]]) -> lis
     return drawn[:trials]
 
 
-def drawn_case(seed: int, kind: str, cases: Sequence[Case], ordinal: int) -> Case:
+def drawn_case(seed: int, kind: str, cases: Sequence[FaultCase], ordinal: int) -> FaultCase:
     """Return the case of a kind's trial ``ordinal`` (from 0): all in an order drawn by the seed, then again."""
     order = list(cases)
     random.Random(f"{seed}/{kind}/{ordinal // len(order)}").shuffle(order)
     return order[ordinal % len(order)]
 
 
-def moved(trials: Sequence[Trial], refused: Collection[Spread], cases: Mapping[str, Sequence[Case]]) -> list[Trial]:
+def moved(
+    trials: Sequence[DrillTrial], refused: Collection[Spread], cases: Mapping[str, Sequence[FaultCase]]
+) -> list[DrillTrial]:
     """Return the trials, with another case drawn by the seed for those on a spread that the recipe cannot be trained
     with. Where a kind has no other case, its trials stay as they are.
 
@@ -172,7 +174,7 @@ def moved(trials: Sequence[Trial], refused: Collection[Spread], cases: Mapping[s
         cases: of the kinds of such trials.
     """
 
-    def other(trial: Trial) -> Trial:
+    def other(trial: DrillTrial) -> DrillTrial:
         # The smallest of numbers drawn for each case: it stays when more spreads are refused, unless it is on them.
         possible = [case for case in cases[trial.kind] if case.spread not in refused]
         drawn = {case: random.Random(f"{trial.seed}/{trial.name}/{case}").random() for case in possible}

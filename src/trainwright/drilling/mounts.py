@@ -21,7 +21,7 @@ _BUSY_SECONDS = 5.0
 def mounts_refused() -> str | None:
     """Return why this process cannot mount file systems of its own; None if it can."""
     try:
-        found = subprocess.run(
+        attempt = subprocess.run(
             ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"],
             capture_output=True,
             text=True,
@@ -29,7 +29,7 @@ def mounts_refused() -> str | None:
         )
     except OSError as error:
         return f"unshare: {error}"
-    return None if found.returncode == 0 else f"no mounts of one's own: {found.stderr.strip()}"
+    return None if attempt.returncode == 0 else f"no mounts of one's own: {attempt.stderr.strip()}"
 
 
 def own_mounts() -> None:

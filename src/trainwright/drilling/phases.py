@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.drilling.commands import LOOK_SECONDS, Command
-from trainwright.drilling.invariants import Broken, Missed
+from trainwright.drilling.invariants import InvariantBroken, Missed
 
 IMPORTS, PREPARATION, JOINING = "imports", "preparation", "joining"
 FIRST_STEP, STEP, EVALUATION, GENERATION = "first step", "step", "evaluation", "generation"
@@ -39,7 +39,9 @@ def wait_until(command: Command, seen: Callable[[], Any], patience: float) -> No
             raise Missed(f"the command ended before the moment came: {command.wait(1)}")
         if time.monotonic() > deadline:
             command.kill()
-            raise Broken(f"no sign of the moment in {patience:.0f} s: {command.output.read_text(errors='replace')}")
+            raise InvariantBroken(
+                f"no sign of the moment in {patience:.0f} s: {command.output.read_text(errors='replace')}"
+            )
         time.sleep(LOOK_SECONDS / 2)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import trainwright
 from trainwright.drilling import phases
 from trainwright.drilling.kinds import Spread
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.trial_settings import TrialSettings
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import OptimizerSection, Recipe
@@ -72,12 +72,12 @@ def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[in
     numbers = list(processes) or [1, 2]
     if min(numbers) < 1:
         raise RequestError(f"--processes {min(numbers)}: expected at least 1")
-    found = tuple((name, number) for name in names for number in numbers if _supports(name, number))
-    if not found:
+    supported = tuple((name, number) for name in names for number in numbers if _supports(name, number))
+    if not supported:
         raise RequestError(
             f"--processes {','.join(map(str, numbers))}: {', '.join(names)} supports none of these numbers"
         )
-    return found
+    return supported
 
 
 def phases_of(recipe: Recipe) -> tuple[str, ...]:
@@ -88,12 +88,12 @@ def phases_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(phase for phase in phases.ALL if phase not in absent)
 
 
-def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: Path) -> Setting:
+def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: Path) -> TrialSettings:
     """Return the setting of a shortened recipe, which is written to ``file``."""
     file.write_text(dump_recipe(recipe), encoding="utf-8")
     package = str(Path(trainwright.__file__).parents[1])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    return Setting(
+    return TrialSettings(
         files={"recipe.yaml": file},
         spreads=spreads,
         shared=shared,
@@ -104,16 +104,16 @@ def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: 
     )
 
 
-def _without_dropout(section: dict[str, Any], place: str) -> Iterator[str]:
+def _without_dropout(section: dict[str, Any], prefix: str) -> Iterator[str]:
     """Yield overrides that switch off dropout, whose random numbers depend on the micro-batches."""
     for key, value in section.items():
         if isinstance(value, dict):
-            yield from _without_dropout(value, f"{place}{key}.")
+            yield from _without_dropout(value, f"{prefix}{key}.")
         # A model without a value of its own has that of its configuration.
         elif key == "dropout" and (
-            value or (value is None and place == "model." and (section["name"] or section["config"]))
+            value or (value is None and prefix == "model." and (section["name"] or section["config"]))
         ):
-            yield f"{place}{key}=0"
+            yield f"{prefix}{key}=0"
 
 
 def _schedule(optimizer: OptimizerSection) -> Iterator[str]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.drilling import invariants, phases
-from trainwright.drilling.commands import TRAINWRIGHT, Command, Ended
-from trainwright.drilling.invariants import Broken, Missed, Undisturbed, require
-from trainwright.drilling.kinds import KINDS, Case, Spread, Trial
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.commands import TRAINWRIGHT, Command, CommandResult
+from trainwright.drilling.invariants import InvariantBroken, Missed, Undisturbed, require
+from trainwright.drilling.kinds import KINDS, DrillTrial, FaultCase, Spread
+from trainwright.drilling.trial_settings import TrialSettings
 from trainwright.drilling.undisturbed import REFERENCE, forget_refusals, made_once
 from trainwright.launch.run_directory import override_of, with_directory
 
@@ -40,10 +40,10 @@ class Scene:
         injected: when the fault was put in, in seconds since the epoch; None: not yet.
     """
 
-    def __init__(self, trial: Trial, directory: Path, setting: Setting) -> None:
+    def __init__(self, trial: DrillTrial, directory: Path, setting: TrialSettings) -> None:
         self.trial = trial
         self.setting = setting
-        self.case: Case = trial.case
+        self.case: FaultCase = trial.case
         self.draw = random.Random(f"{trial.seed}/{trial.name}")
         self.directory = directory
         self.work, self.home, self.temporary = (directory / name for name in ("work", "home", "tmp"))
@@ -108,7 +108,7 @@ class Scene:
         spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}")
         return (str(self.recipe), override_of(self.run), *spread, *overrides)
 
-    def go_on(self, *overrides: str, first: Sequence[str] = ()) -> Ended:
+    def go_on(self, *overrides: str, first: Sequence[str] = ()) -> CommandResult:
         """Continue as a user would after a stop: resume the run, or start it again if nothing was saved."""
         if (self.run / "recipe.yaml").exists():
             command = self.trainwright("train", "--resume", str(self.run), *overrides)
@@ -117,7 +117,7 @@ class Scene:
             command = self.train(*first, *overrides)
         return self.wait(command)
 
-    def wait(self, command: Command) -> Ended:
+    def wait(self, command: Command) -> CommandResult:
         """Return how a command ends, in bounded time."""
         return command.wait(self.setting.patience)
 
@@ -137,41 +137,41 @@ class Scene:
 
     def workers(self, command: Command) -> dict[int, int]:
         """Return the process of each rank, once all exist."""
-        found: dict[int, int] = {}
+        workers: dict[int, int] = {}
 
         def all_there() -> bool:
-            found.clear()
-            found.update(command.workers())
-            if len(found) == self.case.spread[1]:
+            workers.clear()
+            workers.update(command.workers())
+            if len(workers) == self.case.spread[1]:
                 return True
             time.sleep(0.02)  # it reads all processes of the machine
             return False
 
         self.wait_until(command, all_there)
-        return found
+        return workers
 
     # Promises
 
-    def expect(self, ended: Ended, codes: Collection[int], says: str | Sequence[str] = ()) -> None:
+    def expect(self, ended: CommandResult, codes: Collection[int], says: str | Sequence[str] = ()) -> None:
         """Require one of the exit codes and, unless it is 0, a message with all of these patterns."""
         require(ended.code in codes, f"wanted exit code {' or '.join(map(str, codes))}, got {ended}")
         self.words(ended)
         if ended.code != FINISHED:
             for pattern in [says] if isinstance(says, str) else says:
-                found = re.search(pattern, ended.text, re.IGNORECASE | re.DOTALL)
-                require(found, f"the message lacks {pattern!r}: {ended}")
+                match = re.search(pattern, ended.text, re.IGNORECASE | re.DOTALL)
+                require(match, f"the message lacks {pattern!r}: {ended}")
 
-    def words(self, ended: Ended) -> None:
+    def words(self, ended: CommandResult) -> None:
         """Require a clear message: no traceback, no exception name as the last line, no control characters."""
         require("Traceback (most recent call last)" not in ended.text, f"a traceback: {ended}")
-        found = [line for line in ended.text.splitlines() if line.strip()]
+        lines = [line for line in ended.text.splitlines() if line.strip()]
         if ended.code > 0:
-            require(found, f"not a word: {ended}")
-            require(not _EXCEPTION.match(found[-1].strip()), f"ends in an exception's name: {ended}")
+            require(lines, f"not a word: {ended}")
+            require(not _EXCEPTION.match(lines[-1].strip()), f"ends in an exception's name: {ended}")
         control = _CONTROL.search(ended.text)
         require(not control, f"control character {control and control[0]!r} in the output: {ended.text[-1000:]!r}")
 
-    def stays_undisturbed(self, ended: Ended, overrides: Sequence[str] = ()) -> None:
+    def stays_undisturbed(self, ended: CommandResult, overrides: Sequence[str] = ()) -> None:
         """Require that the command finished the run as if nothing had happened."""
         self.expect(ended, (FINISHED,))
         self.as_undisturbed(overrides)
@@ -195,14 +195,14 @@ class Scene:
         require(not leftovers, f"left in checkpoints/: {leftovers}")
 
     def nothing_else_changed(self) -> None:
-        """Require that outside the run's directory everything of the trial is as it was, and its home if it has one."""
+        """Require that outside the run's directory nothing of the trial has changed, nor in its home if it has one."""
         if self._before is None:
             return
         now = self._snapshot()
         for path in sorted(self._before.keys() | now.keys()):
             if self._before.get(path) != now.get(path):
                 what = "changed" if path in self._before and path in now else ("made" if path in now else "removed")
-                raise Broken(f"{path} was {what}, and is not of the run")
+                raise InvariantBroken(f"{path} was {what}, and is not of the run")
 
     def remember(self) -> None:
         """Record what is outside the run's directory, which must not change."""
@@ -214,24 +214,24 @@ class Scene:
         self._before = self._snapshot()
 
     def _snapshot(self) -> dict[str, str]:
-        found = {}
+        contents = {}
         for top in (self.work, self.home):
             for directory, names, files in os.walk(top):
                 names[:] = [name for name in names if Path(directory, name) not in (self.run, *self.more_runs)]
                 for name in [*files, *names]:
                     path = Path(directory, name)
                     if path.is_symlink() or not path.is_file():
-                        found[str(path)] = os.readlink(path) if path.is_symlink() else "directory"
+                        contents[str(path)] = os.readlink(path) if path.is_symlink() else "directory"
                     else:
-                        found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return found
+                        contents[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return contents
 
     # The undisturbed run
 
     def stopped_run(self) -> None:
         """Provide a run that was killed after its third checkpoint, copied from one that is made once."""
-        place = self._once("stopped", (), self._make_stopped)
-        shutil.copytree(place, self.run, symlinks=True)
+        original = self._once("stopped", (), self._make_stopped)
+        shutil.copytree(original, self.run, symlinks=True)
         self.remember()
 
     def reference(self, overrides: Sequence[str] = ()) -> Path:
@@ -241,7 +241,7 @@ class Scene:
     def can_train(self, spread: Spread) -> bool:
         """Return whether the run finishes without a fault on another strategy or number of processes."""
         try:
-            _reference(self.setting, replace(self.trial, case=Case(spread)))
+            _reference(self.setting, replace(self.trial, case=FaultCase(spread)))
         except Undisturbed:
             return False
         return True
@@ -264,18 +264,18 @@ class Scene:
         return {"HOME": str(self.home), **self.setting.variables, **own}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
-        asked = with_directory(self.asked(), run)
+        arguments = with_directory(self.asked(), run)
         cache = self.setting.shared / "cache"
         cache.mkdir(parents=True, exist_ok=True)
         return Command(
-            [*TRAINWRIGHT, "train", *asked, *overrides],
+            [*TRAINWRIGHT, "train", *arguments, *overrides],
             cwd=self.setting.directory or run.parent,
             output=run.with_name("output.txt"),
             variables=self._variables(cache),
         )
 
     def _make_reference(self, run: Path, overrides: Sequence[str]) -> None:
-        begun = time.time()
+        started = time.time()
         command = self._start_at(run, overrides)
         try:
             ended = self.wait(command)
@@ -284,7 +284,7 @@ class Scene:
         if ended.code != FINISHED:
             raise Undisturbed(ended.code, ended.text)
         first = next(event["time"] for event in invariants.lines(run) if event["event"] == "step")
-        run.with_name("seconds.json").write_text(json.dumps({"start": first - begun, "all": ended.seconds}))
+        run.with_name("seconds.json").write_text(json.dumps({"start": first - started, "all": ended.seconds}))
 
     def _make_stopped(self, run: Path, overrides: Sequence[str]) -> None:
         # In the background, the third checkpoint of a large model is still being written two steps later.
@@ -298,15 +298,15 @@ class Scene:
                 command.kill()
             if invariants.checkpoint_steps(run) == [6, 12, 18]:
                 return
-        raise Broken("no run could be killed between its third checkpoint and its end")
+        raise InvariantBroken("no run could be killed between its third checkpoint and its end")
 
 
-def perform(trial: Trial, directory: Path, setting: Setting) -> dict[str, float]:
+def perform(trial: DrillTrial, directory: Path, setting: TrialSettings) -> dict[str, float]:
     """Inject the trial's fault into a run; return the measurements. Raises a verdict unless everything held."""
     kind = KINDS[trial.kind]
     for attempt in range(_ATTEMPTS):
-        place = directory / f"try-{attempt}"
-        scene = Scene(trial, place, setting)
+        attempt_directory = directory / f"try-{attempt}"
+        scene = Scene(trial, attempt_directory, setting)
         scene.draw.seed(f"{trial.seed}/{trial.name}/{attempt}")
         try:
             scene.reference()  # a run that does not finish without a fault is not tried with one
@@ -316,9 +316,9 @@ def perform(trial: Trial, directory: Path, setting: Setting) -> dict[str, float]
         except Missed:
             if attempt == _ATTEMPTS - 1:
                 raise
-        except Broken:
+        except InvariantBroken:
             if os.path.ismount(scene.run.parent):  # seen by this process alone, and gone with it
-                shutil.copytree(scene.run, place / "kept", symlinks=True, dirs_exist_ok=True)
+                shutil.copytree(scene.run, attempt_directory / "kept", symlinks=True, dirs_exist_ok=True)
             raise
         finally:
             for command in scene.commands:
@@ -331,8 +331,8 @@ def measured(scene: Scene) -> dict[str, float]:
     if scene.injected is None or not scene.run.exists():
         return {}
     failed = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
-    found = measures_of(invariants.lines(scene.run), scene.injected, failed)
-    return {**found, "start": seconds_of(scene.reference())["start"]} if "recovery" in found else found
+    measures = measures_of(invariants.lines(scene.run), scene.injected, failed)
+    return {**measures, "start": seconds_of(scene.reference())["start"]} if "recovery" in measures else measures
 
 
 def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Sequence[float]) -> dict[str, float]:
@@ -342,35 +342,35 @@ def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Seque
         injected: when the fault was put in.
         failed: when commands ended that did not finish the run.
     """
-    told = [*failed, *(event["time"] for event in events if event["event"] == "fault")]
-    noticed = min((time for time in told if time >= injected), default=None)
-    found = {} if noticed is None else {"detection": noticed - injected}
+    failure_times = [*failed, *(event["time"] for event in events if event["event"] == "fault")]
+    noticed = min((time for time in failure_times if time >= injected), default=None)
+    measures = {} if noticed is None else {"detection": noticed - injected}
     goes_on = ("start", "rewind")
     again = next((n for n, e in enumerate(events) if e["event"] in goes_on and e["time"] > injected), None)
     if again is None:
-        return found
+        return measures
     resumed = int(events[again].get("resumed_from") or 0)
     reached = max((event["step"] for event in events[:again] if event["event"] == "step"), default=0)
-    found["lost"] = max(0, reached - resumed)
+    measures["lost"] = max(0, reached - resumed)
     step = next((event for event in events[again:] if event["event"] == "step"), None)
     if step is not None:
-        found["recovery"] = step["time"] - injected
-    return found
+        measures["recovery"] = step["time"] - injected
+    return measures
 
 
 def seconds_of(reference: Path) -> dict[str, float]:
     """Return what an undisturbed run took to its first step, and in all."""
-    found: dict[str, float] = json.loads(reference.with_name("seconds.json").read_text())
-    return found
+    seconds: dict[str, float] = json.loads(reference.with_name("seconds.json").read_text())
+    return seconds
 
 
-def undisturbed_seconds(setting: Setting, trials: Iterable[Trial]) -> float:
+def undisturbed_seconds(setting: TrialSettings, trials: Iterable[DrillTrial]) -> float:
     """Return what a run takes without a fault, of the first strategy and number of processes with which it finishes:
     those of the trials, then others. Raises Undisturbed, of the first run, if none does; the next call tries all again.
     """
     every = {trial.case.spread: trial for trial in trials}
     some = next(iter(every.values()))
-    every |= {spread: replace(some, case=Case(spread)) for spread in setting.spreads if spread not in every}
+    every |= {spread: replace(some, case=FaultCase(spread)) for spread in setting.spreads if spread not in every}
     first: Undisturbed | None = None
     for trial in every.values():
         try:
@@ -382,7 +382,7 @@ def undisturbed_seconds(setting: Setting, trials: Iterable[Trial]) -> float:
     raise first
 
 
-def _reference(setting: Setting, trial: Trial) -> Path:
+def _reference(setting: TrialSettings, trial: DrillTrial) -> Path:
     with tempfile.TemporaryDirectory(prefix="trainwright-drill-") as directory:
         return Scene(trial, Path(directory, "scene"), setting).reference()
 

@@ -12,7 +12,7 @@ from trainwright.drilling.kinds import Spread
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrialSettings:
     """What all trials of a campaign have in common.
 
     Attributes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainwright.drilling.invariants import Undisturbed
 from trainwright.drilling.kinds import Spread
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.trial_settings import TrialSettings
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING
 
 # What trials are compared with.
@@ -22,7 +22,7 @@ _FAILURE = "failure.json"
 
 
 def made_once(
-    setting: Setting,
+    setting: TrialSettings,
     files: Sequence[Path],
     spread: Spread,
     name: str,
@@ -34,52 +34,52 @@ def made_once(
     Raises:
         Undisturbed: it does not finish. If it would not do so another time, it is not tried again.
     """
-    place = _place(setting, files, spread, name, overrides)
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "lock").open("w") as lock:
+    directory = _place(setting, files, spread, name, overrides)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (failure := _failure(place)) is not None:
+        if (failure := _failure(directory)) is not None:
             raise failure
-        if not (place / "run").exists():
+        if not (directory / "run").exists():
             for file in files:
-                shutil.copy(file, place / file.name)
-            shutil.rmtree(place / "scratch", ignore_errors=True)
+                shutil.copy(file, directory / file.name)
+            shutil.rmtree(directory / "scratch", ignore_errors=True)
             try:
-                make(place / "scratch", overrides)
+                make(directory / "scratch", overrides)
             except Undisturbed as error:
                 if error.code in _LASTING:
-                    (place / _FAILURE).write_text(json.dumps([error.code, error.text]))
+                    (directory / _FAILURE).write_text(json.dumps([error.code, error.text]))
                 raise
-            (place / "scratch").rename(place / "run")
-    return place / "run"
+            (directory / "scratch").rename(directory / "run")
+    return directory / "run"
 
 
-def refusals(setting: Setting, spreads: Iterable[Spread]) -> dict[Spread, Undisturbed]:
+def refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> dict[Spread, Undisturbed]:
     """Return the strategies and numbers of processes that the recipe has failed with, and how."""
     failures = {spread: _failure(_reference(setting, spread)) for spread in spreads}
     return {spread: failure for spread, failure in failures.items() if failure is not None}
 
 
-def forget_refusals(setting: Setting, spreads: Iterable[Spread]) -> None:
+def forget_refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> None:
     """Let runs that have failed be tried again."""
     for spread in spreads:
         (_reference(setting, spread) / _FAILURE).unlink(missing_ok=True)
 
 
-def _reference(setting: Setting, spread: Spread) -> Path:
+def _reference(setting: TrialSettings, spread: Spread) -> Path:
     return _place(setting, setting.files.values(), spread, REFERENCE, ())
 
 
-def _place(setting: Setting, files: Iterable[Path], spread: Spread, name: str, overrides: Sequence[str]) -> Path:
+def _place(setting: TrialSettings, files: Iterable[Path], spread: Spread, name: str, overrides: Sequence[str]) -> Path:
     texts = [name, setting.code, spread[0], str(spread[1]), *overrides]
     contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps([*texts, *contents]).encode()).hexdigest()[:16]
     return setting.shared / "runs" / digest
 
 
-def _failure(place: Path) -> Undisturbed | None:
+def _failure(directory: Path) -> Undisturbed | None:
     try:
-        code, text = json.loads((place / _FAILURE).read_text())
+        code, text = json.loads((directory / _FAILURE).read_text())
     except (FileNotFoundError, ValueError):  # a kill has cut it
         return None
     return Undisturbed(code, text)

@@ -54,7 +54,7 @@ from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.translation import Translation
-    from trainwright.launch.group.device_slots import Place
+    from trainwright.launch.group.device_slots import DeviceSlot
     from trainwright.launch.group.failure_report import FailureReport
     from trainwright.launch.group.rendezvous import Rendezvous
     from trainwright.parallel.world import RankInfo
@@ -145,26 +145,26 @@ def run_joined(
         return error.exit_code, None
     failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, tell)
     participant = _Participant(options, environment, rendezvous, failures, tell)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             deadline = None
             if environment.rank == 0:
-                held.enter_context(_interruptible(failures))
-                begun = seconds_since_launch(options.launcher, options.number)
-                deadline = deadline_of(options.until, options.time_limit, 0.0 if options.number else begun)
-                opened, place = participant.open(translation, held, begun, deadline)
+                stack.enter_context(_interruptible(failures))
+                seconds_before = seconds_since_launch(options.launcher, options.number)
+                deadline = deadline_of(options.until, options.time_limit, 0.0 if options.number else seconds_before)
+                opened, slot = participant.open(translation, stack, seconds_before, deadline)
             else:
-                opened, place = participant.follow()
+                opened, slot = participant.follow()
         except Exception as error:
             return participant.refuse(error), None
         if not own_threads:
-            os.environ["OMP_NUM_THREADS"] = str(_threads(place))
+            os.environ["OMP_NUM_THREADS"] = str(_threads(slot))
         follow_signals()
         stop_without_launcher(environment.launcher)
         if environment.rank == 0 and (warning := signal_warning(environment.launcher)) is not None:
             say(f"warning: {warning}", file=terminal)
         failures.interrupting(None)
-        rank_info = participant.rank_info(place)
+        rank_info = participant.rank_info(slot)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
             from trainwright.launch.ending.failure import run_to_end
@@ -247,8 +247,8 @@ class _Participant:
     tell: Callable[[int, str], None]
 
     def open(
-        self, translation: Translation | None, held: ExitStack, begun: float, deadline: Deadline | None
-    ) -> tuple[Opened, Place]:
+        self, translation: Translation | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
+    ) -> tuple[Opened, DeviceSlot]:
         """Do on rank 0 everything before the first step that has to be done once."""
         from trainwright.launch.group.device_slots import Member, first_ranks, places
 
@@ -266,9 +266,9 @@ class _Participant:
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
         if not self.options.force:
             resolved.plan.refuse_shortage()
-        run = held.enter_context(request.opened(resolved))
+        run = stack.enter_context(request.opened(resolved))
         with request.undone_on_error(run):
-            refuse_stopped(run, begun, deadline, resumed=request.run is not None)
+            refuse_stopped(run, seconds_before, deadline, resumed=request.run is not None)
             text = request.record(run, resolved)
             logs = run / "logs"
             logs.mkdir(exist_ok=True)
@@ -280,7 +280,7 @@ class _Participant:
             failures.begin(logs)
         opened = Opened(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
         if rendezvous is not None:
-            shown = [[place.gpu, place.own_cores, place.local_size] for place in everyone]
+            shown = [[slot.gpu, slot.own_cores, slot.local_size] for slot in everyone]
             rendezvous.publish("opened", {"opened": vars(opened), "places": shown})
         return opened, everyone[0]
 
@@ -300,10 +300,10 @@ class _Participant:
         request = request_of(options.recipe, list(options.overrides), options.resume, translation)
         return for_started(request, self.environment.size, self.environment.launcher)
 
-    def follow(self) -> tuple[Opened, Place]:
+    def follow(self) -> tuple[Opened, DeviceSlot]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
         from trainwright.launch.group.addresses import in_words
-        from trainwright.launch.group.device_slots import Place
+        from trainwright.launch.group.device_slots import DeviceSlot
 
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
@@ -321,7 +321,7 @@ class _Participant:
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
         enter_process(log, parent=_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
-        return opened, Place(*decision["places"][self.environment.rank])
+        return opened, DeviceSlot(*decision["places"][self.environment.rank])
 
     def refuse(self, error: Exception) -> int:
         """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
@@ -342,7 +342,7 @@ class _Participant:
         self.leave_together(_REPORT_SECONDS)
         return code
 
-    def rank_info(self, place: Place) -> RankInfo:
+    def rank_info(self, slot: DeviceSlot) -> RankInfo:
         """Return this process's rank and its device."""
         from torch.distributed import PrefixStore
 
@@ -353,8 +353,8 @@ class _Participant:
             environment.rank,
             environment.size,
             environment.local_rank,
-            place.local_size,
-            place.gpu,
+            slot.local_size,
+            slot.gpu,
             None if rendezvous is None else PrefixStore(f"job{rendezvous.prefix}", rendezvous.store),
         )
 
@@ -418,9 +418,9 @@ def _parent(environment: LaunchEnvironment) -> int | None:
     return None if environment.launcher == "python" else os.getppid()
 
 
-def _threads(place: Place) -> int:
+def _threads(slot: DeviceSlot) -> int:
     cores = detect().cpu_cores
-    return max(1, cores if place.own_cores else cores // place.local_size) if cores else threads_allowed()
+    return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else threads_allowed()
 
 
 _LAUNCHERS = ("torchrun", "accelerate launch")

@@ -25,9 +25,9 @@ def check_limits(local: int = 1, world: int = 1) -> None:
         MachineError: naming the limit, and how to change it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = needed_files(local, world)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        reached = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    required = needed_files(local, world)
+    if soft != resource.RLIM_INFINITY and soft < required:
+        reached = required if hard == resource.RLIM_INFINITY else min(required, hard)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
             soft = reached
@@ -80,7 +80,7 @@ def shortage(files: int | None, shared: int | None, local: int, world: int) -> s
 
 def _free(directory: Path) -> int | None:
     try:
-        found = os.statvfs(directory)
+        status = os.statvfs(directory)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize

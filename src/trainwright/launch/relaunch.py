@@ -159,7 +159,7 @@ class Restarts:
     """
 
     def __init__(
-        self, run: Path, allowed: str, clock: Callable[[], float] = time.time, begun: float | None = None
+        self, run: Path, allowed: str, clock: Callable[[], float] = time.time, started_at: float | None = None
     ) -> None:
         self._run, self._allowed, self._clock = run, allowed, clock
         self._rate = rate_of(allowed)
@@ -167,7 +167,7 @@ class Restarts:
         self._failures: list[tuple[int | None, str]] = []
         self._stuck: tuple[int | None, int] = (None, 0)
         self._is_written = True
-        self._begun = clock() if begun is None else begun
+        self._begun = clock() if started_at is None else started_at
 
     def decide(self, failure: Failure) -> Restart | Failure:
         """Return the event of a restart, or the failure that the run ends with, which says why there is none.
@@ -212,18 +212,18 @@ class Restarts:
         if not self._is_written:
             return
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            kept = json.loads((self._run / _FILE).read_text(encoding="utf-8"))
-            times = [float(each) for each in kept["times"]]
-            failures = [(step, str(error)) for step, error in kept["failures"]]
-            step, count = kept.get("stuck", (None, 0))
+            state = json.loads((self._run / _FILE).read_text(encoding="utf-8"))
+            times = [float(each) for each in state["times"]]
+            failures = [(step, str(error)) for step, error in state["failures"]]
+            step, count = state.get("stuck", (None, 0))
             self._times, self._failures, self._stuck = times, failures, (step, int(count))
 
     def _write(self) -> None:
-        file, kept = self._run / _FILE, {"times": self._times, "failures": self._failures, "stuck": self._stuck}
+        file, state = self._run / _FILE, {"times": self._times, "failures": self._failures, "stuck": self._stuck}
         self._is_written = False
         with suppress(OSError):  # a full disk does not end a run that can go on
             file.parent.mkdir(exist_ok=True)
-            write_file(file, json.dumps(kept))
+            write_file(file, json.dumps(state))
             self._is_written = True
 
     def _last_step(self) -> int | None:

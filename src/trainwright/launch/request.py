@@ -73,8 +73,8 @@ class RunRequest:
             FaultError: a machine that may be lost has locked it.
             Stopped: as requested; or ``in_place``, and another process has begun the run meanwhile.
         """
-        wanted = resolved.recipe.logging.run_directory
-        run = self.run or run_directory.create(wanted, self.stem, in_place=self.in_place)
+        key = resolved.recipe.logging.run_directory
+        run = self.run or run_directory.create(key, self.stem, in_place=self.in_place)
         with run_directory.only_launch(run, stopped):
             if self.in_place and (run / run_directory.RECIPE).is_file():
                 raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
@@ -107,8 +107,10 @@ class RunRequest:
 
     def record(self, run: Path, resolved: Resolved) -> str:
         """Write the resolved recipe and its plan into the run's directory; return the recipe's text."""
-        asked, recipe = self.recipe.parallel.num_processes, resolved.recipe
-        text = run_directory.recipe_text(with_processes(recipe, asked) if isinstance(asked, ProcessRange) else recipe)
+        processes, recipe = self.recipe.parallel.num_processes, resolved.recipe
+        text = run_directory.recipe_text(
+            with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
+        )
         run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
         if self.run is None:
             named = [name for names in _named(recipe).values() for name in names]
@@ -156,22 +158,22 @@ def request_of(
     run_directory.check_files(run)
     own = run / run_directory.RECIPE
     overrides, reasons = _under(overrides, translation, recipe or own, resumed=recipe is None)
-    found = resumed_recipe(run, recipe, overrides)
-    everything = tuple(dict.fromkeys((*found.reasons, *reasons)))
-    return RunRequest(found.recipe, run_directory.stem_of(own), run, everything, found.chosen)
+    resumed = resumed_recipe(run, recipe, overrides)
+    everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
+    return RunRequest(resumed.recipe, run_directory.stem_of(own), run, everything, resumed.chosen)
 
 
 def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
     """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
     from trainwright.launch.stored_runs import fetch, place_of
 
-    place = place_of(url)
+    store = place_of(url)
     path = ("logging", "run_directory")
     given = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
-    asked = [str(parse_value(each, "the command line", path)[0]) for each in given]
+    directories = [str(parse_value(each, "the command line", path)[0]) for each in given]
     name = url.rstrip("/").rpartition("/")[2]
-    run = user_path(asked[-1]) if asked and asked[-1] != AUTO else run_directory.RUNS / name
-    fetched = fetch([place], run, name)
+    run = user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
+    fetched = fetch([store], run, name)
     if not (run / run_directory.RECIPE).is_file():
         raise RequestError(f"--resume: {url} has no complete copy of a run; correct it, or start a new run")
     rest = [each for each in overrides if not each.startswith(_DIRECTORY)]
@@ -181,15 +183,15 @@ def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], transla
 def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
     if recipe is None:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
-    asked = load_recipe(recipe, overrides)
-    run = run_directory.own_directory(asked.logging.run_directory, _stem_of(recipe))
+    loaded = load_recipe(recipe, overrides)
+    run = run_directory.own_directory(loaded.logging.run_directory, _stem_of(recipe))
     there = run_directory.with_directory(overrides, run)
-    begun, fetched = (run / run_directory.RECIPE).is_file(), False
-    if not begun and asked.checkpoint.copies:
+    has_started, fetched = (run / run_directory.RECIPE).is_file(), False
+    if not has_started and loaded.checkpoint.copies:
         from trainwright.launch.stored_runs import fetch, places_of
 
-        begun = fetched = fetch(places_of(asked.checkpoint.copies, run), run)
-    if not begun:
+        has_started = fetched = fetch(places_of(loaded.checkpoint.copies, run), run)
+    if not has_started:
         return replace(request_of(recipe, there, None, translation), in_place=True)
     return _discarded_on_error(fetched, run, recipe, there, translation)
 
@@ -216,9 +218,9 @@ def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Pa
     """Return the run that --resume refers to: the one named, that of its own recipe, or the recipe's newest."""
     if recipe is None or resume:
         return run_directory.find(resume, "auto", "")
-    asked, file = load_recipe(recipe, overrides), _file(recipe)
+    loaded, file = load_recipe(recipe, overrides), _file(recipe)
     own = None if file is None else run_directory.run_of(file)
-    return own or run_directory.find("", asked.logging.run_directory, _stem_of(recipe))
+    return own or run_directory.find("", loaded.logging.run_directory, _stem_of(recipe))
 
 
 def _stem_of(recipe: Path | Tree) -> str:
@@ -243,23 +245,23 @@ def for_started(request: RunRequest, processes: int, launcher: str) -> RunReques
             f"parallel.strategy: {parallel.strategy} runs one process, but {launcher} started {processes}; start one, "
             "or set parallel.strategy to auto"
         )
-    asked = parallel.num_processes
-    if isinstance(asked, ProcessRange):
-        usable = usable_processes(request.recipe, asked)
+    written = parallel.num_processes
+    if isinstance(written, ProcessRange):
+        usable = usable_processes(request.recipe, written)
         if processes not in usable:
             raise MachineError(
                 f"parallel.num_processes: the recipe allows {in_words(usable)} processes, but {launcher} started "
-                f"{processes}; start as many as it allows, or change its range ({asked})"
+                f"{processes}; start as many as it allows, or change its range ({written})"
             )
-        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {asked}",)
+        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {written}",)
         return replace(request, started=processes, reasons=reasons)
-    if asked == "auto":
+    if written == "auto":
         reasons += (f"parallel.num_processes {processes}: the number that {launcher} started",)
-    elif asked != processes:
+    elif written != processes:
         raise MachineError(
-            f"parallel.num_processes: the recipe asks for {asked} process"
-            f"{'es' * (asked > 1)}, but {launcher} started {processes}; start "
-            f"{asked}, or set it to {processes} or auto"
+            f"parallel.num_processes: the recipe asks for {written} process"
+            f"{'es' * (written > 1)}, but {launcher} started {processes}; start "
+            f"{written}, or set it to {processes} or auto"
         )
     return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
@@ -370,11 +372,11 @@ def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
     new_name = "" if directory == AUTO else default_name(user_path(directory))
     name = new_name if run is None else name_in_stores(run)
     for where in recipe.checkpoint.copies:
-        place = RemoteStore(where, name)
+        store = RemoteStore(where, name)
         try:
-            place.check()
-            with place.in_words():
-                copied = bool(new and name and place.steps())
+            store.check()
+            with store.in_words():
+                copied = bool(new and name and store.steps())
         except MachineError as error:
             if new:
                 raise

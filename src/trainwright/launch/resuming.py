@@ -70,8 +70,8 @@ def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]
     chosen = run_directory.chosen(run)
     reset = dict(_chosen_again(before, read_merged(path, overrides), chosen))
     anew = [f"{dotted(key)}={json.dumps(value)}" for key, value in reset.items()]
-    asked = load_with_origins(own if path is None else path, [*anew, *overrides])
-    changes = _changes(before, asked)
+    changed = load_with_origins(own if path is None else path, [*anew, *overrides])
+    changes = _changes(before, changed)
     _refuse(run, path, [change for change in changes if not change.allowed(run)])
     tree = read_merged(own, ())
     for change in changes:
@@ -81,12 +81,12 @@ def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]
     for section, key in reset.keys() & set(_LAYOUT):
         del tree.values[section][key]  # a default that is written counts as asked for
     recipe = checked(tree, Origin(str(own))).recipe
-    told = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
-    lines = [change.line() for change in told if change.new != "auto"]
-    kept = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
-    asked_for = {dotted(change.path) for change in told}
+    shown = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
+    lines = [change.line() for change in shown if change.new != "auto"]
+    still_true = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
+    asked_for = {dotted(change.path) for change in shown}
     still_chosen = tuple(key for key in chosen if key not in asked_for)
-    return ResumedRecipe(recipe, (*kept, *(line for line in lines if line not in kept)), still_chosen)
+    return ResumedRecipe(recipe, (*still_true, *(line for line in lines if line not in still_true)), still_chosen)
 
 
 class _Change(NamedTuple):
@@ -119,26 +119,26 @@ class _Change(NamedTuple):
         return f"{key} {new}: {_text(self.old)} until the run was resumed ({self.origin})"
 
 
-def _changes(before: Recipe, asked: LoadedRecipe) -> list[_Change]:
-    old, new = _keys(before), _keys(asked.recipe)
-    found = []
+def _changes(before: Recipe, changed: LoadedRecipe) -> list[_Change]:
+    old, new = _keys(before), _keys(changed.recipe)
+    changes = []
     for path in dict.fromkeys([*new, *old]):
         was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
-        origin = asked.origins.get(path)
+        origin = changed.origins.get(path)
         typed = origin is not None and origin.line is None
         if was != now and (now != "auto" or typed):
-            found.append(_Change(path, was, now, origin or Origin("the default")))
-    return found
+            changes.append(_Change(path, was, now, origin or Origin("the default")))
+    return changes
 
 
 def _keys(recipe: Recipe) -> dict[KeyPath, object]:
-    found: dict[KeyPath, object] = {}
+    sections: dict[KeyPath, object] = {}
     for section, values in recipe.model_dump().items():
         if isinstance(values, dict):
-            found.update({(section, key): value for key, value in values.items()})
+            sections.update({(section, key): value for key, value in values.items()})
         else:
-            found[section,] = values
-    return found
+            sections[section,] = values
+    return sections
 
 
 def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, object, object]]:

@@ -45,18 +45,18 @@ _LEASE_SECONDS, _LOOK_SECONDS = 120.0, 0.5
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
-def folder_of(wanted: str) -> Path:
+def folder_of(key: str) -> Path:
     """Return the folder of the directory that `logging.run_directory` asks for."""
-    return RUNS if wanted == "auto" else user_path(wanted).absolute().parent
+    return RUNS if key == "auto" else user_path(key).absolute().parent
 
 
-def create(wanted: str, stem: str, *, in_place: bool = False) -> Path:
+def create(key: str, stem: str, *, in_place: bool = False) -> Path:
     """Create the directory that `logging.run_directory` asks for; auto: runs/<stem>-<date>-<time>.
 
     Raises RequestError if it exists; with `in_place`, if there is something other than a run in it.
     """
-    if wanted != "auto":
-        directory = user_path(wanted)
+    if key != "auto":
+        directory = user_path(key)
         (check_unbegun if in_place else check_new)(directory)
         try:
             directory.mkdir(parents=True, exist_ok=in_place)
@@ -121,11 +121,11 @@ def check_files(run: Path) -> None:
                 ) from None
 
 
-def own_directory(wanted: str, stem: str) -> Path:
+def own_directory(key: str, stem: str) -> Path:
     """Return the directory of the only run that `--resume auto` begins and resumes: `logging.run_directory`, or
     runs/<stem>; in an array of jobs the directory in it that is named by the job's index.
     """
-    directory = RUNS / stem if wanted == "auto" else user_path(wanted)
+    directory = RUNS / stem if key == "auto" else user_path(key)
     element = os.environ.get(ARRAY_ELEMENT, "")
     return directory / element if element.isdigit() else directory
 
@@ -133,39 +133,39 @@ def own_directory(wanted: str, stem: str) -> Path:
 def check_unbegun(directory: Path) -> None:
     """Raise RequestError if there is no run in the directory, and more than what is there before one begins."""
     try:
-        found = sorted(os.listdir(directory))
+        names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return
     except OSError as error:
         raise RequestError(f"logging.run_directory: {directory} cannot be read: {error.strerror}") from error
-    other = [name for name in found if name not in _BEFORE and not name.startswith(".")]
-    if other and RECIPE not in found:
+    other = [name for name in names if name not in _BEFORE and not name.startswith(".")]
+    if other and RECIPE not in names:
         raise RequestError(
             f"logging.run_directory: {directory} has no run, but other files ({', '.join(other[:3])}); choose another "
             "directory"
         )
 
 
-def find(wanted: str, run_directory: str, stem: str) -> Path:
+def find(resume: str, run_directory: str, stem: str) -> Path:
     """Return the run that --resume refers to: the directory `wanted`, or, if empty, the recipe's newest run.
 
     The newest is the one that began last, of runs/<stem>-<date>-<time> and runs/<stem>, where `--resume auto` and
     `submit` begin it. `run_directory` is the recipe's logging.run_directory. Raises RequestError if there is no such
     run.
     """
-    if wanted or run_directory != "auto":
-        directory = user_path(wanted or run_directory)
+    if resume or run_directory != "auto":
+        directory = user_path(resume or run_directory)
         if not (directory / RECIPE).is_file():
             raise RequestError(f"--resume: {directory} is not a run: it has no {RECIPE}")
         return directory
     pattern = re.compile(re.escape(stem) + "-" + _STAMP)
     runs = RUNS.iterdir() if RUNS.is_dir() else ()
     stamped = [run for run in runs if pattern.fullmatch(run.name)]
-    found = [run for run in (*stamped, own_directory("auto", stem)) if (run / RECIPE).is_file()]
-    if not found:
+    candidates = [run for run in (*stamped, own_directory("auto", stem)) if (run / RECIPE).is_file()]
+    if not candidates:
         raise RequestError(f"--resume: no run of this recipe under {RUNS}/ ({stem} or {stem}-<date>-<time>)")
     began = {run: run.name.removeprefix(f"{stem}-")[:_STAMP_LENGTH] for run in stamped}
-    return max(found, key=lambda run: (began.get(run) or _began(run), run.stat().st_mtime))
+    return max(candidates, key=lambda run: (began.get(run) or _began(run), run.stat().st_mtime))
 
 
 def _began(run: Path) -> str:
@@ -241,8 +241,8 @@ def chosen(directory: Path) -> tuple[str, ...]:
 
 def predicted(directory: Path) -> dict[str, float]:
     """Return the plan's predictions for a run, named as in `finish` events; empty without a plan."""
-    found = plan_of(directory).get("predicted")
-    return dict(found) if isinstance(found, dict) else {}
+    figures = plan_of(directory).get("predicted")
+    return dict(figures) if isinstance(figures, dict) else {}
 
 
 def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:
@@ -256,9 +256,9 @@ def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str,
 def change(directory: Path, recipe: str, reason: str) -> None:
     """Write the recipe that a run continues with, and replace the reason for the changed value."""
     plan, key = plan_of(directory), reason.partition(" ")[0]
-    kept = [line for line in reasons(directory) if line.partition(" ")[0] != key]
+    other_reasons = [line for line in reasons(directory) if line.partition(" ")[0] != key]
     write_file(directory / RECIPE, recipe)
-    _write_plan(directory, {**plan, "reasons": [*kept, reason]})
+    _write_plan(directory, {**plan, "reasons": [*other_reasons, reason]})
 
 
 def stem_of(recipe: Path) -> str:
@@ -332,23 +332,23 @@ def only_launch(directory: Path, stopped: Callable[[], bool] = lambda: False) ->
         FaultError: a machine has it that may be lost, and what started this process starts it again.
         Stopped: a stop was requested.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(lock_directory(directory, _refusal(directory), _LEAVING_SECONDS))
+            stack.enter_context(lock_directory(directory, _refusal(directory), _LEAVING_SECONDS))
         except Locked as error:
             if not error.is_elsewhere and not is_started_again():
                 raise
-            _wait_for(directory, error.holder, stopped, held)
+            _wait_for(directory, error.holder, stopped, stack)
         yield
 
 
-def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], held: ExitStack) -> None:
-    """Lock the run in ``held`` once its holder is gone: a machine that was lost, or what is left of an attempt."""
+def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], stack: ExitStack) -> None:
+    """Lock the run in ``stack`` once its holder is gone: a machine that was lost, or what is left of an attempt."""
     end = time.monotonic() + _LEASE_SECONDS
     with Activity(sys.stderr, f"waiting for the lock of {holder or 'another process'} on {directory}"):
         while True:
             try:
-                held.enter_context(lock_directory(directory, _refusal(directory, holder)))
+                stack.enter_context(lock_directory(directory, _refusal(directory, holder)))
                 return
             except Locked as error:
                 if stopped():

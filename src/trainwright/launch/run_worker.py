@@ -51,13 +51,13 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.numa import bind
-from trainwright.machine.usage.sample import OwnProcess, Sampler
+from trainwright.machine.usage.sample import OwnProcess, UsageSampler
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.ledger import LedgerWriter
-from trainwright.observe.plan_watch import PlanWatch, Watched
+from trainwright.observe.plan_watch import PlanWatch, WatchedPlan
 from trainwright.observe.stalls import Stalls
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
@@ -123,7 +123,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRun:
     """A run of a few steps, of which only the events are kept; ``largest``: of the largest micro-batch each."""
 
     steps: int
@@ -145,7 +145,7 @@ def train(worker: Worker) -> int:
     with Activity(console(), "looking at the machine"):
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
-    sampler = Sampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
+    sampler = UsageSampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
     alone, warn = rank_info.size == 1, functools.partial(_stop_warning, worker.launcher)
 
     def requests(state_bytes: int) -> StopRequests:
@@ -196,7 +196,7 @@ def run_worker(
     observers: Callable[[Recipe], Sequence[Observer]] = lambda recipe: (),
     requests: Callable[[int], StopRequests] | None = None,
     stop_requested: Callable[[], bool] = stop_requested,
-    trial: Trial | None = None,
+    trial: TrialRun | None = None,
     watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
 ) -> int:
     """Train this process's share of a run until it ends or a stop is requested.
@@ -247,13 +247,13 @@ def run_worker(
     if trial is None and world.is_main:
         gpu = None if world.device.type == "cpu" else world.device.index
         own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
-        watched = Watched.of(run, run_directory.plan_of(run), may_change)
+        watched = WatchedPlan.of(run, run_directory.plan_of(run), may_change)
         if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
             events.follow(PlanWatch(watched, events.emit, own_process))
-    asked = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
-    if asked is not None:
-        events.follow(asked)
-        asked.watch()
+    stop_requests = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
+    if stop_requests is not None:
+        events.follow(stop_requests)
+        stop_requests.watch()
     checkpoints = Checkpoints(
         run / "checkpoints",
         keep_last=recipe.checkpoint.keep_last,
@@ -270,7 +270,7 @@ def run_worker(
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
-        save_requested=(lambda: False) if asked is None else functools.partial(_take_save, asked),
+        save_requested=(lambda: False) if stop_requests is None else functools.partial(_take_save, stop_requests),
         stop_after=world.broadcast(None if worker.deadline is None else worker.deadline.step),
     )
     events.announce("preparing the training")
@@ -305,8 +305,8 @@ def run_worker(
     return EXIT_FINISHED if finished else EXIT_STOPPED
 
 
-def _take_save(asked: StopRequests) -> bool:
-    return asked.take_save() | take_save_to_resize()  # each of them forgets what was asked
+def _take_save(stop_requests: StopRequests) -> bool:
+    return stop_requests.take_save() | take_save_to_resize()  # each of them forgets what was asked
 
 
 def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
@@ -396,11 +396,13 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
     return strategy, check_layout(recipe, dtype, strategy)
 
 
-def _keep_recipe(run: Path, world: World, asked: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
+def _keep_recipe(run: Path, world: World, processes: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
     """Write the recipe that the run continues with to the run directory, with the processes it asks for; return its
     text.
     """
-    text = run_directory.recipe_text(with_processes(recipe, asked) if isinstance(asked, ProcessRange) else recipe)
+    text = run_directory.recipe_text(
+        with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
+    )
     if world.is_main:
         with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
             run_directory.change(run, text, reason)

@@ -116,13 +116,13 @@ def _as_node(
         return bool(resolved.usable) and number * here >= resolved.usable[0]
 
     with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
-        place = rendezvous.host, rendezvous.port
+        rendezvous_address = rendezvous.host, rendezvous.port
         directory = request.recipe.logging.run_directory
         shared = folder_of(directory) if request.run is None else request.run.absolute().parent
         nodes = Nodes.meet(
             rendezvous.node_rank,
             rendezvous.nodes,
-            place,
+            rendezvous_address,
             rendezvous.seconds,
             mine,
             linked,
@@ -159,14 +159,14 @@ class _Launch:
     def train(self) -> Path:
         """Prepare the run directory, and run the workers of this machine to their end."""
         is_first = self.nodes is None or self.nodes.index == 0
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
-                run = self._prepare(held)
+                run = self._prepare(stack)
             except Stopped:
                 if self.request.run is None:
                     raise
-                left = "stopped before the first step; the run is as it was"
-                raise Stopped(f"{left}; {_next(self.request.run)}") from None
+                reason = "stopped before the first step; the existing run was not changed"
+                raise Stopped(f"{reason}; {_next(self.request.run)}") from None
             if is_first:
                 from trainwright.planning.output import summary
 
@@ -189,13 +189,13 @@ class _Launch:
             raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
         return run
 
-    def _prepare(self, held: ExitStack) -> Path:
+    def _prepare(self, stack: ExitStack) -> Path:
         """Return the run directory, locked by this launch, with everything in the cache that its workers need."""
         request, nodes = self.request, self.nodes
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                run = held.enter_context(request.opened(self.resolved, lambda: self.stopping.requested))
+                run = stack.enter_context(request.opened(self.resolved, lambda: self.stopping.requested))
                 if forget_stops(run, process_age()):
                     raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
                 until_prepared.enter_context(request.undone_on_error(run))
@@ -224,11 +224,11 @@ class _Launch:
         """Wait for the other nodes, and begin the first launch with them."""
         from trainwright.launch.nodes.launches import Crew
 
-        most, usable, devices = self.processes, self.resolved.usable, self._devices()
+        limit, usable, devices = self.processes, self.resolved.usable, self._devices()
 
         def room() -> int:
             count = devices() if usable else None
-            return most if count is None else count
+            return limit if count is None else count
 
         self.crew = Crew(run, nodes, usable or (_most(self.resolved),), room, self.stopping)
         self.processes = self.crew.first()
@@ -261,13 +261,13 @@ class _Launch:
         smaller micro-batch may mend, with another number of processes, or with another plan.
         """
         from trainwright.launch.ending.failure import Failure
-        from trainwright.launch.hangs.watcher import Watched
+        from trainwright.launch.hangs.watcher import WatchedRun
         from trainwright.launch.relaunch import Relaunch
         from trainwright.launch.run_worker import Worker, train
         from trainwright.launch.supervisor import run_workers
 
         crew, recipe = self.crew, self.resolved.recipe
-        watched = Watched(run, recipe.faults.on_hang, recipe.train.compile is True)
+        watched = WatchedRun(run, recipe.faults.on_hang, recipe.train.compile is True)
         relaunch = Relaunch(run, recipe.faults.restarts)
         resume = self.request.run is not None or (crew is not None and crew.has_launched)
         reported: Event | None = None
@@ -394,14 +394,14 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
     """
     while True:
         text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
-        found = probe(text, stopping, processes)
-        if found.fits or not found.out_of_memory:
+        probed = probe(text, stopping, processes)
+        if probed.fits or not probed.out_of_memory:
             return
         recipe = load_recipe(run / run_directory.RECIPE)
         rows = recipe.train.micro_batch_size
         if not isinstance(rows, int) or rows == 1:
             raise MachineError(
-                f"the run's largest step was tested and does not fit: {found.error}; `trainwright plan` shows what "
+                f"the run's largest step was tested and does not fit: {probed.error}; `trainwright plan` shows what "
                 "would fit"
             )
         why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
@@ -410,10 +410,10 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
 
 def _work(run: Path) -> int:
     """Run in every worker."""
-    from trainwright.launch.run_worker import Trial, Worker, run_worker
+    from trainwright.launch.run_worker import TrialRun, Worker, run_worker
 
     raise_oom_score(_FIRST_TO_BE_KILLED)
-    return run_worker(Worker(run), trial=Trial(_STEPS, largest=True))
+    return run_worker(Worker(run), trial=TrialRun(_STEPS, largest=True))
 
 
 def _measured(run: Path) -> tuple[int | None, float | None]:

@@ -70,15 +70,15 @@ def fetch(places: Sequence[RemoteStore], run: Path, name: str | None = None) -> 
     """
     written = False
 
-    def take(_: str, place: RemoteStore, stored: StoredRun) -> None:
+    def take(_: str, store: RemoteStore, stored: StoredRun) -> None:
         nonlocal written
         if (run / run_directory.RECIPE).is_file():
-            _check_same(run, place, stored)
+            _check_same(run, store, stored)
             return
         with writes_to(run):
             run.mkdir(parents=True, exist_ok=True)
             with lock_file(run / _FETCHING, f"waiting for another process that fetches {run}"):
-                written = _fetch_alone(run, place, stored, name)
+                written = _fetch_alone(run, store, stored, name)
 
     _take_newest(places, run, take, required=True)
     return written
@@ -110,16 +110,16 @@ def bring_up_to_date(run: Path, places: Sequence[RemoteStore]) -> None:
 
     checkpoints, required = run / "checkpoints", bool(run_directory.plan_of(run).get(_WITHOUT_CHECKPOINT))
 
-    def take(name: str, place: RemoteStore, stored: StoredRun) -> None:
-        doing(f"reading the copy of {name} in {place.where}")
-        _check_same(run, place, stored)
-        with place.in_words(FaultError):
+    def take(name: str, store: RemoteStore, stored: StoredRun) -> None:
+        doing(f"reading the copy of {name} in {store.where}")
+        _check_same(run, store, stored)
+        with store.in_words(FaultError):
             if not stored.begins(run / EVENTS):  # before the checkpoint: if this is killed, it is done again
                 forget_abandoned(checkpoints)
-                _replace_events(run, place, stored)
-            elif Abandoned(checkpoints, place).has(step_of(name), stored):
+                _replace_events(run, store, stored)
+            elif Abandoned(checkpoints, store).has(step_of(name), stored):
                 raise CheckpointError("the run went back to before it")
-            restore(place, name, checkpoints)
+            restore(store, name, checkpoints)
         append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
 
     own = max(checkpoints_in(checkpoints), default=0)
@@ -157,21 +157,21 @@ def _take_newest(
     refused: list[str] = []
     unread: tuple[int, str] | None = None  # the newest copy that cannot be read now, and why
     is_new = False
-    for step, name, place in copies:
+    for step, name, store in copies:
         if unread is not None and step < unread[0]:
             break
         if step <= after:
             is_new = True
             break
         try:
-            with place.in_words(FaultError):
-                stored = StoredRun.of(place, name) if place.is_complete(name) else None
+            with store.in_words(FaultError):
+                stored = StoredRun.of(store, name) if store.is_complete(name) else None
             if stored is not None:
-                take(name, place, stored)
+                take(name, store, stored)
                 _warn(f"{why}; a copy in another place is used" for why in unreadable)
                 return True
         except CheckpointError as error:
-            refused.append(f"the copy of {name} in {place.where} cannot be used: {error}")
+            refused.append(f"the copy of {name} in {store.where} cannot be used: {error}")
             _warn(refused[-1:])
         except FaultError as error:
             unread = unread or (step, f"the copy of {name} cannot be read now: {error}; run the same command again")
@@ -188,15 +188,15 @@ def _take_newest(
 
 def _listed(places: Sequence[RemoteStore]) -> tuple[list[tuple[int, str, RemoteStore]], list[TrainwrightError]]:
     """Return step, name and place of every copy, the newest first, and why places cannot be read."""
-    found: list[tuple[int, str, RemoteStore]] = []
+    steps: list[tuple[int, str, RemoteStore]] = []
     unreadable: list[TrainwrightError] = []
-    for place in places:
+    for store in places:
         try:
-            with place.in_words(FaultError):
-                found += [(step, name, place) for step, name in place.steps().items()]
+            with store.in_words(FaultError):
+                steps += [(step, name, store) for step, name in store.steps().items()]
         except (RequestError, FaultError) as error:
             unreadable.append(error)
-    return sorted(found, key=lambda each: -each[0]), unreadable
+    return sorted(steps, key=lambda each: -each[0]), unreadable
 
 
 def _warn(messages: Iterable[str]) -> None:
@@ -204,21 +204,21 @@ def _warn(messages: Iterable[str]) -> None:
         say(f"warning: {message}", file=sys.stderr)
 
 
-def _fetch_alone(run: Path, place: RemoteStore, stored: StoredRun, name: str | None) -> bool:
+def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -> bool:
     """Fetch the run, unless another process has done so meanwhile; return whether it was written."""
     if (run / run_directory.RECIPE).is_file():
-        _check_same(run, place, stored)
+        _check_same(run, store, stored)
         return False
-    for left in _FETCHED:  # by a fetch that was killed
-        (run / left).unlink(missing_ok=True)
+    for remnant in _FETCHED:  # by a fetch that was killed
+        (run / remnant).unlink(missing_ok=True)
     run_directory.check_unbegun(run)
     with run_directory.only_launch(run):
-        _write(run, place, stored, name)
-    (run / _FETCHING).unlink(missing_ok=True)  # whoever waits for it finds the recipe
+        _write(run, store, stored, name)
+    (run / _FETCHING).unlink(missing_ok=True)  # a process that waits for it finds the recipe
     return True
 
 
-def _check_same(run: Path, place: RemoteStore, stored: StoredRun) -> None:
+def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     from trainwright.engine.checkpoints.stored_run import identity_of
 
     try:
@@ -227,15 +227,15 @@ def _check_same(run: Path, place: RemoteStore, stored: StoredRun) -> None:
         same = False
     if not same:
         raise RequestError(
-            f"{run} is another run than the one in {place.where}; choose another logging.run_directory, or move it away"
+            f"{run} is another run than the one in {store.where}; choose another logging.run_directory, or move it away"
         )
 
 
-def _write(run: Path, place: RemoteStore, stored: StoredRun, name: str | None) -> None:
+def _write(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -> None:
     from trainwright.engine.checkpoints.stored_run import STORED_AS, default_name
 
-    with place.in_words(FaultError):
-        _replace_events(run, place, stored)
+    with store.in_words(FaultError):
+        _replace_events(run, store, stored)
     plan = json.loads(stored.plan)
     plan.pop(STORED_AS, None)
     plan[_WITHOUT_CHECKPOINT] = True
@@ -245,10 +245,10 @@ def _write(run: Path, place: RemoteStore, stored: StoredRun, name: str | None) -
     write_file(run / run_directory.RECIPE, stored.recipe)
 
 
-def _replace_events(run: Path, place: RemoteStore, stored: StoredRun) -> None:
+def _replace_events(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     scratch = run / f".{EVENTS}"
     try:
-        stored.write_events(place, scratch)
+        stored.write_events(store, scratch)
         with writes_to(run):
             scratch.replace(run / EVENTS)
     finally:

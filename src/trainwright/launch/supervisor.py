@@ -24,7 +24,7 @@ from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.elastic import Elastic
 from trainwright.launch.group.rendezvous import host_store
 from trainwright.launch.hangs.judge import Conflict
-from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
+from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, WatchedRun
 from trainwright.launch.nodes.nodes import Nodes, NodesLost
 from trainwright.launch.worker_processes import WorkerRanks, Workers
 from trainwright.observe.ledger import count_ends
@@ -51,7 +51,7 @@ def run_workers(
     logs: Path,
     stopping: Stopping,
     nodes: Nodes | None = None,
-    watched: Watched | None = None,
+    watched: WatchedRun | None = None,
     elastic: Elastic | None = None,
 ) -> int | Failure:
     """Run ``entry`` in ``processes`` workers until all have ended; return EXIT_FINISHED, EXIT_STOPPED or the failure.

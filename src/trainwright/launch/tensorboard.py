@@ -67,14 +67,12 @@ def _wait(server: subprocess.Popen[bytes]) -> int:
     return 0
 
 
-def _free(wanted: int) -> int:
-    """Return a port that is currently free: ``wanted``, or any for 0."""
+def _free(port: int) -> int:
+    """Return a port that is currently free: ``port``, or any for 0."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((_HOST, wanted))
+            listener.bind((_HOST, port))
         except OSError as error:
-            raise MachineError(
-                f"--port {wanted}: {error.strerror}; choose another port, or 0 for any free one"
-            ) from None
+            raise MachineError(f"--port {port}: {error.strerror}; choose another port, or 0 for any free one") from None
         return int(listener.getsockname()[1])

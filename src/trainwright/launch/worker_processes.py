@@ -25,7 +25,7 @@ import torch
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.launch.ending import stop
 from trainwright.launch.ending.failure import (
-    Ended,
+    EndedBySignal,
     EndedEarly,
     Slot,
     ended_from_outside,
@@ -191,4 +191,4 @@ def _work(
 
 def _record_signal(rank: int, slot: Slot, number: signal.Signals) -> None:
     """Record the reason like an exception: errors of other ranks about broken connections follow from it."""
-    record_exception(Ended(ended_from_outside(rank, number)), slot)
+    record_exception(EndedBySignal(ended_from_outside(rank, number)), slot)

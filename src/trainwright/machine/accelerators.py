@@ -50,19 +50,19 @@ class Build:
     hip: str | None = None
 
 
-def with_device(machine: Machine, asked: str) -> Machine:
-    """Return the machine for a run whose ``parallel.device`` is ``asked``: without GPUs if that is cpu.
+def with_device(machine: Machine, device: str) -> Machine:
+    """Return the machine for a run whose ``parallel.device`` is ``device``: without GPUs if that is cpu.
 
     Raises:
         MachineError: a GPU is requested and there is none, or there is one that cannot be used and the CPU is not
             requested.
     """
-    if asked == "cpu":
+    if device == "cpu":
         return replace(machine, gpus=(), unusable=())
     if machine.unusable:
         reasons = "; ".join(machine.unusable)
-        raise MachineError(f"parallel.device: {asked}, but {reasons}. Fix that, or {ON_PURPOSE}")
-    if asked == "cuda" and not machine.gpus:
+        raise MachineError(f"parallel.device: {device}, but {reasons}. Fix that, or {ON_PURPOSE}")
+    if device == "cuda" and not machine.gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if hidden is None else f"; CUDA_VISIBLE_DEVICES is {hidden!r}, which hides them"
         raise MachineError(f"parallel.device: cuda, but no GPU was found ({machine.describe()}){why}; {ON_PURPOSE}")
@@ -88,8 +88,8 @@ def unusable(
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()  # the documented way to train on the CPU
-    found = [*_nvidia(chosen, nvml, build, root, visible), *(_other(root) if not chosen else ())]
-    return tuple(found or ([] if chosen else _reserved(variables)))
+    reasons = [*_nvidia(chosen, nvml, build, root, visible), *(_other(root) if not chosen else ())]
+    return tuple(reasons or ([] if chosen else _reserved(variables)))
 
 
 def installed_build() -> Build:
@@ -99,8 +99,8 @@ def installed_build() -> Build:
     text = read(Path(places[0]) / "version.py") if places else ""
 
     def value(name: str) -> str | None:
-        found = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
-        return found[1] if found else None
+        match = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
+        return match[1] if match else None
 
     return Build(value("__version__") or "unknown", value("cuda"), value("hip"))
 
@@ -187,24 +187,24 @@ def _reserved(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _other(root: Path) -> Iterator[str]:
-    found = []
+    devices = []
     if amd := _amd_gpus(root):
-        found.append(f"{amd} AMD GPU{'s' * (amd > 1)} (ROCm)")
+        devices.append(f"{amd} AMD GPU{'s' * (amd > 1)} (ROCm)")
     # Intel's integrated graphics are on the processor's bus; cards are behind a bridge.
     cards = [
-        place
-        for place, vendor, kind in _pci(root)
-        if vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not place.startswith("0000:00:")
+        address
+        for address, vendor, kind in _pci(root)
+        if vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not address.startswith("0000:00:")
     ]
     if cards:
-        found.append(f"{len(cards)} Intel GPU{'s' * (len(cards) > 1)} (XPU)")
+        devices.append(f"{len(cards)} Intel GPU{'s' * (len(cards) > 1)} (XPU)")
     for vendor, name in _OTHERS.items():
         if count := sum(other == vendor and kind.startswith(_ACCELERATOR) for _, other, kind in _pci(root)):
-            found.append(f"{count} {name}")
+            devices.append(f"{count} {name}")
     if neuron := _entries(root / "dev", r"neuron\d+"):
-        found.append(f"{neuron} AWS Neuron device{'s' * (neuron > 1)}")
-    if found:
-        yield f"{' and '.join(found)} cannot be used: {TRAINING_RUNS_ON}"
+        devices.append(f"{neuron} AWS Neuron device{'s' * (neuron > 1)}")
+    if devices:
+        yield f"{' and '.join(devices)} cannot be used: {TRAINING_RUNS_ON}"
 
 
 def _amd_gpus(root: Path) -> int:

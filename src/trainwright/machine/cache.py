@@ -53,9 +53,9 @@ def _problem(error: OSError) -> str:
 
 def _owner(path: Path) -> str:
     """Return in words who owns the nearest directory that exists, if it is another user."""
-    for place in (path, *path.parents):
+    for existing in (path, *path.parents):
         with suppress(OSError):
-            owner = place.stat().st_uid
+            owner = existing.stat().st_uid
             if owner == os.geteuid():
                 return ""
             with suppress(KeyError):

@@ -91,8 +91,8 @@ def find_card(name: str) -> Card:
     if (choices := _ambiguous().get(key)) is not None:
         raise RequestError(f"{name}: ambiguous; choose {_listed(choices)}")
     near = difflib.get_close_matches(key, [*_by_name(), *_ambiguous()], n=6, cutoff=0.5)
-    found = dict.fromkeys(_by_name()[word].name if word in _by_name() else word.upper() for word in near)
-    hint = f"; did you mean {_listed(list(found)[:3])}?" if found else "."
+    similar = dict.fromkeys(_by_name()[word].name if word in _by_name() else word.upper() for word in near)
+    hint = f"; did you mean {_listed(list(similar)[:3])}?" if similar else "."
     raise RequestError(f"{name}: no such card in the catalog{hint} `trainwright machine cards` lists all cards")
 
 

@@ -26,15 +26,15 @@ def memory_free(root: Path = Path("/")) -> int | None:
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
     """Return the mean number of cores that the groups may use; None without a limit."""
-    found = []
+    limits = []
     for group, version in groups("cpu", root):
         if version == 2:
             quota, _, period = read(group / "cpu.max").partition(" ")
         else:
             quota, period = read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")
         if quota.strip().isdigit() and period.strip().isdigit() and int(period):
-            found.append(int(quota) / int(period))
-    return min(found, default=None)
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
 
 
 def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
@@ -50,14 +50,14 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]
         version = 2 if not fields[1] else 1
         if version == 1 and controller not in fields[1].split(","):
             continue
-        for place, inside, options in mounts:
+        for mount, inside, options in mounts:
             if (options is None) == (version == 2) and (version == 2 or controller in (options or ())):
-                yield from ((group, version) for group in _chain(root, place, inside, fields[2]))
+                yield from ((group, version) for group in _chain(root, mount, inside, fields[2]))
 
 
-def _chain(root: Path, place: str, inside: str, path: str) -> Iterator[Path]:
+def _chain(root: Path, mount: str, inside: str, path: str) -> Iterator[Path]:
     """Yield the existing directories from a group up to the top of its mount."""
-    top = root / place.lstrip("/")
+    top = root / mount.lstrip("/")
     try:
         below = PurePosixPath(path).relative_to(inside)
     except ValueError:

@@ -86,14 +86,14 @@ def parse_machine(text: str) -> Cluster:
     Raises:
         RequestError: the text is malformed, or the card is not in the catalog.
     """
-    found = _SHAPE.match(re.sub(r"\s+", "", text).lower())
-    if found is None or _NO_CARD.search(found["card"]):
+    match = _SHAPE.match(re.sub(r"\s+", "", text).lower())
+    if match is None or _NO_CARD.search(match["card"]):
         raise RequestError(f"{text or 'an empty machine'}: not a machine; write {FORM}")
     card = find_card(re.sub(r"@.*|^\s*(?:\d+\s*[xX×*]\s*){0,2}", "", text).strip())
-    counts = [int(count) for count in (found["first"], found["second"]) if count]
+    counts = [int(count) for count in (match["first"], match["second"]) if count]
     nodes, devices = (counts[0], counts[1]) if len(counts) == 2 else (1, counts[0] if counts else 1)
     _check_counts(text, nodes, devices, card)
-    if found["network"] is not None and nodes == 1:
+    if match["network"] is not None and nodes == 1:
         raise RequestError(
             f"{text}: a network needs several nodes; write 2x{text} for two nodes, or remove the network"
         )
@@ -102,7 +102,7 @@ def parse_machine(text: str) -> Cluster:
         f"{host / 2**30:.0f} GiB of host memory and {_CORES_PER_DEVICE * devices} cores per node",
         *([f"a device is {card.device}"] if card.device else []),
     ]
-    count, rate = _adapters(text, found["network"], card, assumptions if nodes > 1 else [])
+    count, rate = _adapters(text, match["network"], card, assumptions if nodes > 1 else [])
     suffix = f"@{count}x{rate / 1e9:g}Gb" if nodes > 1 else ""
     return Cluster(
         name=f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}{suffix}",
@@ -166,7 +166,7 @@ def node_of(cluster: Cluster) -> Machine:
 
 
 def nodes_like(node: Cluster, nodes: int, devices: int) -> Cluster:
-    """Return ``nodes`` like ``node``, of each of which a job has so many ``devices``, with an assumed network."""
+    """Return ``nodes`` like ``node``, each with ``devices`` for the job, connected by an assumed network."""
     if (nodes, devices) == (node.nodes, node.devices_per_node):
         return node
     assumptions = list(node.assumptions)
@@ -211,13 +211,13 @@ def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]
             f"{count} network adapter{'s' * (count > 1)} of {rate / 1e9:g} Gb/s per node; @ sets another"
         )
         return count, rate
-    found = _NETWORK.match(written)
-    if found is None or not float(found["rate"]) or found["count"] == "0":
+    match = _NETWORK.match(written)
+    if match is None or not float(match["rate"]) or match["count"] == "0":
         raise RequestError(
             f"{text}: {written or 'nothing'} after the @ is not a network; write the rate of a node, such as @400Gb, "
             "or its adapters, such as @8x400Gb"
         )
-    return int(found["count"] or 1), float(found["rate"]) * {"g": 1e9, "t": 1e12}[found["unit"]]
+    return int(match["count"] or 1), float(match["rate"]) * {"g": 1e9, "t": 1e12}[match["unit"]]
 
 
 def _link_in_node(card: Card, devices: int) -> Link:

@@ -107,18 +107,18 @@ def machine_described_in(file: Path) -> Machine:
         raise RequestError(f"{VARIABLE}: {file} has no key `machine`; {_ADVICE}")
     measured_in(values, "measurement", file)
     try:
-        found: Machine = TypeAdapter(Machine).validate_json(json.dumps(values["machine"]))
+        machine: Machine = TypeAdapter(Machine).validate_json(json.dumps(values["machine"]))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("machine", *first["loc"])))
         raise RequestError(f"{VARIABLE}: {file}: {key}: {first['msg']}; {_ADVICE}") from error
     for key in _LEAST_ONE_HERE:
-        if getattr(found, key) < 1:
-            raise RequestError(f"{VARIABLE}: {file}: machine.{key}: expected at least 1, not {getattr(found, key)}")
-    if not (math.isfinite(found.processor.clock) and found.processor.clock > 0):
-        expected = f"expected a finite number above 0, not {found.processor.clock}"
+        if getattr(machine, key) < 1:
+            raise RequestError(f"{VARIABLE}: {file}: machine.{key}: expected at least 1, not {getattr(machine, key)}")
+    if not (math.isfinite(machine.processor.clock) and machine.processor.clock > 0):
+        expected = f"expected a finite number above 0, not {machine.processor.clock}"
         raise RequestError(f"{VARIABLE}: {file}: machine.processor.clock: {expected}")
-    return replace(found, described_by=str(file), is_here=False)
+    return replace(machine, described_by=str(file), is_here=False)
 
 
 def measured_in(content: Mapping[str, Any], key: str, file: Path) -> Calibration | None:
@@ -126,12 +126,12 @@ def measured_in(content: Mapping[str, Any], key: str, file: Path) -> Calibration
     if (value := content.get(key)) is None:
         return None
     try:
-        found = of_json(value)
+        calibration = of_json(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise RequestError(f"{file}: {key}: {reason}; set it to null to plan without it") from None
-    _refuse(file, (f"{key}.{line}; set {key} to null to plan without it" for line in contradictions(found)))
-    return found
+    _refuse(file, (f"{key}.{line}; set {key} to null to plan without it" for line in contradictions(calibration)))
+    return calibration
 
 
 def _cluster(values: dict[str, Any], file: Path) -> Cluster:
@@ -170,5 +170,5 @@ def _impossible(cluster: Cluster) -> Iterator[str]:
 
 
 def _refuse(file: Path, lines: Iterator[str]) -> None:
-    if found := list(lines):
-        raise RequestError("\n".join(f"{file}: {line}" for line in found))
+    if problems := list(lines):
+        raise RequestError("\n".join(f"{file}: {line}" for line in problems))

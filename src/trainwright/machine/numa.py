@@ -96,8 +96,8 @@ def _available(root: Path) -> set[int]:
 
 def _numbers(text: str) -> set[int]:
     """Return the numbers of a list such as ``0-3,8``."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

@@ -101,8 +101,8 @@ def cpu_card(machine: Machine) -> Card:
 
 def _field(text: str, name: str) -> str:
     """Return the value of the first line of ``text`` with this name."""
-    found = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 _LEAST_CAPABILITY = (7, 0)  # is_triton_capable in torch/_dynamo/device_interface.py
@@ -123,19 +123,19 @@ def why_no_triton() -> str | None:
     if find_spec("triton") is None:
         return "needs Triton, which is not installed"
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    found = _compiler(os.environ.get("CC"), "gcc", "clang", "cc")
-    return _without(found, "C compiler (gcc or clang, or the one in $CC)") or (
+    compiler = _compiler(os.environ.get("CC"), "gcc", "clang", "cc")
+    return _without(compiler, "C compiler (gcc or clang, or the one in $CC)") or (
         None if headers.is_file() else f"needs the headers of Python, such as {headers} (Debian: python3-dev)"
     )
 
 
-def _compiler(asked: str | None, *names: str) -> str | None:
+def _compiler(chosen: str | None, *names: str) -> str | None:
     """Return the compiler that the environment names, which replaces the others, or the first that is installed."""
-    for name in (asked,) if asked else names:
-        if name and (found := which(name.split()[0])) is not None:
-            return found
+    for name in (chosen,) if chosen else names:
+        if name and (program := which(name.split()[0])) is not None:
+            return program
     return None
 
 
-def _without(found: str | None, what: str) -> str | None:
-    return None if found is not None else f"needs a {what}, which is not installed"
+def _without(program: str | None, what: str) -> str | None:
+    return None if program is not None else f"needs a {what}, which is not installed"

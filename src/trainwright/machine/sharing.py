@@ -106,10 +106,10 @@ def _sign(descriptor: int) -> None:
 
 def _locked_by(descriptor: int, refusal: str) -> Locked:
     try:
-        found = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
     except OSError:  # a directory that is locked itself
-        found = ""
-    return Locked(refusal, found.partition(" ")[0], is_elsewhere=found not in ("", _this_machine()))
+        holder = ""
+    return Locked(refusal, holder.partition(" ")[0], is_elsewhere=holder not in ("", _this_machine()))
 
 
 def _this_machine() -> str:
@@ -174,14 +174,14 @@ def lock_file(file: Path, waiting: str) -> Iterator[bool]:
     """
     descriptor, pause = retried(lambda: _opened(file)), 0.0
     try:
-        while (held := _taken(descriptor)) is False:
+        while (is_taken := _taken(descriptor)) is False:
             if not pause:
                 doing(waiting)
             pause = min(max(2 * pause, _LOOKS), _LONGEST_LOOKS)
             time.sleep(pause)
         if pause:
             doing("")
-        yield held is True
+        yield is_taken is True
     finally:
         os.close(descriptor)
 
@@ -235,16 +235,16 @@ def made_once(
     Raises:
         OSError: the directory cannot be read or made.
     """
-    found = retried(find)
-    if found is not None:
-        return found
+    existing = retried(find)
+    if existing is not None:
+        return existing
     directory.parent.mkdir(parents=True, exist_ok=True)
     lock = directory.with_name(f"{directory.name}.lock")
     with lock_file(lock, f"waiting for another process that prepares {directory}") as alone:
         os.listdir(directory.parent)  # asks the server of a shared file system again
-        found = retried(find)
-        if found is not None:
-            return found
+        existing = retried(find)
+        if existing is not None:
+            return existing
         _remove_left(directory, alone=alone, keep=goes_on)
         token = _KEPT if alone and goes_on else secrets.token_hex(4)
         scratch = directory.with_name(f"{_prefix(directory)}{token}")
@@ -269,24 +269,24 @@ def remove_left_files(file: Path) -> None:
             left.unlink()
 
 
-def _published(made: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
+def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
     """Rename what was made to ``directory``, unless another process was first."""
     try:
-        made.rename(directory)
+        scratch.rename(directory)
     except OSError:
-        found = retried(find)
-        if found is not None:
-            return found
+        existing = retried(find)
+        if existing is not None:
+            return existing
         if not os.path.lexists(directory):
             raise
         damaged = directory.with_name(f"{_prefix(directory)}{secrets.token_hex(4)}")
         directory.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)  # before the rename, after which nobody looks for what is left
-        made.rename(directory)
-    found = retried(find)
-    if found is None:
+        scratch.rename(directory)
+    existing = retried(find)
+    if existing is None:
         raise OSError(f"{directory} was made and is damaged or gone")
-    return found
+    return existing
 
 
 def _remove_left(directory: Path, *, alone: bool, keep: bool) -> None:

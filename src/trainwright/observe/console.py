@@ -284,12 +284,12 @@ def _processes(event: EventRecord) -> str:
 
 def _batch(event: EventRecord) -> str:
     examples = text.plural(event["global_batch_size"], "example")
-    steps, asked = event["gradient_accumulation_steps"], event.get("accumulation_asked")
+    steps, requested = event["gradient_accumulation_steps"], event.get("accumulation_asked")
     accumulated = "not accumulated" if steps == 1 else f"accumulated {steps} times"
     if event.get("batch_varies"):  # varies in examples, or in the packs that they fill
         accumulated += " in the first step"
-    if asked is not None and asked != steps:
-        accumulated += f"; train.gradient_accumulation_steps is {asked}, but the batch has too few packs"
+    if requested is not None and requested != steps:
+        accumulated += f"; train.gradient_accumulation_steps is {requested}, but the batch has too few packs"
     rows = text.plural(event["micro_batch_size"], "pack" if event.get("packed") else "row")
     each = " per process" if event["world_size"] > 1 else ""
     return f"{examples} per step: micro-batches of {rows}{each}, {accumulated}"

@@ -62,11 +62,11 @@ class Curves:
             opens = self._counts[-1] >= self._width
         if opens:
             self._counts.append(0)
-        for place, column in zip(row, self.positions.values(), strict=True):
+        for position, column in zip(row, self.positions.values(), strict=True):
             if opens:
-                column.append(place)
+                column.append(position)
             else:
-                column[-1] = place
+                column[-1] = position
         count = self._counts[-1] = self._counts[-1] + 1
         for name in self._names:
             value = event.get(name)
@@ -99,13 +99,13 @@ class Curves:
         del self.breaks[part_of(self.breaks, step) :]
         return self.positions["seconds"][-1] if at else 0.0
 
-    def points(self, name: str, by: str, most: int) -> list[list[float | None]]:
-        """Return at most ``most`` points of a curve as columns: place, mean, lowest, highest. None: not a number; a
+    def points(self, name: str, by: str, limit: int) -> list[list[float | None]]:
+        """Return at most ``limit`` points of a curve as columns: place, mean, lowest, highest. None: not a number; a
         point of nothing else is a gap, where steps are missing.
         """
         mean, low, high = self.values.get(name, (array("d"),) * 3)
         size = len(mean)
-        step = max(1, math.ceil(size / most))
+        step = max(1, math.ceil(size / limit))
         at = self.positions[by]
         groups = [range(first, min(first + step, size)) for first in range(0, size, step)]
         counts = self._counts
@@ -146,15 +146,15 @@ class Curves:
         Raises:
             ValueError: there are fewer bytes.
         """
-        found = cls(head["fields"])
-        found.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
-        found._width, found.breaks = int(head["width"]), head["breaks"]
+        curves = cls(head["fields"])
+        curves.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
+        curves._width, curves.breaks = int(head["width"]), head["breaks"]
         size = int(head["size"])
-        for number, column in enumerate(found.columns()):
+        for number, column in enumerate(curves.columns()):
             column.frombytes(data[8 * size * number : 8 * size * (number + 1)])
             if len(column) != size:
                 raise ValueError("columns are cut off")
-        return found, data[8 * size * (number + 1) :]
+        return curves, data[8 * size * (number + 1) :]
 
     def _begin(self, name: str) -> None:
         before = len(self._counts) - (self._counts[-1] == 1)  # buckets without this curve
@@ -233,9 +233,9 @@ class RunFollower:
             file.seek(self._offset)
             while not self.is_cut_off and (part := file.read(_CHUNK_BYTES)):
                 self._offset += len(part)
-                whole, end, rest = part.rpartition(b"\n")
+                complete, end, rest = part.rpartition(b"\n")
                 if end:
-                    self._take_lines(self._rest + whole)
+                    self._take_lines(self._rest + complete)
                     self._rest = b""
                 self._rest += rest  # half a line, until the rest of it is written
                 if len(self._rest) > LONGEST_LINE:
@@ -249,7 +249,7 @@ class RunFollower:
 
         It has no goodput, and of a long run not all evaluations. Raises OSError if the file cannot be read.
         """
-        found = cls(directory)
+        follower = cls(directory)
         with open_inside(directory, EVENTS) as file:
             size = os.fstat(file.fileno()).st_size
             parts = [file.read(2 * _GLANCE_BYTES)] if size <= 2 * _GLANCE_BYTES else [file.read(_GLANCE_BYTES)]
@@ -257,9 +257,9 @@ class RunFollower:
                 parts[0] = parts[0].rpartition(b"\n")[0]
                 file.seek(size - _GLANCE_BYTES)
                 parts.append(file.read().partition(b"\n")[2])
-        found._take_lines(b"\n".join(parts))
-        found._seconds = math.nan
-        return found
+        follower._take_lines(b"\n".join(parts))
+        follower._seconds = math.nan
+        return follower
 
     def unread(self) -> int:
         """Return how many bytes of the file are still to be read. Raises OSError if it cannot be read."""
@@ -307,20 +307,20 @@ class RunFollower:
         Raises:
             ValueError, KeyError, TypeError: it is not one, or of another version or kind of machine.
         """
-        found = cls(directory)
+        follower = cls(directory)
         line, _, columns = state.partition(b"\n")
         head = json.loads(line)
         if head["format"] != [_FORMAT, sys.byteorder]:
             raise ValueError("the state is of another version")
         for name, value in head["fields"].items():
-            setattr(found, name, value)
-        found.everything, found._history = head["events"], None
-        found._offset, found._file, rest, found._seconds = head["place"]
-        found._rest = rest.encode("latin-1")
-        found.curves, rest_of_columns = Curves.restored(head["curves"], memoryview(columns))
+            setattr(follower, name, value)
+        follower.everything, follower._history = head["events"], None
+        follower._offset, follower._file, rest, follower._seconds = head["place"]
+        follower._rest = rest.encode("latin-1")
+        follower.curves, rest_of_columns = Curves.restored(head["curves"], memoryview(columns))
         for name, of_metric in head["metrics"].items():
-            found.metrics[name], rest_of_columns = Curves.restored(of_metric, rest_of_columns)
-        return found
+            follower.metrics[name], rest_of_columns = Curves.restored(of_metric, rest_of_columns)
+        return follower
 
     @property
     def step(self) -> int | None:
@@ -341,8 +341,8 @@ class RunFollower:
         if "tokens_per_second" not in self.curves.values:
             return None
         first = resumed_step(self.start) if self.start else None
-        begun = bisect_right(self.curves.positions["step"], -1 if first is None else first)
-        rates = [rate for rate in self.curves.values["tokens_per_second"][0][begun:] if math.isfinite(rate)]
+        first_index = bisect_right(self.curves.positions["step"], -1 if first is None else first)
+        rates = [rate for rate in self.curves.values["tokens_per_second"][0][first_index:] if math.isfinite(rate)]
         return statistics.median(rates[2:] or rates) if rates else None
 
     def _take_lines(self, lines: bytes) -> None:
@@ -378,13 +378,13 @@ class RunFollower:
     def _take_other(self, event: EventRecord, kind: str) -> None:
         if kind in ("start", "rewind"):
             resumed = resumed_step(event)
-            kept = -1 if resumed is None else resumed
-            if self.step is not None and self.step > kept:
-                self._seconds = self.curves.cut(kept)
+            last_valid = -1 if resumed is None else resumed
+            if self.step is not None and self.step > last_valid:
+                self._seconds = self.curves.cut(last_valid)
                 for curves in self.metrics.values():
-                    curves.cut(kept)
+                    curves.cut(last_valid)
                 at = self.curves.positions["step"]
-                self.last_step = {**self.last_step, "step": kept} if self.last_step and at else None
+                self.last_step = {**self.last_step, "step": last_valid} if self.last_step and at else None
         if kind == "start":
             self.start, self.finish = event, None
         elif kind == "finish":
@@ -408,16 +408,16 @@ _OLD_SECONDS = 90 * 86400.0
 
 def follower_of(directory: Path) -> RunFollower:
     """Return a follower of a run, which has what was read of it before if the file has only grown since then."""
-    kept = _file_of(directory)
+    cached = _file_of(directory)
     try:
-        identity, _, state = kept.read_bytes().partition(b"\n")
-        found = RunFollower.restored(directory, state)
-        if identity != _identity(directory, found.read_bytes, identity.split(b" ")[0]):
+        identity, _, state = cached.read_bytes().partition(b"\n")
+        follower = RunFollower.restored(directory, state)
+        if identity != _identity(directory, follower.read_bytes, identity.split(b" ")[0]):
             return RunFollower(directory)
-        os.utime(kept)
+        os.utime(cached)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return RunFollower(directory)
-    return found
+    return follower
 
 
 def keep(follower: RunFollower, before: int) -> int:
@@ -433,11 +433,11 @@ def keep(follower: RunFollower, before: int) -> int:
 
 def read_run(directory: Path) -> RunFollower:
     """Return all that a run's events say. Raises OSError if they cannot be read."""
-    found = follower_of(directory)
-    before = found.read_bytes
-    found.look()
-    keep(found, before)
-    return found
+    follower = follower_of(directory)
+    before = follower.read_bytes
+    follower.look()
+    keep(follower, before)
+    return follower
 
 
 def _identity(directory: Path, size: int, moment: bytes | None = None) -> bytes:

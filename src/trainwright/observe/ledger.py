@@ -89,21 +89,21 @@ def by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0.0) 
         behind: the part of the collectives of steps in which slower ranks kept this one waiting.
         slowed: the part of the passes and updates that checkpoints beside them have taken.
     """
-    found: dict[str, float] = defaultdict(float)
+    seconds_by_category: dict[str, float] = defaultdict(float)
     for (phase, waiting), seconds in spent.items():
         if phase in _STEP:
-            found[EXCHANGE if waiting else _STEP[phase]] += seconds
+            seconds_by_category[EXCHANGE if waiting else _STEP[phase]] += seconds
         else:
-            found[_START.get(phase) or _OUTSIDE_STEPS.get(phase, OTHER)] += seconds
-    waited = min(behind, found[EXCHANGE])
-    found[EXCHANGE] -= waited
-    found[WAITING] += waited
-    passes = sum(found[name] for name in TRAINING)
+            seconds_by_category[_START.get(phase) or _OUTSIDE_STEPS.get(phase, OTHER)] += seconds
+    waited = min(behind, seconds_by_category[EXCHANGE])
+    seconds_by_category[EXCHANGE] -= waited
+    seconds_by_category[WAITING] += waited
+    passes = sum(seconds_by_category[name] for name in TRAINING)
     share = min(1.0, max(0.0, slowed) / passes) if passes > 0.0 else 0.0
     for name in TRAINING:
-        found["checkpoint"] += share * found[name]
-        found[name] *= 1.0 - share
-    return {name: found[name] for name in CATEGORIES if found[name] > 0.0}
+        seconds_by_category["checkpoint"] += share * seconds_by_category[name]
+        seconds_by_category[name] *= 1.0 - share
+    return {name: seconds_by_category[name] for name in CATEGORIES if seconds_by_category[name] > 0.0}
 
 
 class LedgerWriter:
@@ -210,13 +210,13 @@ class NewestSamples:
 
     def __call__(self) -> Sequence[Mapping[str, Any]]:
         """Return a sample for each rank that has one."""
-        begun = time.monotonic()
-        if begun >= self._due:
+        started = time.monotonic()
+        if started >= self._due:
             newest = (next(_lines(reversed(_tail(file).splitlines())), None) for file in self._files)
             # Before the first step, a sample is of loading.
             self._samples = [line.system for line in newest if line is not None and line.step >= 0]
             now = time.monotonic()
-            self._due = now + max(_LEAST, _READING * (now - begun))
+            self._due = now + max(_LEAST, _READING * (now - started))
         return self._samples
 
 
@@ -268,13 +268,13 @@ def read_ledger(run: Path, events: Sequence[EventRecord] = ()) -> list[RankLedge
         events: the run's events as they were written, which tell what was repeated after a fault.
     """
     lost = list(islice(_lost(events), _MOST_LOST))
-    found = []
+    ledgers = []
     ranks = {int(match[1]): name for name in files_inside(run, DIRECTORY) if (match := _RANK.fullmatch(name))}
     for rank, name in sorted(ranks.items()):
         with suppress(OSError), open_inside(run, DIRECTORY, name) as file:
             if lines := list(_lines(bounded_lines(file))):
-                found.append(_rank_ledger(rank, lines, lost))
-    return found
+                ledgers.append(_rank_ledger(rank, lines, lost))
+    return ledgers
 
 
 def _lines(lines: Iterable[bytes]) -> Iterator[LedgerLine]:
@@ -315,9 +315,9 @@ class _Lost(NamedTuple):
 
     def within(self, launch: Sequence[LedgerLine]) -> tuple[float, float] | None:
         """Return the part of this time that belongs to a launch, if any does."""
-        begun, ended = max(self.begun, launch[0].started), min(self.ended, launch[-1].time)
+        start, ended = max(self.begun, launch[0].started), min(self.ended, launch[-1].time)
         is_other = not self.by_start or launch[-1].time <= self.ended
-        return (begun, ended) if is_other and begun < ended else None
+        return (start, ended) if is_other and start < ended else None
 
 
 def _lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
@@ -329,9 +329,9 @@ def _lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
         if event["event"] in ("start", "rewind"):
             gone = [superseded(past, event) for past in history]
             first = gone.index(True) if True in gone else len(history)
-            kept = next((past for past in reversed(history[:first]) if past["event"] in _WORK), None)
-            if kept is not None and kept["event"] != "finish":
-                times = float(kept.get("time", 0.0)), float(event.get("time", 0.0))
+            last_work = next((past for past in reversed(history[:first]) if past["event"] in _WORK), None)
+            if last_work is not None and last_work["event"] != "finish":
+                times = float(last_work.get("time", 0.0)), float(event.get("time", 0.0))
                 yield _Lost(*times, by_start=event["event"] == "start")
             history = [past for past, is_gone in zip(history, gone, strict=True) if not is_gone]
         history.append(event)
@@ -340,11 +340,11 @@ def _lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return spans of time that do not overlap: what was repeated may be undone again, with what was before it."""
     merged: list[tuple[float, float]] = []
-    for begun, ended in sorted(spans):
-        if merged and begun <= merged[-1][1]:
+    for start, ended in sorted(spans):
+        if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(ended, merged[-1][1])
         else:
-            merged.append((begun, ended))
+            merged.append((start, ended))
     return merged
 
 
@@ -352,13 +352,13 @@ def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_Lost]) 
     launches = [list(group) for _, group in groupby(lines, lambda line: line.launch)]
     seconds: dict[str, float] = defaultdict(float)
     for launch in launches:
-        whole = dict(launch[-1].seconds)
-        for begun, ended in _merged(part for each in lost if (part := each.within(launch)) is not None):
-            for name, value in _between(launch, begun, ended).items():
+        launch_seconds = dict(launch[-1].seconds)
+        for start, ended in _merged(part for each in lost if (part := each.within(launch)) is not None):
+            for name, value in _between(launch, start, ended).items():
                 if not name.startswith("start"):
-                    whole[name] -= value
-                    whole[REPEATED] = whole.get(REPEATED, 0.0) + value
-        for name, value in whole.items():
+                    launch_seconds[name] -= value
+                    launch_seconds[REPEATED] = launch_seconds.get(REPEATED, 0.0) + value
+        for name, value in launch_seconds.items():
             seconds[name] += value
     for before, after in pairwise(launches):
         seconds[STOPPED] += max(0.0, after[0].started - before[-1].time)
@@ -366,9 +366,9 @@ def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_Lost]) 
     return RankLedger(rank, lines, shown, lines[-1].time - lines[0].started)
 
 
-def _between(launch: Sequence[LedgerLine], begun: float, ended: float) -> dict[str, float]:
+def _between(launch: Sequence[LedgerLine], start: float, ended: float) -> dict[str, float]:
     """Return the seconds of a launch between two times of it, by category."""
-    at, until = _at(launch, begun), _at(launch, ended)
+    at, until = _at(launch, start), _at(launch, ended)
     return {name: until.get(name, 0.0) - at.get(name, 0.0) for name in until}
 
 

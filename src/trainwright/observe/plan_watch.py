@@ -15,7 +15,7 @@ from trainwright.engine.events import Event, Notice
 from trainwright.machine.cache import try_write
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.own_runs import remember, run_of
-from trainwright.machine.usage.causes import Cause, causes_of, in_words
+from trainwright.machine.usage.causes import Slowdown, causes_of, in_words
 from trainwright.machine.usage.counters import Counters
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.recipe.strategy_spec import spec_of
@@ -37,7 +37,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedPlan:
     """The plan of a run: ``predicted``, ``own`` (identifies its kind for the record), ``chosen`` and other
     ``candidates``.
 
@@ -52,7 +52,7 @@ class Watched:
     replan: bool
 
     @classmethod
-    def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> Watched | None:
+    def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> WatchedPlan | None:
         """Return None if there is nothing to compare with: no plan, or one by datasheets of a described machine."""
         predicted = plan.get("predicted")
         if not isinstance(predicted, dict) or not predicted.get("tokens_per_second"):
@@ -67,7 +67,7 @@ class Watched:
 class PlanWatch:
     """Observer of rank 0's events; ``emit`` records further events. ``process``: the one of rank 0."""
 
-    def __init__(self, watched: Watched, emit: Callable[[Event], None], process: OwnProcess) -> None:
+    def __init__(self, watched: WatchedPlan, emit: Callable[[Event], None], process: OwnProcess) -> None:
         self._watched = watched
         self._emit = emit
         self._process = process
@@ -93,25 +93,25 @@ class PlanWatch:
         judged = self._steps[_WARM_UP:]
         tokens = mean(seconds * rate for seconds, rate in judged)  # steps differ in their number
         expected = tokens / self._watched.predicted["tokens_per_second"]
-        found = tokens / median(rate for _, rate in judged)
-        if expected / _WRONG <= found <= expected * _WRONG:
+        measured = tokens / median(rate for _, rate in judged)
+        if expected / _WRONG <= measured <= expected * _WRONG:
             return
-        causes = self._outside() if found > expected else []
+        causes = self._outside() if measured > expected else []
         cause = in_words(causes) if causes else self._inside()
-        offer = None if found < expected else self._offer(found, min(_slowed(causes), found / expected))
+        offer = None if measured < expected else self._offer(measured, min(_slowed(causes), measured / expected))
         message = (
-            f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {found:.3g} s each: {cause}"
+            f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {measured:.3g} s each: {cause}"
         )
         if offer is not None:
-            message += f". {_in_words(offer, found)}"
+            message += f". {_in_words(offer, measured)}"
             if self._watched.replan:
                 message += "; the run switches after its next checkpoint (train.replan: auto)"
                 try_write(self._watched.run / REPLAN, json.dumps(offer))
         shown = {"cause": cause, "causes": [each.kind for each in causes], "offer": offer}
-        details = {"step": step, "predicted": expected, "measured": found, **shown}
+        details = {"step": step, "predicted": expected, "measured": measured, **shown}
         self._emit(Notice(message=message, kind="plan", details=details))
 
-    def _outside(self) -> list[Cause]:
+    def _outside(self) -> list[Slowdown]:
         """Return the causes outside the prediction that make steps slow, largest first."""
         assert self._before is not None
         before, waited = self._before
@@ -123,7 +123,7 @@ class PlanWatch:
             return "compiled models are predicted less accurately; the next plan uses the times of this run"
         return "the prediction was wrong; the next plan uses the times of this run"
 
-    def _offer(self, found: float, slower: float) -> dict[str, Any] | None:
+    def _offer(self, measured: float, slower: float) -> dict[str, Any] | None:
         """Return the fastest of the other candidates, if it is much faster even when slowed by the same cause.
 
         The error found for a number of processes and a precision is assumed for their other strategies, too.
@@ -133,7 +133,7 @@ class PlanWatch:
         if self._watched.replan:
             others = [one for one in others if _is_same_run(one, chosen)]
         best = min(others, key=lambda one: one["time"]["seconds"], default=None)
-        if best is None or best["time"]["seconds"] * slower * _WORTH > found:
+        if best is None or best["time"]["seconds"] * slower * _WORTH > measured:
             return None
         names = [name for keys in _KEYS.values() for name in keys] + ["mixed_precision", "threads"]
         return {**{name: best[name] for name in names}, "seconds": best["time"]["seconds"] * slower}
@@ -153,7 +153,7 @@ class PlanWatch:
             remember(machine, run)
 
 
-def _slowed(causes: Sequence[Cause]) -> float:
+def _slowed(causes: Sequence[Slowdown]) -> float:
     """Return the factor by which causes make steps slower."""
     if any(cause.kind == "memory" for cause in causes):
         return math.inf
@@ -167,11 +167,11 @@ def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
 def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     """Return whether losses stay the same and the checkpoint can be loaded."""
     strategies = {one["strategy"], chosen.get("strategy")}
-    kept = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
-    return kept and one["mixed_precision"] == chosen.get("mixed_precision")
+    can_change = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
+    return can_change and one["mixed_precision"] == chosen.get("mixed_precision")
 
 
-def _in_words(offer: Mapping[str, Any], found: float) -> str:
+def _in_words(offer: Mapping[str, Any], measured: float) -> str:
     parts = [f"parallel.strategy={offer['strategy']}", f"parallel.num_processes={offer['num_processes']}"]
     parts.append(f"train.mixed_precision={offer['mixed_precision']}")
-    return f"{' '.join(parts)} is expected to be {found / offer['seconds']:.1f} times as fast"
+    return f"{' '.join(parts)} is expected to be {measured / offer['seconds']:.1f} times as fast"

@@ -39,7 +39,7 @@ def read_events(path: Path) -> list[EventRecord]:
 
 
 @dataclass(frozen=True)
-class EventLog:
+class RunEvents:
     """A run's events.
 
     Attributes:
@@ -54,7 +54,7 @@ class EventLog:
     damage: list[str]
 
 
-def read_log(path: Path) -> EventLog:
+def read_log(path: Path) -> RunEvents:
     """Return the events of `events.jsonl`, and what could not be read; nothing if there is no such file."""
     damage: list[str] = []
     try:
@@ -63,7 +63,7 @@ def read_log(path: Path) -> EventLog:
         everything = []
     except OSError as error:
         everything, damage = [], [f"{path.name}: {error.strerror}"]
-    return EventLog(history_of(everything), everything, damage)
+    return RunEvents(history_of(everything), everything, damage)
 
 
 def read_recipe(run: Path) -> dict[str, Any]:
@@ -107,16 +107,16 @@ def read_earlier(path: Path, start: EventRecord) -> EarlierEvents:
 
 def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
     """Yield the seconds that each launch trained, up to its last event."""
-    begun = ended = None
+    start = ended = None
     for event in events:
         if event["event"] == "start":
-            if begun is not None and ended is not None:
-                yield ended - begun
-            begun = ended = event["time"]
-        elif event["event"] in _WORK and begun is not None:
+            if start is not None and ended is not None:
+                yield ended - start
+            start = ended = event["time"]
+        elif event["event"] in _WORK and start is not None:
             ended = event["time"]
-    if begun is not None and ended is not None:
-        yield ended - begun
+    if start is not None and ended is not None:
+        yield ended - start
 
 
 def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
@@ -130,10 +130,10 @@ def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
         if not isinstance(step, int) or step <= min(last_of_any, last[event["event"]]):
             history.append(event)
         if event["event"] in ("start", "rewind"):
-            kept, again = _goes_on(event)
-            last_of_any = min(last_of_any, kept)
+            last_valid, again = _goes_on(event)
+            last_of_any = min(last_of_any, last_valid)
             for kind in again:
-                last[kind] = min(last[kind], kept - 1)
+                last[kind] = min(last[kind], last_valid - 1)
     return history[::-1]
 
 
@@ -166,9 +166,9 @@ def resumed_step(start: EventRecord) -> int | None:
 
 def superseded(event: EventRecord, start: EventRecord) -> bool:
     """Return whether an event is repeated after a later ``start`` or ``rewind`` event."""
-    kept, again = _goes_on(start)
+    last_valid, again = _goes_on(start)
     step = event.get("step")
-    return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
+    return isinstance(step, int) and (step > last_valid or (step == last_valid and event["event"] in again))
 
 
 def _goes_on(start: EventRecord) -> tuple[int, Sequence[str]]:
@@ -226,12 +226,12 @@ def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> I
     )
     for label, name, words, kind in shown:
         if name in measured and predicted.get(name):
-            expected, found = predicted[name], measured[name]
+            expected, actual = predicted[name], measured[name]
             low, high = predicted.get(f"{kind}_low", 0.0), predicted.get(f"{kind}_high", math.inf)
-            ratio = expected / max(found, 1e-9) if name == "step_time" else found / expected
+            ratio = expected / max(actual, 1e-9) if name == "step_time" else actual / expected
             is_outside = not low <= ratio <= high
-            off = _off(found / expected) + ", outside of the plan's interval" * is_outside
-            yield Compared(label, f"{words(expected)} predicted, {words(found)} measured ({off})", is_outside)
+            off = _off(actual / expected) + ", outside of the plan's interval" * is_outside
+            yield Compared(label, f"{words(expected)} predicted, {words(actual)} measured ({off})", is_outside)
 
 
 def _off(ratio: float) -> str:
@@ -242,8 +242,8 @@ def _off(ratio: float) -> str:
 
 def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[str]:
     """Yield the known reasons why steps took much longer than planned; nothing if they did not."""
-    expected, found = predicted.get("step_time"), measured.get("step_time")
-    if not expected or found is None or found < _FAR * expected:
+    expected, actual = predicted.get("step_time"), measured.get("step_time")
+    if not expected or actual is None or actual < _FAR * expected:
         return
     causes = causes_of(
         measured, elsewhere=measured.get("in_collectives", 0.0), planned_threads=predicted.get("threads")

@@ -59,16 +59,16 @@ class ReportObserver:
         _wait(self._process)
 
 
-def write_after_failure(run: Path, wanted: bool | str, seconds: float, *, waits: bool) -> None:
+def write_after_failure(run: Path, setting: bool | str, seconds: float, *, waits: bool) -> None:
     """Write the page of a run whose processes have failed, so that it does not say that the run trains.
 
     Args:
-        wanted: ``logging.report``.
+        setting: ``logging.report``.
         seconds: how long the launch has lasted.
         waits: until the page is written.
     """
-    is_auto = wanted == "auto" and ReportObserver.is_available()
-    if wanted is True or (is_auto and (seconds >= _SHORT or (run / "report.html").is_file())):
+    is_auto = setting == "auto" and ReportObserver.is_available()
+    if setting is True or (is_auto and (seconds >= _SHORT or (run / "report.html").is_file())):
         process = _begun(run, ended=True)
         _wait(process if waits else None)
 

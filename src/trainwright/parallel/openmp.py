@@ -21,7 +21,7 @@ _SET_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _INTERVAL = 0.3  # seconds
 _BUSY = 0.1  # share of the time in which a thread could run and had no core
 _QUIET_SECONDS = 10.0  # after which the added threads end
-_PARALLEL_ELEMENTS = 2**20  # torch shares an operation on so many among its threads
+_PARALLEL_ELEMENTS = 2**20  # torch shares an operation on at least this number among its threads
 
 
 def limit_spinning() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainwright.errors import RequestError
-from trainwright.planning.plan import Plan
+from trainwright.planning.plan import RunPlan
 from trainwright.planning.workload import Workload
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -37,7 +37,7 @@ def with_budget(workload: Workload, tokens: float) -> Workload:
     return replace(workload, steps=max(1, -(-round(tokens) // round(workload.tokens))))
 
 
-def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
+def cost(plan: RunPlan, tokens: float, price: float | None) -> dict[str, float]:
     """Return the time and cost of training on ``tokens``, and the expected loss; ``price``: per device and hour.
 
     Empty if nothing fits.
@@ -48,25 +48,25 @@ def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
     assert plan.workload.steps is not None
     hours = plan.workload.steps * time.seconds / 3600
     devices = plan.chosen.choice.num_processes if plan.cluster.device == "cuda" else 1
-    found = {
+    figures = {
         "tokens": tokens,
         "tokens_per_parameter": tokens / size,
         "hours": hours,
         "device_hours": hours * devices,
         "expected_loss": _IRREDUCIBLE + _A / size**_ALPHA + _B / tokens**_BETA,
     }
-    return found if price is None else {**found, "cost": hours * devices * price}
+    return figures if price is None else {**figures, "cost": hours * devices * price}
 
 
-def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
+def words(plan: RunPlan, tokens: float, price: float | None) -> Iterator[str]:
     """Yield the values of ``cost`` as text."""
-    found = cost(plan, tokens, price)
-    if not found:
+    figures = cost(plan, tokens, price)
+    if not figures:
         return
     size, steps = plan.workload.architecture.parameters().total, plan.workload.steps
     unit = "GPU hours" if plan.cluster.device == "cuda" else "hours of the machine"
-    each = found["tokens_per_parameter"]
+    each = figures["tokens_per_parameter"]
     yield f"{tokens:.3g} tokens, {each:.3g} per parameter ({size:,} parameters), in {steps:,} steps"
-    line = f"{found['hours']:,.3g} hours, {found['device_hours']:,.3g} {unit}"
-    yield line if price is None else f"{line}, {found['cost']:,.2f} at {price:g} an hour"
-    yield f"about {found['expected_loss']:.2f} nats per token of web text, by the fit of arXiv 2203.15556"
+    line = f"{figures['hours']:,.3g} hours, {figures['device_hours']:,.3g} {unit}"
+    yield line if price is None else f"{line}, {figures['cost']:,.2f} at {price:g} an hour"
+    yield f"about {figures['expected_loss']:.2f} nats per token of web text, by the fit of arXiv 2203.15556"

@@ -100,29 +100,29 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
         return (constraints.fixed["num_processes"],)
     if constraints.worlds:
         return constraints.worlds
-    asked = constraints.fixed.get("strategy")
-    if asked is not None and spec_of(asked).is_one_process:
+    strategy = constraints.fixed.get("strategy")
+    if strategy is not None and spec_of(strategy).is_one_process:
         return (1,)
     rows = max(1, math.ceil(workload.global_batch_rows))
     usual = _usual_worlds(rows, cluster)
-    most = cluster.devices if cluster.device == "cuda" else cluster.cpu_cores
+    limit = cluster.devices if cluster.device == "cuda" else cluster.cpu_cores
     largest = next(
-        (n for n in range(min(most, usual[0]), 0, -1) if constraints.allows_world(n, constraints.given_up)), None
+        (n for n in range(min(limit, usual[0]), 0, -1) if constraints.allows_world(n, constraints.given_up)), None
     )
     node = cluster.devices_per_node
     idle = {n for n in (node, cluster.devices) if n > usual[0]} if cluster.device == "cuda" else set()
-    found = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
-    return tuple(n for n in found if constraints.allows_world(n, constraints.given_up))
+    counts = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
+    return tuple(n for n in counts if constraints.allows_world(n, constraints.given_up))
 
 
 def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
     if cluster.device == "cpu":
-        most = min(cluster.cpu_cores, rows)
-        return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64, most) if n <= most}, reverse=True))
+        limit = min(cluster.cpu_cores, rows)
+        return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64, limit) if n <= limit}, reverse=True))
     node = cluster.devices_per_node
-    most = node * min(cluster.nodes, rows // node) if rows >= node else rows
-    fewer = (node * (most // node // 2), node, 1)
-    return tuple(sorted({most, *(n for n in fewer if 0 < n <= most)}, reverse=True))
+    limit = node * min(cluster.nodes, rows // node) if rows >= node else rows
+    fewer = (node * (limit // node // 2), node, 1)
+    return tuple(sorted({limit, *(n for n in fewer if 0 < n <= limit)}, reverse=True))
 
 
 def layouts(
@@ -132,38 +132,41 @@ def layouts(
 
     ``rows``: of a step. Processes beyond their number are of use only to strategies that shard something.
     """
-    asked = constraints.fixed.get("strategy")
-    found = [
+    strategy = constraints.fixed.get("strategy")
+    candidates = [
         layout
-        for layout in _all_layouts(processes, cluster, asked)
+        for layout in _all_layouts(processes, cluster, strategy)
         if constraints.allows("strategy", layout.strategy)
         and (processes <= rows or spec_of(layout.strategy).shards)
         and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
     if (
-        not found and asked is not None and processes <= rows and constraints.fixed.get("replicate_size", 1) == 1
+        not candidates
+        and strategy is not None
+        and processes <= rows
+        and constraints.fixed.get("replicate_size", 1) == 1
     ):  # requested explicitly
-        found.append(
-            ParallelLayout(asked, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
+        candidates.append(
+            ParallelLayout(strategy, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
         )
-    yield from found
+    yield from candidates
     if "replicate_size" in constraints.fixed and constraints.fixed["replicate_size"] > 1:
         yield from _with_replicas(processes, constraints)
 
 
-def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterator[ParallelLayout]:
+def _all_layouts(processes: int, cluster: Cluster, strategy: str | None) -> Iterator[ParallelLayout]:
     offloading = []
-    for name, spec in all_specs().items() if asked is None else ((asked, spec_of(asked)),):
+    for name, spec in all_specs().items() if strategy is None else ((strategy, spec_of(strategy)),):
         if processes < spec.least_processes or processes > (spec.most_processes or processes):
             continue
-        found = [ParallelLayout(name, **values) for values in spec.layouts]
-        kept = [layout for layout in found if not layout.offloads]
-        offloading += [layout for layout in found if layout.offloads]
+        all_of_strategy = [ParallelLayout(name, **values) for values in spec.layouts]
+        on_device = [layout for layout in all_of_strategy if not layout.offloads]
+        offloading += [layout for layout in all_of_strategy if layout.offloads]
         # On one process the strategies for several are tried only if requested.
-        if processes > 1 or spec.is_one_process or asked is not None:
-            yield from kept
+        if processes > 1 or spec.is_one_process or strategy is not None:
+            yield from on_device
             for replicas in _replica_counts(processes, cluster) if "replicate_size" in spec.keys else ():
-                yield from (replace(layout, replicate_size=replicas) for layout in kept)
+                yield from (replace(layout, replicate_size=replicas) for layout in on_device)
     if cluster.device == "cuda":
         yield from offloading
 
@@ -195,14 +198,14 @@ def micro_batches(workload: Workload, processes: int, constraints: Constraints) 
     steps = constraints.fixed.get("gradient_accumulation_steps")
     if "micro_batch_size" in constraints.fixed:
         rows = constraints.fixed["micro_batch_size"]
-        made = _passes(total, rows, processes)
-        return [(rows, made)] if steps is None or steps == made else []
+        passes = _passes(total, rows, processes)
+        return [(rows, passes)] if steps is None or steps == passes else []
     if steps is not None:
         rows = max(1, math.ceil(share / steps))
         # A pack more or less does not change the result: the batch is what this number of passes holds.
         return [(rows, steps)] if workload.packed or _passes(total, rows, processes) == steps else []
-    most = max(1, _MOST_TOKENS // workload.row_tokens)
-    sizes = sorted({rows for n in _DIVISIONS if (rows := math.ceil(share / n)) <= most} | {1}, reverse=True)
+    limit = max(1, _MOST_TOKENS // workload.row_tokens)
+    sizes = sorted({rows for n in _DIVISIONS if (rows := math.ceil(share / n)) <= limit} | {1}, reverse=True)
     return [(rows, math.ceil(share / rows)) for rows in sizes]
 
 
@@ -218,10 +221,10 @@ def recomputations(workload: Workload, constraints: Constraints) -> tuple[Recomp
         RequestError: every n-th block is requested of fewer than n blocks.
     """
     options = constraints.options("activation_checkpointing", _RECOMPUTE)
-    asked, layers = constraints.fixed.get("activation_checkpointing"), workload.architecture.layers
-    if isinstance(asked, int) and asked > layers:
+    checkpointing, layers = constraints.fixed.get("activation_checkpointing"), workload.architecture.layers
+    if isinstance(checkpointing, int) and checkpointing > layers:
         raise RequestError(
-            f"train.activation_checkpointing: the model has {layers} blocks, so there is no {asked}th one; "
+            f"train.activation_checkpointing: the model has {layers} blocks, so there is no {checkpointing}th one; "
             "lower it, or set it to none"
         )
     return tuple(o for o in options if not isinstance(o, int) or o <= workload.architecture.layers)
@@ -239,8 +242,8 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
 
 def precision_for(constraints: Constraints, cluster: Cluster) -> MixedPrecision:
     """Return the precision of the recipe, or else the fastest one found, or else that of the hardware."""
-    asked: MixedPrecision | None = constraints.fixed.get("mixed_precision")
-    return asked or constraints.precision or precision_of(cluster)[0]
+    fixed: MixedPrecision | None = constraints.fixed.get("mixed_precision")
+    return fixed or constraints.precision or precision_of(cluster)[0]
 
 
 def precisions(constraints: Constraints, rates: Rates) -> tuple[MixedPrecision, ...]:

@@ -33,21 +33,21 @@ def collectives(workload: Workload, choice: Choice) -> dict[str, Count] | None:
     if choice.num_processes == 1:
         return {}
     width = _WIDTHS[choice.mixed_precision]
-    whole = inventory(workload.architecture, width, workload.adapter is None, workload.adapter, workload.quantisation)
-    held = partly_trained(whole, workload.trained)
-    updates = {} if workload.optimizer == "adamw" else _updates(held, choice)
+    full = inventory(workload.architecture, width, workload.adapter is None, workload.adapter, workload.quantisation)
+    trained_inventory = partly_trained(full, workload.trained)
+    updates = {} if workload.optimizer == "adamw" else _updates(trained_inventory, choice)
     if choice.spec.gathers_blocks:
-        return {**_sharded(held, choice, width), **updates}
+        return {**_sharded(trained_inventory, choice, width), **updates}
     if any(one.when == "buckets" for one in choice.spec.collectives):
-        return {"all_reduce": _buckets(held, choice.spec.bucket_bytes), **updates}
+        return {"all_reduce": _buckets(trained_inventory, choice.spec.bucket_bytes), **updates}
     return None
 
 
-def _sharded(held: Inventory, choice: Choice, width: int) -> dict[str, Count]:
+def _sharded(inventory: Inventory, choice: Choice, width: int) -> dict[str, Count]:
     """Count FSDP2's collectives: a unit is gathered as one, and its gradients are reduced as one."""
-    found, passes = units(held, choice.shards), choice.gradient_accumulation_steps
-    blocks = [unit for number, unit in found.items() if number != OUTSIDE]
-    everything, trained = list(found.values()), [unit for unit in found.values() if unit.trained]
+    units_by_number, passes = units(inventory, choice.shards), choice.gradient_accumulation_steps
+    blocks = [unit for number, unit in units_by_number.items() if number != OUTSIDE]
+    everything, trained = list(units_by_number.values()), [unit for unit in units_by_number.values() if unit.trained]
     counts: dict[str, Count] = {}
     if choice.shards > 1:
         times = passes if choice.reshard_after_forward else 1
@@ -66,12 +66,12 @@ def _sum(those: list[ShardedUnit], size: str, width: int, times: int) -> Count:
     return Count(times * len(those), times * width * sum(getattr(unit, size) for unit in those))
 
 
-def _updates(held: Inventory, choice: Choice) -> dict[str, Count]:
+def _updates(inventory: Inventory, choice: Choice) -> dict[str, Count]:
     """Count the exchange of matrices and their updates on rank 0 (parallel/matrix_exchange.py), on GPUs.
 
     An all-to-all has the bytes that the rank receives.
     """
-    shapes, shards = orthogonalized(held), choice.shards
+    shapes, shards = orthogonalized(inventory), choice.shards
     width = exchanged_width(on_gpu=True)
     numbers, sizes = Counter[str](), Counter[str]()
     for one in assign(shapes, choice.num_processes):
@@ -88,12 +88,12 @@ def _updates(held: Inventory, choice: Choice) -> dict[str, Count]:
     return {kind: Count(number, sizes[kind]) for kind, number in numbers.items()}
 
 
-def _buckets(held: Inventory, most: int | None) -> Count:
+def _buckets(inventory: Inventory, limit: int | None) -> Count:
     """Count the buckets of parallel/replicated/replicated.py."""
-    sizes = [_REDUCED * weight.numel for weight in reversed(held.weights) if weight.trainable]
-    number, left = 0, 0
+    sizes = [_REDUCED * weight.numel for weight in reversed(inventory.weights) if weight.trainable]
+    number, remaining = 0, 0
     for size in sizes:
-        if most is None or size > left:
-            number, left = number + 1, most if most is not None else sum(sizes)
-        left -= size
-    return Count(number if most is not None else 1, sum(sizes))
+        if limit is None or size > remaining:
+            number, remaining = number + 1, limit if limit is not None else sum(sizes)
+        remaining -= size
+    return Count(number if limit is not None else 1, sum(sizes))

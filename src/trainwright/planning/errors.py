@@ -79,7 +79,7 @@ def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[st
         "several nodes": choice.num_processes > cluster.devices_per_node,
         "other vendors": cluster.card.vendor != "NVIDIA",
     }
-    return tuple(name for name, held in holds.items() if held)
+    return tuple(name for name, holds_now in holds.items() if holds_now)
 
 
 def errors_of(workload: Workload, choice: Choice, cluster: Cluster) -> Errors:
@@ -95,10 +95,10 @@ def _errors(kinds: tuple[str, ...]) -> Errors:
 def _widest(kinds: tuple[str, ...], what: str) -> Interval:
     """Return the widest interval of the kinds; a kind with too few known runs has that of all runs."""
     known = _read()["classes"]
-    found = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
-    whole = Interval(**known[_ALL][what])
-    some = [one or whole for one in found]
-    runs = min((one.runs for one in found if one), default=0)
+    intervals = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
+    of_all = Interval(**known[_ALL][what])
+    some = [one or of_all for one in intervals]
+    runs = min((one.runs for one in intervals if one), default=0)
     return Interval(min(one.low for one in some), max(one.high for one in some), runs)
 
 
@@ -109,7 +109,7 @@ def _read() -> dict[str, Any]:
 
 
 def _quantile(values: list[float], part: float) -> float:
-    place = part * (len(values) - 1)
-    below = int(place)
+    position = part * (len(values) - 1)
+    below = int(position)
     above = min(below + 1, len(values) - 1)
-    return values[below] + (values[above] - values[below]) * (place - below)
+    return values[below] + (values[above] - values[below]) * (position - below)

@@ -175,10 +175,10 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> None:
     Raises:
         RequestError: states the type of the model, or why packing would mix sequences.
     """
-    if (found := _at_hand(model)) is not None:
-        check_trainable(found[0], found[1], FAMILIES)
-        _refuse_unnamed(found[0])
-        check_packable(found[0], pack_length)
+    if (config_and_origin := _at_hand(model)) is not None:
+        check_trainable(config_and_origin[0], config_and_origin[1], FAMILIES)
+        _refuse_unnamed(config_and_origin[0])
+        check_packable(config_and_origin[0], pack_length)
 
 
 def packs(model: str, length: int) -> bool:
@@ -194,8 +194,8 @@ def configuration_named(name: str) -> Mapping[str, Any]:
     Raises:
         RequestError: there is none; the message names similar known models.
     """
-    if (found := _named(name)) is not None:
-        return found[0]
+    if (config_and_origin := _named(name)) is not None:
+        return config_and_origin[0]
     near = nearest_models(name)
     raise RequestError(
         f"model.name: {name} has no configuration here{f'; did you mean {near}?' if near else ''}; use a directory "
@@ -212,8 +212,8 @@ def experts_note(model: ModelSection) -> str | None:
     """Return a message about experts that the recipe's adapter leaves out, or None."""
     if (
         model.adapter.type == "none"
-        or (found := _at_hand(model)) is None
-        or not any("expert" in key for key in found[0])
+        or (config_and_origin := _at_hand(model)) is None
+        or not any("expert" in key for key in config_and_origin[0])
     ):
         return None
     from transformers import AutoConfig
@@ -223,7 +223,7 @@ def experts_note(model: ModelSection) -> str | None:
     from trainwright.models.files import skeleton
 
     try:
-        return experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(found[0]))))
+        return experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(config_and_origin[0]))))
     except (RequestError, *NOT_MADE):  # which the check of the model reports
         return None
 
@@ -232,10 +232,10 @@ def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
     """Return a model's configuration, if available locally, and the prefix of error messages about it."""
     if model.config is not None:
         return model.fresh or {}, "model.config"
-    found = None if model.name is None else _named(model.name)
-    if found is not None and model.is_own:
-        return {**found[0], "implementation": model.implementation}, found[1]
-    return found
+    config_and_origin = None if model.name is None else _named(model.name)
+    if config_and_origin is not None and model.is_own:
+        return {**config_and_origin[0], "implementation": model.implementation}, config_and_origin[1]
+    return config_and_origin
 
 
 def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
@@ -286,9 +286,9 @@ def architecture_named(name: str) -> Architecture:
     known = known_model(name)
     if known is None and (file := _cached_config(name)) is not None:
         return architecture_of_file(file)
-    found = known or find_model(name)
-    check_trainable(found.config, name, FAMILIES)
-    return found.architecture()
+    resolved = known or find_model(name)
+    check_trainable(resolved.config, name, FAMILIES)
+    return resolved.architecture()
 
 
 def full_rows(recipe: Recipe) -> Facts:
@@ -387,10 +387,10 @@ def _cached_config(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        file = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(file) if isinstance(file, str) else None
 
 
 def _located(model: ModelSection) -> Path:
@@ -414,15 +414,15 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
     each = needs.sequences_per_example
-    found = recall(recipe.model, data, seed, cache_root(), rows_of(recipe))
-    if found is not None:
-        return found
+    recalled = recall(recipe.model, data, seed, cache_root(), rows_of(recipe))
+    if recalled is not None:
+        return recalled
     examples = [] if recipe.spec.corpus else _first_examples(recipe, each)
     guess = estimate(examples, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         longest = each * data.max_length
-        whole = "data.max_length" if each == 1 else f"{each} times data.max_length"
-        assumptions.append(f"every example has {whole}, {longest} tokens: the data is not available yet")
+        length_text = "data.max_length" if each == 1 else f"{each} times data.max_length"
+        assumptions.append(f"every example has {length_text}, {longest} tokens: the data is not available yet")
         return Lengths((longest,), None, 1.0, exact=False)
     assumptions.append(
         f"examples of {guess.mean:.0f} tokens on average, estimated from the characters of the first {len(examples)}; "
@@ -440,12 +440,17 @@ def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import registered_rows, registered_source
 
-    data, whole = recipe.data, sum(one.weight for one in recipe.data.sources)
+    data, total_weight = recipe.data, sum(one.weight for one in recipe.data.sources)
     parts: list[list[list[Example]]] = []
     for one, key in zip(data.sources, data.source_keys, strict=True):
         files = registered_source(one.source) is None
-        found = check_source(one.source, key, one.format == "documents") if files else registered_rows(one.source)
-        rows, kind = found[: max(1, round(_SAMPLED_ROWS * one.weight / whole))], kind_of_rows(recipe, key)
+        examples_of_source = (
+            check_source(one.source, key, one.format == "documents") if files else registered_rows(one.source)
+        )
+        rows, kind = (
+            examples_of_source[: max(1, round(_SAMPLED_ROWS * one.weight / total_weight))],
+            kind_of_rows(recipe, key),
+        )
         parts.append([])
         if not rows:
             continue
@@ -520,13 +525,13 @@ def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) ->
         return None
     patterns, key = needs.trainable or (None, "")
     weights = inventory(architecture, 4, True).weights
-    found = frozenset((w.unit, w.name) for w in weights if _wanted(w, patterns, last))
-    if not found:
+    trained_weights = frozenset((w.unit, w.name) for w in weights if _wanted(w, patterns, last))
+    if not trained_weights:
         assumptions.append(
             f"all parameters assumed trainable: the parameter names of {architecture.family} are unknown, so {key} "
             "cannot be matched"
         )
-    return found or None
+    return trained_weights or None
 
 
 def _wanted(weight: Weight, patterns: Sequence[str] | None, last: int | None) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainwright.drawing import new_figure, save_chart
 from trainwright.machine.measured.quick import rates_in_words
 from trainwright.planning.errors import SHARE, Errors
-from trainwright.planning.plan import Plan
+from trainwright.planning.plan import RunPlan
 from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict
 from trainwright.planning.search import Candidate
 from trainwright.planning.step_time.step import StepTime
@@ -51,7 +51,7 @@ def grouped(candidate: Candidate) -> dict[str, int]:
     return sums
 
 
-def table(plan: Plan, everything: bool = False, width: int | None = None) -> Iterator[str]:
+def table(plan: RunPlan, everything: bool = False, width: int | None = None) -> Iterator[str]:
     """Yield a line for each candidate, the fastest first; without ``everything`` only the best of each strategy.
 
     If ``width`` is too narrow, memory is not drawn and a verdict has a line of its own.
@@ -68,12 +68,12 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     for one in rows:
         chosen = best is not None and same_place(one.choice, best.choice)
         row = _row(one, "" if narrow else f"  {_bar(one, scale):<{_BAR}}", chosen=chosen)
-        why = _chosen_words(one) if chosen else verdict(one, plan.found.best)
+        why = _chosen_words(one) if chosen else verdict(one, plan.search.best)
         yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
     legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
     free = size(plan.chosen.available_bytes)
-    whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
-    yield f"{legend}{free} available ({whole})"
+    sharing = "all processes together" if plan.cluster.device == "cpu" else "a device"
+    yield f"{legend}{free} available ({sharing})"
     if (
         shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)
     ) is not None:
@@ -82,7 +82,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
         yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
 
 
-def words(plan: Plan) -> Iterator[str]:
+def words(plan: RunPlan) -> Iterator[str]:
     """Yield a description of the chosen plan: what runs, why, its memory, and the parts of its time."""
     if not plan.fits:
         yield shortage(plan.chosen, plan.cluster, plan.suggestions)
@@ -109,39 +109,39 @@ def _peak(time: StepTime) -> str:
     return "datasheet's peak rate" if time.peak_is_nominal else "measured peak rate"
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: RunPlan) -> str:
     """Return the chosen plan in one line."""
     chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
-    place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    prefix = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
     low, high = (size(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
     memory = f"{size(chosen.memory.total)} ({low} to {high}) per process"
     if time is None:
-        return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
+        return f"{prefix}, {memory} of {size(chosen.available_bytes)}: it does not fit"
     slow, fast = chosen.errors.speed.of(time.tokens_per_second)
     speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
-    line = f"{place}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} per step, {speed}"
+    line = f"{prefix}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} per step, {speed}"
     steps = plan.workload.steps
     return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
 
 
-def candidates(plan: Plan, *, everything: bool) -> list[Candidate]:
+def candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
     """Return the candidates, the chosen one first, then the others by their speed and those that do not fit.
 
     Args:
         everything: not only the best one of each kind.
     """
     runs = sorted(
-        (one for one in plan.found.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
+        (one for one in plan.search.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
     )
-    others = sorted((one for one in plan.found.candidates if not one.runs), key=lambda one: one.shortfall)
+    others = sorted((one for one in plan.search.candidates if not one.runs), key=lambda one: one.shortfall)
     rows = [plan.chosen, *(one for one in [*runs, *others] if not same_place(one.choice, plan.chosen.choice))]
     if everything:
         return rows
-    kept: dict[tuple[object, ...], Candidate] = {}
+    fastest: dict[tuple[object, ...], Candidate] = {}
     for one in rows:
-        kept.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
-    return list(kept.values())[:_SHOWN]
+        fastest.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
+    return list(fastest.values())[:_SHOWN]
 
 
 def _row(one: Candidate, memory: str, *, chosen: bool) -> str:
@@ -213,7 +213,7 @@ def _time_line(parts: Mapping[str, float], seconds: float) -> str:
     return f"{span(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
 
 
-def _rates_line(plan: Plan) -> str:
+def _rates_line(plan: RunPlan) -> str:
     if plan.calibrated:
         return "times measured on this machine"
     if plan.basis.trouble is not None:
@@ -226,7 +226,7 @@ def _rates_line(plan: Plan) -> str:
     return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
 
 
-def _own_runs(plan: Plan) -> Iterator[str]:
+def _own_runs(plan: RunPlan) -> Iterator[str]:
     correction = plan.correction
     if not correction.runs:
         return
@@ -237,7 +237,7 @@ def _own_runs(plan: Plan) -> Iterator[str]:
     )
 
 
-def _run_line(plan: Plan) -> str:
+def _run_line(plan: RunPlan) -> str:
     time, steps = plan.chosen.time, plan.workload.steps
     assert time is not None and steps is not None
     tokens = steps * time.tokens
@@ -262,7 +262,7 @@ _COLORS = {
 }
 
 
-def draw(plan: Plan, file: Path) -> None:
+def draw(plan: RunPlan, file: Path) -> None:
     """Write a chart with a stacked bar for each candidate, a line for the available memory, and the speeds beside them.
 
     The chosen candidate is the first row, on a band.

@@ -38,7 +38,7 @@ _NAMES: dict[MixedPrecision, str] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The chosen candidate of a run, with all others, reasons and assumptions.
 
     ``chosen``: the candidate that runs, or, if ``fits`` is false, the one nearest to fitting; ``suggestions`` then
@@ -49,7 +49,7 @@ class Plan:
     cluster: Cluster
     constraints: Constraints
     chosen: Candidate
-    found: SearchResult
+    search: SearchResult
     suggestions: tuple[Suggestion, ...]
     reasons: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -135,7 +135,7 @@ class Plan:
             "attention": list(self.attention),
             "assumptions": list(self.assumptions),
             "workload": _workload_json(self.workload),
-            "candidates": [_candidate_json(one) for one in self.found.candidates],
+            "candidates": [_candidate_json(one) for one in self.search.candidates],
             "rivals": [_candidate_json(one) for one in self.rivals],
             "ways_out": [{"change": way.change, "chosen": _candidate_json(way.candidate)} for way in self.suggestions],
         }
@@ -154,7 +154,7 @@ def make_plan(
     basis: Basis = Basis(),  # noqa: B008
     available: Callable[[str], str | None] = lambda strategy: None,
     own: Errors | None = None,
-) -> Plan:
+) -> RunPlan:
     """Return the plan with the fastest candidate for ``workload`` that fits ``cluster`` and satisfies ``constraints``.
 
     ``basis``: measurements on that machine. ``available``: maps a strategy to None, or to the reason why it cannot run
@@ -169,21 +169,23 @@ def make_plan(
     corrections = corrections_of(basis.runs, workload, basis.kind)
     rates = rates_of(cluster, basis.calibration, basis.measurement)
     evaluator = Evaluator(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
-    found, precision, rivals = _in_precision(evaluator, constraints)
-    if not found.candidates:
+    result, precision, rivals = _in_precision(evaluator, constraints)
+    if not result.candidates:
         raise RequestError(_impossible(constraints, workload, cluster))
-    chosen = found.best or found.nearest
-    if found.best is not None:
+    chosen = result.best or result.nearest
+    if result.best is not None:
         chosen = _perhaps_compiled(evaluator, constraints, chosen)
     out = () if chosen.runs else tuple(suggestions(evaluator, constraints, chosen))
-    return Plan(
+    return RunPlan(
         workload=workload,
         cluster=cluster,
         constraints=constraints,
         chosen=chosen,
-        found=found,
+        search=result,
         suggestions=out,
-        reasons=tuple(reasons_of(chosen, found, constraints, workload, cluster, precision, _why_not_compiled(cluster))),
+        reasons=tuple(
+            reasons_of(chosen, result, constraints, workload, cluster, precision, _why_not_compiled(cluster))
+        ),
         assumptions=(*_rates(basis), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,
@@ -200,25 +202,25 @@ def _in_precision(evaluator: Evaluator, constraints: Constraints) -> _Chosen:
     """
     options = precisions(constraints, evaluator.rates)
     tried = {precision: search(evaluator, replace(constraints, precision=precision)) for precision in options}
-    found = {precision: one for precision, one in tried.items() if one.candidates}
-    if len(found) < 2:
+    searched = {precision: one for precision, one in tried.items() if one.candidates}
+    if len(searched) < 2:
         why = None if "mixed_precision" in constraints.fixed else precision_of(evaluator.cluster)
-        return next(iter((found or tried).values())), why, ()
-    runs = {precision: one for precision, one in found.items() if one.best is not None}
+        return next(iter((searched or tried).values())), why, ()
+    runs = {precision: one for precision, one in searched.items() if one.best is not None}
     if not runs:
-        chosen = min(found, key=lambda precision: found[precision].nearest.shortfall)
-        return found[chosen], (chosen, f"nearer to fitting than {' or '.join(_others(found, chosen))}"), ()
+        chosen = min(searched, key=lambda precision: searched[precision].nearest.shortfall)
+        return searched[chosen], (chosen, f"nearer to fitting than {' or '.join(_others(searched, chosen))}"), ()
     if len(runs) == 1:
         (chosen, one) = next(iter(runs.items()))
-        return one, (chosen, f"with {' or '.join(_others(found, chosen))} nothing fits"), ()
+        return one, (chosen, f"with {' or '.join(_others(searched, chosen))} nothing fits"), ()
     plain, low = runs["no"].fastest, runs["bf16"].fastest
     chosen = "bf16" if low < _WORTH_ROUNDING * plain else "no"
     rivals = tuple(one.best for precision, one in runs.items() if precision != chosen and one.best is not None)
     return runs[chosen], (chosen, _why_precision(evaluator, chosen, plain, low)), rivals
 
 
-def _others(found: Mapping[MixedPrecision, SearchResult], chosen: MixedPrecision) -> list[str]:
-    return [_NAMES[precision] for precision in found if precision != chosen]
+def _others(results: Mapping[MixedPrecision, SearchResult], chosen: MixedPrecision) -> list[str]:
+    return [_NAMES[precision] for precision in results if precision != chosen]
 
 
 def _why_precision(evaluator: Evaluator, chosen: MixedPrecision, plain: float, low: float) -> str:
@@ -261,8 +263,8 @@ def constraints_of(recipe: Recipe) -> Constraints:
     implied = implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
 
     def why_not(processes: int, given_up: frozenset[str]) -> str:
-        found = contradictions(with_processes(_without(recipe, given_up), processes))
-        return f"{found[0].keys[0]}: {found[0].message}" if found else ""
+        problems = contradictions(with_processes(_without(recipe, given_up), processes))
+        return f"{problems[0].keys[0]}: {problems[0].message}" if problems else ""
 
     return Constraints(
         {**fixed, **_layout_constraints(parallel)},
@@ -325,20 +327,20 @@ def _impossible(constraints: Constraints, workload: Workload, cluster: Cluster) 
 
 
 def _workload_json(workload: Workload) -> dict[str, Any]:
-    found = asdict(workload)
-    found["beside"] = found.pop("reference")  # its key in plan.json
-    return {**found, "trained": None if workload.trained is None else sorted(map(list, workload.trained))}
+    values = asdict(workload)
+    values["beside"] = values.pop("reference")  # its key in plan.json
+    return {**values, "trained": None if workload.trained is None else sorted(map(list, workload.trained))}
 
 
 def _errors_json(candidate: Candidate) -> dict[str, Any]:
     """Return the intervals of the predictions; ``share`` of the measured runs of this kind lie within them."""
     errors, time = candidate.errors, candidate.time
-    found: dict[str, Any] = {"kinds": list(errors.kinds), "share": SHARE}
-    found["memory_bytes"] = [round(value) for value in errors.memory.of(candidate.memory.total)]
+    values: dict[str, Any] = {"kinds": list(errors.kinds), "share": SHARE}
+    values["memory_bytes"] = [round(value) for value in errors.memory.of(candidate.memory.total)]
     if time is not None:
-        found["tokens_per_second"] = list(errors.speed.of(time.tokens_per_second))
-        found["step_time"] = [time.seconds / errors.speed.high, time.seconds / errors.speed.low]
-    return {**found, "memory_runs": errors.memory.runs, "speed_runs": errors.speed.runs}
+        values["tokens_per_second"] = list(errors.speed.of(time.tokens_per_second))
+        values["step_time"] = [time.seconds / errors.speed.high, time.seconds / errors.speed.low]
+    return {**values, "memory_runs": errors.memory.runs, "speed_runs": errors.speed.runs}
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:

@@ -27,16 +27,16 @@ def on_nodes(recipe: Recipe, machine: Machine, nodes: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((each * nodes, usual * nodes if idle else each * nodes)))
 
 
-def in_range(recipe: Recipe, asked: ProcessRange) -> tuple[int, ...]:
+def in_range(recipe: Recipe, process_range: ProcessRange) -> tuple[int, ...]:
     """Return the numbers of processes of a range to try: the largest with which each has an example, then the largest.
 
     Raises RequestError as ``usable_processes``.
     """
-    usable, rows = usable_processes(recipe, asked), recipe.train.global_batch_size
+    usable, rows = usable_processes(recipe, process_range), recipe.train.global_batch_size
     return tuple(dict.fromkeys((max((n for n in usable if n <= rows), default=usable[0]), usable[-1])))
 
 
-def usable_processes(recipe: Recipe, asked: ProcessRange) -> tuple[int, ...]:
+def usable_processes(recipe: Recipe, process_range: ProcessRange) -> tuple[int, ...]:
     """Return the numbers of processes in a range that the rest of the recipe allows, in order.
 
     A process without examples is of use only to strategies that shard something.
@@ -45,14 +45,14 @@ def usable_processes(recipe: Recipe, asked: ProcessRange) -> tuple[int, ...]:
         RequestError: there is no choice.
     """
     spec, rows = recipe.parallel.spec, recipe.train.global_batch_size
-    most = asked.max if spec is None or spec.shards else max(asked.min, min(asked.max, rows))
-    refused = {n: contradictions(with_processes(recipe, n)) for n in range(asked.min, most + 1)}
-    usable = tuple(number for number, found in refused.items() if not found)
+    highest = process_range.max if spec is None or spec.shards else max(process_range.min, min(process_range.max, rows))
+    refused = {n: contradictions(with_processes(recipe, n)) for n in range(process_range.min, highest + 1)}
+    usable = tuple(number for number, problems in refused.items() if not problems)
     if len(usable) < min(2, len(refused)):
-        number, found = next((number, found) for number, found in refused.items() if found)
+        number, problems = next((number, problems) for number, problems in refused.items() if problems)
         only = f"only {usable[0]} is possible" if usable else "none is possible"
-        why = f"with {number}: {found[0].keys[0]}: {found[0].message}"
-        raise RequestError(f"parallel.num_processes: of {asked} processes {only}; {why}")
+        why = f"with {number}: {problems[0].keys[0]}: {problems[0].message}"
+        raise RequestError(f"parallel.num_processes: of {process_range} processes {only}; {why}")
     return usable
 
 

@@ -23,7 +23,7 @@ from trainwright.text import plural, size
 
 def reasons_of(
     chosen: Candidate,
-    found: SearchResult,
+    result: SearchResult,
     constraints: Constraints,
     workload: Workload,
     cluster: Cluster,
@@ -35,11 +35,11 @@ def reasons_of(
     ``precision``: the chosen one and why; None if the recipe sets it. ``uncompiled``: why blocks cannot be compiled.
     """
     choice = chosen.choice
-    searched = found.best or chosen  # not compiled, like all candidates it is compared with
+    searched = result.best or chosen  # not compiled, like all candidates it is compared with
     if "num_processes" not in constraints.fixed:
-        yield f"parallel.num_processes {choice.num_processes}: {_why_processes(searched, found, workload, cluster)}"
+        yield f"parallel.num_processes {choice.num_processes}: {_why_processes(searched, result, workload, cluster)}"
     if "strategy" not in constraints.fixed:
-        yield f"parallel.strategy {chosen.layout.in_words(choice.num_processes)}: {_why_strategy(searched, found)}"
+        yield f"parallel.strategy {chosen.layout.in_words(choice.num_processes)}: {_why_strategy(searched, result)}"
     if precision is not None:
         yield f"train.mixed_precision {precision[0]}: {precision[1]}"
     if "activation_checkpointing" not in constraints.fixed:
@@ -142,19 +142,19 @@ def _slower_part(candidate: Candidate, best: Candidate) -> str:
     differences = {
         name: seconds - best.time.parts.get(name, 0.0) for name, seconds in candidate.time.parts.items() if seconds
     }
-    name, most = max(differences.items(), key=lambda item: item[1], default=("", 0.0))
-    return name if most > 0.3 * (candidate.time.seconds - best.time.seconds) else ""
+    name, difference = max(differences.items(), key=lambda item: item[1], default=("", 0.0))
+    return name if difference > 0.3 * (candidate.time.seconds - best.time.seconds) else ""
 
 
-def _why_processes(chosen: Candidate, found: SearchResult, workload: Workload, cluster: Cluster) -> str:
+def _why_processes(chosen: Candidate, result: SearchResult, workload: Workload, cluster: Cluster) -> str:
     count = chosen.choice.num_processes
-    others = [one for one in found.candidates if one.runs and one.choice.num_processes != count]
+    others = [one for one in result.candidates if one.runs and one.choice.num_processes != count]
     rows = max(1, math.ceil(workload.global_batch_rows))
     if count > rows:
         without = plural(count - rows, "process has none and holds", "processes have none and hold")
         return f"a step has {plural(rows, 'row')}; {without} shards, which leaves more memory to each"
-    if not others and found.slower and chosen.time is not None:
-        nearest_count, seconds = min(found.slower.items(), key=lambda item: item[1])
+    if not others and result.slower and chosen.time is not None:
+        nearest_count, seconds = min(result.slower.items(), key=lambda item: item[1])
         ratio = seconds / chosen.time.seconds
         return f"with {nearest_count} a step would take {ratio:.2f} times as long even at the peak rate"
     if not others or chosen.time is None:
@@ -172,9 +172,9 @@ def _why_processes(chosen: Candidate, found: SearchResult, workload: Workload, c
     return f"with {nearest.choice.num_processes} a step takes {ratio:.2f} times as long"
 
 
-def _why_strategy(chosen: Candidate, found: SearchResult) -> str:
+def _why_strategy(chosen: Candidate, result: SearchResult) -> str:
     count = chosen.choice.num_processes
-    others = [one for one in found.candidates if one.choice.num_processes == count and one.layout != chosen.layout]
+    others = [one for one in result.candidates if one.choice.num_processes == count and one.layout != chosen.layout]
     if not chosen.runs:
         return "the nearest to fitting"
     lost = [f"{one.layout.in_words(count)} {verdict(one, chosen)}" for one in others]

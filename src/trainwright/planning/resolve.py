@@ -24,7 +24,7 @@ from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints
 from trainwright.planning.facts import experts_note, facts_of
-from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
+from trainwright.planning.plan import RunPlan, constraints_of, installed, make_plan
 from trainwright.planning.processes import in_words, on_nodes, usable_processes
 from trainwright.planning.step_time.basis import basis_of
 from trainwright.recipe.parallel_checks import implied_strategy
@@ -48,7 +48,7 @@ class Resolved:
 
     recipe: Recipe
     reasons: tuple[str, ...]
-    plan: Plan
+    plan: RunPlan
     chosen: tuple[str, ...]
     estimated: bool = False
     usable: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         RequestError: more processes than GPUs, or batch sizes that no number of processes satisfies.
         MachineError: a device that is not present or not usable, or a precision that it cannot compute in.
     """
-    asked, elastic = recipe, recipe.parallel.num_processes
+    requested, elastic = recipe, recipe.parallel.num_processes
     machine = with_device(machine, recipe.parallel.device)
     recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
     facts = facts_of(recipe)
@@ -91,12 +91,12 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         if len(usable) < len(allowed):
             few = in_words(allowed[: -len(usable)])
             remarks.append(f"parallel.num_processes: with {few} the run does not fit, so it waits for {usable[0]}")
-        asked = with_processes(asked, usable[-1])
-    chosen = tuple(_different(asked, resolved))
+        requested = with_processes(requested, usable[-1])
+    chosen = tuple(_different(requested, resolved))
     return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, facts.estimated, usable)
 
 
-def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constraints], Plan]) -> tuple[int, ...]:
+def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constraints], RunPlan]) -> tuple[int, ...]:
     """Return the allowed numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
     spec = recipe.parallel.spec
     if spec is None or not spec.shards:
@@ -106,7 +106,7 @@ def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constr
     return (*sorted(fit), largest)
 
 
-def filled(recipe: Recipe, plan: Plan) -> Recipe:
+def filled(recipe: Recipe, plan: RunPlan) -> Recipe:
     """Return the recipe with every `auto` replaced by the plan's choice.
 
     Raises:
@@ -123,7 +123,7 @@ def filled(recipe: Recipe, plan: Plan) -> Recipe:
     return resolved
 
 
-def chosen_values(plan: Plan) -> dict[str, dict[str, Any]]:
+def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
     """Return the plan's values for ``auto``, by section and key of the recipe."""
     choice = plan.chosen.choice
     train = {
@@ -137,8 +137,8 @@ def chosen_values(plan: Plan) -> dict[str, dict[str, Any]]:
     return {"train": train, "parallel": parallel}
 
 
-def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
-    before, after = asked.model_dump(), resolved.model_dump()
+def _different(requested: Recipe, resolved: Recipe) -> Iterator[str]:
+    before, after = requested.model_dump(), resolved.model_dump()
     for section, values in after.items():
         if isinstance(values, dict):
             yield from (f"{section}.{key}" for key, value in values.items() if value != before[section].get(key))
@@ -190,42 +190,42 @@ def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
     try:
         return type(recipe).model_validate(values)
     except ValidationError as error:
-        found = contradictions_in(error)
-        assert found, "every value was valid before"
-        raise RequestError("\n".join(f"{item.keys[0]}: {item.message}" for item in found)) from error
+        contradictions = contradictions_in(error)
+        assert contradictions, "every value was valid before"
+        raise RequestError("\n".join(f"{item.keys[0]}: {item.message}" for item in contradictions)) from error
 
 
 def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:
-    asked, rows = recipe.parallel.num_processes, recipe.train.global_batch_size
-    if not isinstance(asked, int):  # a range begins with those that are there
+    processes, rows = recipe.parallel.num_processes, recipe.train.global_batch_size
+    if not isinstance(processes, int):  # a range begins with those that are there
         return
     if cluster.device == "cuda":
         gpus = cluster.devices
-        if check_gpus and asked > gpus:
+        if check_gpus and processes > gpus:
             raise RequestError(
-                f"parallel.num_processes: {asked} processes for {gpus} GPU{'s' * (gpus > 1)}; "
+                f"parallel.num_processes: {processes} processes for {gpus} GPU{'s' * (gpus > 1)}; "
                 f"set it to {gpus} or auto, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
-    elif asked > (cores := cluster.cpu_cores * cluster.nodes):
-        share = f"{asked} processes share {cores} core{'s' * (cores > 1)}"
+    elif processes > (cores := cluster.cpu_cores * cluster.nodes):
+        share = f"{processes} processes share {cores} core{'s' * (cores > 1)}"
         remarks.append(f"parallel.num_processes: {share}: correct, but slower than fewer")
-    if asked > rows:
+    if processes > rows:
         remarks.append(
-            f"parallel.num_processes: a step has {rows} example{'s' * (rows > 1)} for {asked} processes: correct, but "
-            f"{asked - rows} of them {('are' if asked - rows > 1 else 'is')} idle"
+            f"parallel.num_processes: a step has {rows} example{'s' * (rows > 1)} for {processes} processes: correct, "
+            f"but {processes - rows} of them {('are' if processes - rows > 1 else 'is')} idle"
         )
 
 
 def _check_precision(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
-    asked, card = recipe.train.mixed_precision, cluster.card
-    if asked == "bf16" and "bf16" not in card.rates:
+    precision, card = recipe.train.mixed_precision, cluster.card
+    if precision == "bf16" and "bf16" not in card.rates:
         if cluster.device == "cuda" and card.capability < (8, 0):
             raise MachineError(
                 f"train.mixed_precision: {card.name} does not compute in bf16; set it to auto, fp16 or no"
             )
         if cluster.device == "cpu":
             remarks.append("train.mixed_precision: bf16 is emulated by this CPU, correct but slower than no (fp32)")
-    if asked == "fp16" and cluster.device == "cpu":
+    if precision == "fp16" and cluster.device == "cpu":
         remarks.append("train.mixed_precision: a CPU computes fp16 through fp32, correct but slower than no (fp32)")
 
 
@@ -251,9 +251,9 @@ def _check_offload(recipe: Recipe, cluster: Cluster) -> None:
             "false, or train.activation_checkpointing to full to save memory"
         )
     keys = ("train.activation_offload", "parallel.offload_parameters", "parallel.offload_optimizer")
-    asked = [key for key in keys if getattr(getattr(recipe, key.partition(".")[0]), key.partition(".")[2])]
-    if asked and cluster.unified:
+    offloaded = [key for key in keys if getattr(getattr(recipe, key.partition(".")[0]), key.partition(".")[2])]
+    if offloaded and cluster.unified:
         raise MachineError(
-            f"{asked[0]}: {cluster.card.name} computes in the host's memory, so offloading to it saves none; set it to "
-            "false"
+            f"{offloaded[0]}: {cluster.card.name} computes in the host's memory, so offloading to it saves none; set "
+            "it to false"
         )

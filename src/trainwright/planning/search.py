@@ -167,8 +167,8 @@ class Evaluator:
             each = memory.total + memory.host.get(COPY, 0)
             needed, host, left_alone = each * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
         elif self.cluster.unified:
-            held, loading = sum(memory.host.values()), memory.host.get(LOADING, 0)
-            each = max(memory.total + held - loading, memory.phases["load"] + held)
+            host_bytes, loading = sum(memory.host.values()), memory.host.get(LOADING, 0)
+            each = max(memory.total + host_bytes - loading, memory.phases["load"] + host_bytes)
             needed, host, left_alone = each * processes_here, 0, LEFT_ALONE
         else:
             needed, host, left_alone = memory.total, sum(memory.host.values()) * processes_here, 0.0
@@ -187,13 +187,13 @@ class Evaluator:
 
     def _unfit(self, choice: Choice) -> str | None:
         adapter = self.workload.adapter
-        asked = {
+        settings = {
             "model.adapter.type": "none" if adapter is None else adapter.kind,
             "model.adapter.quantisation": self.workload.quantisation,
             "optimizer.name": self.workload.optimizer,
             **{f"train.{key}": getattr(choice, key) for key in _LIMITED},
         }
-        limit = choice.spec.refuses(asked)
+        limit = choice.spec.refuses(settings)
         return None if limit is None else limit.short
 
     def timed(self, candidate: Candidate) -> Candidate:
@@ -210,9 +210,9 @@ class Evaluator:
 
     def _time(self, choice: Choice) -> StepTime:
         if choice not in self._times:
-            found = step_time(self.workload, choice, self.cluster, self.rates)
+            seconds = step_time(self.workload, choice, self.cluster, self.rates)
             factor = 1.0 if self.corrections is None else self.corrections.of(choice).seconds
-            self._times[choice] = found if factor == 1.0 else found.times(factor)
+            self._times[choice] = seconds if factor == 1.0 else seconds.times(factor)
         return self._times[choice]
 
 
@@ -236,12 +236,12 @@ def search(evaluator: Evaluator, constraints: Constraints, sure: bool = False) -
     nothing fits, or is close, without it.
     """
     for offloads in (False, True):
-        found = _search(evaluator, constraints, offloads)
-        if found.best is None and not sure and any(one.is_close for one in found.candidates):
-            found = _search(evaluator.with_less_margin(), constraints, offloads)
-        if found.best is not None:
+        result = _search(evaluator, constraints, offloads)
+        if result.best is None and not sure and any(one.is_close for one in result.candidates):
+            result = _search(evaluator.with_less_margin(), constraints, offloads)
+        if result.best is not None:
             break
-    return found
+    return result
 
 
 def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool) -> SearchResult:
@@ -257,11 +257,11 @@ def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool) -> S
         required = constraints.fixed.get("num_processes", min(constraints.worlds, default=None))
         rows = math.inf if processes == required else math.ceil(evaluator.workload.global_batch_rows)
         all_layouts = tuple(layouts(processes, evaluator.cluster, constraints, rows))
-        found = _try(evaluator, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
-        if offloads and not any(one.runs for one in found):
-            found += _try(evaluator, [layout for layout in all_layouts if layout.offloads], processes, constraints)
-        tried += found
-        fastest = min([fastest, *(one.fastest for one in found if one.runs)])
+        results = _try(evaluator, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
+        if offloads and not any(one.runs for one in results):
+            results += _try(evaluator, [layout for layout in all_layouts if layout.offloads], processes, constraints)
+        tried += results
+        fastest = min([fastest, *(one.fastest for one in results if one.runs)])
     candidates = [_best_of(evaluator, one, fastest) for one in tried]
     equal = [best for one, best in zip(tried, candidates, strict=True) if one.runs and _is_as_fast(one, fastest)]
     best = min(equal, key=lambda one: _simplicity(one.choice), default=None)
@@ -289,8 +289,8 @@ def _best_of(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate:
 def _try(
     evaluator: Evaluator, some: Iterable[ParallelLayout], processes: int, constraints: Constraints
 ) -> list[_Tried]:
-    found = (_try_layout(evaluator, layout, processes, constraints) for layout in some)
-    return [one for one in found if one is not None]
+    results = (_try_layout(evaluator, layout, processes, constraints) for layout in some)
+    return [one for one in results if one is not None]
 
 
 def _try_layout(
@@ -300,11 +300,11 @@ def _try_layout(
 
     On a CPU fewer threads are tried too, where they were measured.
     """
-    found = [
+    candidates = [
         _with_threads(evaluator, layout, processes, constraints, threads)
         for threads in evaluator.rates.threads(processes)
     ]
-    tried = [one for one in found if one is not None]
+    tried = [one for one in candidates if one is not None]
     return min(tried, key=lambda one: one.fastest, default=None)
 
 

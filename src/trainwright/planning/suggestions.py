@@ -39,7 +39,7 @@ def suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Candida
     Changes are tried in this order: drop constraints, train an adapter instead of all parameters, shorten the rows, add
     devices; then two of these at once if neither is enough.
     """
-    found: list[Suggestion] = []
+    helpful: list[Suggestion] = []
     enough: list[frozenset[str]] = []
     # A candidate that fits but lacks a package does not need less memory.
     for kinds, series in (
@@ -50,10 +50,10 @@ def suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Candida
         tried = ((change, search(other, kept, sure=True).best) for change, other, kept in series)
         helps = list(islice((Suggestion(change, best) for change, best in tried if best is not None), 1))
         enough += [kinds] if helps else []
-        found += helps
-        if len(found) == _MOST:
+        helpful += helps
+        if len(helpful) == _MOST:
             break
-    return found
+    return helpful
 
 
 def _series(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
@@ -131,8 +131,8 @@ def _without_constraints(evaluator: Evaluator, constraints: Constraints) -> Iter
 
 def _offloaded(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield offloading to the host's memory if the recipe forbids it."""
-    asked = constraints.fixed.get("strategy")
-    key = None if asked is None else next(iter(spec_of(asked).offloads), None)
+    strategy = constraints.fixed.get("strategy")
+    key = None if strategy is None else next(iter(spec_of(strategy).offloads), None)
     if key is not None and constraints.fixed.get(key) is False and evaluator.cluster.device != "cpu":
         moved = replace(constraints, fixed={**constraints.fixed, key: True})
         yield frozenset([key]), iter([(f"parallel.{key}=true", evaluator, moved)])

@@ -138,12 +138,14 @@ class Workload:
         """Length of the longest sequence in tokens."""
         return self.row_tokens if self.longest_document is None else self.longest_document
 
-    def length_at(self, place: int) -> int | None:
+    def length_at(self, position: int) -> int | None:
         """Return the length of the sequence at an index of a global batch, sorted longest first; None if unknown."""
         known = self.batch_documents
         if not known:
             return None
-        return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
+        return min(
+            self.longest, known[min(len(known) - 1, int(position * len(known) / max(1.0, self.global_batch_rows)))]
+        )
 
     def targets(self, tokens: int, sequences: int) -> int:
         """Return how many of ``tokens`` tokens in ``sequences`` sequences are targets.
@@ -224,12 +226,12 @@ def _started(directory: str | None) -> dict[str, Any]:
         return {}
     file = user_path(directory) / "adapter_config.json"
     try:
-        found = read_json(file)
-        return found if isinstance(found, dict) else {}
+        content = read_json(file)
+        return content if isinstance(content, dict) else {}
     except RequestError:
         return {}  # the error is reported when the adapter is loaded
 
 
 def _by_purpose(names: Sequence[str]) -> tuple[Target, ...]:
-    found = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
-    return tuple(found)
+    targets = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
+    return tuple(targets)

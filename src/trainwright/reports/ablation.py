@@ -40,12 +40,12 @@ def ablation_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: st
 
 def _points(rows: Sequence[Mapping[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
     """Return a point for each row that changes the key, as a number where all values are numbers."""
-    found = [row for row in rows if key in row["changes"] and metric in row["metrics"]]
-    numbers = [_number(row["changes"][key]) for row in found]
-    values = numbers if None not in numbers else [row["changes"][key] for row in found]
+    measured = [row for row in rows if key in row["changes"] and metric in row["metrics"]]
+    numbers = [_number(row["changes"][key]) for row in measured]
+    values = numbers if None not in numbers else [row["changes"][key] for row in measured]
     return [
         {"place": value, "value": row["metrics"][metric], "run": row["name"], "steps": f"step {row['step']}"}
-        for value, row in zip(values, found, strict=True)
+        for value, row in zip(values, measured, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.installation import install_command
 from trainwright.machine.cache import cache_root, try_write
 from trainwright.observe.reader import part_of
-from trainwright.reports.figures import Curve, RunFigures, curves_of
+from trainwright.reports.figures import PlottedCurve, RunFigures, curves_of
 
 AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Seconds of training", "flops": "FLOPs"}
 _HEIGHT = 220
@@ -41,7 +41,7 @@ def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
     return charts
 
 
-def _rows(curve: Curve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
+def _rows(curve: PlottedCurve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
     """Return a row for each point; ``part`` counts the gaps before it, ``alone`` says that it is between two."""
     rows = []
     for index, (step, value) in enumerate(curve.points):
@@ -83,11 +83,11 @@ def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
 
 
 def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
-    """Return a chart of a metric by the values of a key. ``rows``: ``place``, ``value``, ``run`` and ``steps``."""
+    """Return a chart of a metric by the values of a key. ``rows``: ``scale_type``, ``value``, ``run`` and ``steps``."""
     numbers = [row["place"] for row in rows if isinstance(row["place"], float)]
     is_rate = key.endswith("rate") and min(numbers, default=0.0) > 0
     scale = {**_around(numbers), **({"type": "log"} if is_rate else {})}
-    place = {"type": "quantitative", "scale": scale} if len(numbers) == len(rows) else {"type": "nominal"}
+    scale_type = {"type": "quantitative", "scale": scale} if len(numbers) == len(rows) else {"type": "nominal"}
     values = {"scale": _around([row["value"] for row in rows])}
     return {
         "title": key,
@@ -96,7 +96,7 @@ def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Spe
         "data": {"values": list(rows)},
         "mark": {"type": "point", "filled": True, "size": 80, "tooltip": True},
         "encoding": {
-            "x": {"field": "place", "title": key, **place},
+            "x": {"field": "place", "title": key, **scale_type},
             "y": {"field": "value", "type": "quantitative", "title": metric, **values},
             "color": {"field": "steps", "type": "nominal", "title": None, "legend": {"orient": "top"}},
             "tooltip": [
@@ -160,13 +160,13 @@ def script() -> str:
         raise RequestError(
             f"a report needs vl-convert-python, which has the script of its charts; {install_command('report')}"
         ) from None
-    kept = cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
+    cached = cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
     try:
-        return kept.read_text(encoding="utf-8")
+        return cached.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        made = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-        try_write(kept, made)
-        return made
+        bundle = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+        try_write(cached, bundle)
+        return bundle
 
 
 def _lines(

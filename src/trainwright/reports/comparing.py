@@ -56,7 +56,7 @@ def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
 
 def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
     """Return the validation metrics of each run beside those of the first one, if both have the same data."""
-    first, found = runs[0], []
+    first, differences = runs[0], []
     of_first = _evaluations(first)
     for run in runs[1:]:
         if _other_data(first, run, "validation"):
@@ -68,8 +68,8 @@ def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
                 pairs = [(of_first[metric][step], values[step]) for step in steps]
                 best_pair = best(pair[0] for pair in pairs), best(pair[1] for pair in pairs)
                 interval = _interval(run, metric, steps[-1])
-                found.append(Difference(metric, run.name, steps[-1], pairs[-1], best_pair, interval, len(steps)))
-    return found
+                differences.append(Difference(metric, run.name, steps[-1], pairs[-1], best_pair, interval, len(steps)))
+    return differences
 
 
 def notes_on(runs: Sequence[RunFigures]) -> list[str]:
@@ -134,13 +134,13 @@ _OF_FIRST = ("First run's", "Difference")
 DIFFERENCE_HEAD = ("Metric", "Run", "Best", *_OF_FIRST, "Last", *_OF_FIRST, "At step", "Evaluations")
 
 
-def difference_row(found: Difference) -> list[str]:
+def difference_row(difference: Difference) -> list[str]:
     """Return a difference as text."""
-    (best, own_best), (last, own_last) = found.best, found.last
-    interval = "" if found.interval is None else " ({:.4g} to {:.4g})".format(*found.interval)
+    (best, own_best), (last, own_last) = difference.best, difference.last
+    interval = "" if difference.interval is None else " ({:.4g} to {:.4g})".format(*difference.interval)
     at_best = [f"{own_best:.4g}", f"{best:.4g}", f"{own_best - best:+.4g}"]
     at_last = [f"{own_last:.4g}{interval}", f"{last:.4g}", f"{own_last - last:+.4g}"]
-    return [found.metric, found.run, *at_best, *at_last, f"{found.step:,}", str(found.evaluations)]
+    return [difference.metric, difference.run, *at_best, *at_last, f"{difference.step:,}", str(difference.evaluations)]
 
 
 def comparison_page(runs: Sequence[RunFigures]) -> str:
@@ -164,20 +164,20 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
 
 
 def _evaluations(run: RunFigures) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
+    values_by_metric: dict[str, dict[int, float]] = {}
     for event in run.evaluations:
         if event["step"] == 0:
             continue
         for metric, value in event["metrics"].items():
             if math.isfinite(value):
-                found.setdefault(metric, {})[int(event["step"])] = float(value)
-    return found
+                values_by_metric.setdefault(metric, {})[int(event["step"])] = float(value)
+    return values_by_metric
 
 
 def _interval(run: RunFigures, metric: str, step: int) -> tuple[float, float] | None:
     event = next(event for event in reversed(run.evaluations) if event["step"] == step)
-    found = event.get("intervals", {}).get(metric)
-    return (float(found[0]), float(found[1])) if found else None
+    interval = event.get("intervals", {}).get(metric)
+    return (float(interval[0]), float(interval[1])) if interval else None
 
 
 def _shown(value: Any) -> str:

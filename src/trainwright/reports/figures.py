@@ -59,12 +59,12 @@ class RunFigures:
         Args:
             ended: the training is over, although its launch still locks the directory.
         """
-        found = run_path(directory)
-        if not is_run(found):
-            what = "is not a run directory: it has no recipe.yaml" if found.is_dir() else "no such directory"
-            raise RequestError(f"{found}: {what}")
-        log = read_log(found / "events.jsonl")
-        return cls(found, log.history, log.everything, log.damage, not ended and _trains(found))
+        path = run_path(directory)
+        if not is_run(path):
+            what = "is not a run directory: it has no recipe.yaml" if path.is_dir() else "no such directory"
+            raise RequestError(f"{path}: {what}")
+        log = read_log(path / "events.jsonl")
+        return cls(path, log.history, log.everything, log.damage, not ended and _trains(path))
 
     @classmethod
     def followed(cls, run: RunFollower) -> RunFigures:
@@ -145,8 +145,8 @@ class RunFigures:
         last = next((event for event in reversed(self.events) if event["event"] in ("start", "finish")), None)
         if last is not None and last["event"] == "finish":
             return _name(last.get("status", "finished"))
-        told = [event for event in self.everything if event["event"] != "notice"]
-        return "failed" if told and told[-1]["event"] == "fault" else "ended"
+        without_notices = [event for event in self.everything if event["event"] != "notice"]
+        return "failed" if without_notices and without_notices[-1]["event"] == "fault" else "ended"
 
     @cached_property
     def steps(self) -> list[EventRecord]:
@@ -161,10 +161,10 @@ class RunFigures:
     @cached_property
     def samples(self) -> dict[str, list[EventRecord]]:
         """Return the generated texts by prompt."""
-        found: dict[str, list[EventRecord]] = {}
+        by_prompt: dict[str, list[EventRecord]] = {}
         for event in self._of("generate"):
-            found.setdefault(str(event.get("prompt")), []).append(event)
-        return found
+            by_prompt.setdefault(str(event.get("prompt")), []).append(event)
+        return by_prompt
 
     @property
     def profiles(self) -> list[EventRecord]:
@@ -196,8 +196,8 @@ class RunFigures:
         """Return the median over the steps of the newest launch after the first two."""
         import statistics
 
-        begun = self.start.get("time", 0.0)
-        rates = [e["tokens_per_second"] for e in self.steps if e["time"] >= begun and "tokens_per_second" in e]
+        since = self.start.get("time", 0.0)
+        rates = [e["tokens_per_second"] for e in self.steps if e["time"] >= since and "tokens_per_second" in e]
         return statistics.median(rates[2:] or rates) if rates else None
 
     @property
@@ -216,13 +216,13 @@ class RunFigures:
     def positions(self, axis: str) -> dict[int, float]:
         """Return where each step is on an axis: ``step``, ``tokens``, ``seconds`` (of training) or ``flops``."""
         parameters, seconds = float(self.start.get("parameters", 0)), 0.0
-        found: dict[int, float] = {}
+        by_step: dict[int, float] = {}
         for event in self.steps:
             seconds += float(event["step_time"])
             values = {"step": event["step"], "tokens": event.get("tokens", 0), "seconds": seconds}
             flops = FLOPS * parameters * float(event.get("tokens", 0))
-            found[int(event["step"])] = flops if axis == "flops" else float(values[axis])
-        return found
+            by_step[int(event["step"])] = flops if axis == "flops" else float(values[axis])
+        return by_step
 
     def _of(self, kind: str) -> list[EventRecord]:
         return [event for event in self.events if event["event"] == kind]
@@ -255,7 +255,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedCurve:
     """Values over steps.
 
     Attributes:
@@ -272,34 +272,36 @@ class Curve:
     smoothed: dict[float, list[float]] = field(default_factory=dict)
 
 
-def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
+def curves_of(run: RunFigures, limit: int = 1000) -> dict[str, PlottedCurve]:
     """Return the curves of a run by name: those of ``CURVES``, metrics of steps, and validation metrics as
     ``validation/METRIC``.
 
     Args:
-        most: points of a curve; a longer one is thinned, with the extremes of each part kept.
+        limit: points of a curve; a longer one is thinned, with the extremes of each part kept.
     """
-    found: dict[str, Curve] = {}
+    curves: dict[str, PlottedCurve] = {}
     lost = [(before, after) for before, after in pairwise(run.steps) if lost_between(before, after)]
     for name, (title, unit) in CURVES.items():
-        found[name] = Curve(title, unit, breaks=[int(after["step"]) for _, after in lost])
+        curves[name] = PlottedCurve(title, unit, breaks=[int(after["step"]) for _, after in lost])
         scale = 2**30 if unit == "GiB" else 1
         for event in run.steps:
             if name in event:
-                _take(found[name], event["step"], event[name], scale)
+                _take(curves[name], event["step"], event[name], scale)
     for events, prefix in ((run.steps, ""), (run.evaluations, "validation/")):
         for event in events:
             for metric, value in event.get("metrics", {}).items():
                 words = text.metric_name(metric)
-                curve = found.setdefault(f"{prefix}{metric}", Curve(f"Validation {words}" if prefix else words, ""))
+                curve = curves.setdefault(
+                    f"{prefix}{metric}", PlottedCurve(f"Validation {words}" if prefix else words, "")
+                )
                 _take(curve, event["step"], value)
     for before, after in lost:
         for metric in before.get("metrics", {}).keys() & after.get("metrics", {}).keys():
-            found[metric].breaks.append(int(after["step"]))
-    return {name: _shown(name, curve, most) for name, curve in found.items() if curve.points}
+            curves[metric].breaks.append(int(after["step"]))
+    return {name: _shown(name, curve, limit) for name, curve in curves.items() if curve.points}
 
 
-def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
+def _take(curve: PlottedCurve, step: int, value: Any, scale: int = 1) -> None:
     """Append a value, or a break if it is not a number."""
     if is_number(value):
         curve.points.append((int(step), float(value) / scale))
@@ -307,17 +309,19 @@ def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
         curve.breaks.append(int(step))
 
 
-def _shown(name: str, curve: Curve, most: int) -> Curve:
-    kept = _extremes(curve.points, most)
+def _shown(name: str, curve: PlottedCurve, limit: int) -> PlottedCurve:
+    indices = _extremes(curve.points, limit)
     smoothed = {}
     if name not in _SMOOTH and not name.startswith("validation/"):
-        size = _part_size(len(curve.points), most)
+        size = _part_size(len(curve.points), limit)
         parts = [curve.points[begin : begin + size] for begin in range(0, len(curve.points), size)]
         means = [sum(value for _, value in part) / len(part) for part in parts]
         for weight in SMOOTHING:
             averages = moving_average(means, weight)
-            smoothed[weight] = [averages[index // size] for index in kept]
-    return Curve(curve.title, curve.unit, [curve.points[index] for index in kept], sorted(curve.breaks), smoothed)
+            smoothed[weight] = [averages[index // size] for index in indices]
+    return PlottedCurve(
+        curve.title, curve.unit, [curve.points[index] for index in indices], sorted(curve.breaks), smoothed
+    )
 
 
 def moving_average(values: Sequence[float], weight: float) -> list[float]:
@@ -326,33 +330,33 @@ def moving_average(values: Sequence[float], weight: float) -> list[float]:
     Args:
         weight: of what came before, from 0 to 1.
     """
-    found, mean, whole = [], 0.0, 0.0
+    averages, mean, total = [], 0.0, 0.0
     for value in values:
         mean = weight * mean + (1 - weight) * value
-        whole = weight * whole + 1 - weight
-        found.append(mean / whole)
-    return found
+        total = weight * total + 1 - weight
+        averages.append(mean / total)
+    return averages
 
 
-def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return at most about ``most`` points: the lowest and the highest of each of equal parts."""
-    return [points[index] for index in _extremes(points, most)]
+def thinned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
+    """Return at most about ``limit`` points: the lowest and the highest of each of equal parts."""
+    return [points[index] for index in _extremes(points, limit)]
 
 
-def _part_size(count: int, most: int) -> int:
-    return 1 if count <= most else -(-count // (most // 2))
+def _part_size(count: int, limit: int) -> int:
+    return 1 if count <= limit else -(-count // (limit // 2))
 
 
-def _extremes(points: Sequence[tuple[int, float]], most: int) -> list[int]:
+def _extremes(points: Sequence[tuple[int, float]], limit: int) -> list[int]:
     """Return the indices of the points that ``thinned`` keeps."""
-    size = _part_size(len(points), most)
+    size = _part_size(len(points), limit)
     if size == 1:
         return list(range(len(points)))
-    kept = set()
+    indices = set()
     for begin in range(0, len(points), size):
         part = range(begin, min(begin + size, len(points)))
-        kept |= {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
-    return sorted(kept | {0, len(points) - 1})
+        indices |= {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
+    return sorted(indices | {0, len(points) - 1})
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -193,9 +193,9 @@ def _kernel(name: str) -> str:
 def _timeline(run: RunFigures) -> str:
     if not run.timeline:
         return ""
-    begun = run.everything[0]["time"]
+    start = run.everything[0]["time"]
     shown = run.timeline[-_TIMELINE:]
-    rows = [(text.duration(e["time"] - begun), e.get("step", ""), e["event"], _words(e)) for e in shown]
+    rows = [(text.duration(e["time"] - start), e.get("step", ""), e["event"], _words(e)) for e in shown]
     more = f"<p class=soft>The last {_TIMELINE} of {len(run.timeline)}.</p>" if len(run.timeline) > _TIMELINE else ""
     return more + table(["After", "Step", "Event", ""], rows, text=[3])
 
@@ -204,8 +204,8 @@ def _words(event: EventRecord) -> str:
     kind = event["event"]
     if kind == "start":
         resumed = event.get("resumed_from")
-        begun = "started" if resumed is None else f"resumed from {resumed}"
-        return f"{begun}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
+        how = "started" if resumed is None else f"resumed from {resumed}"
+        return f"{how}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
     if kind == "checkpoint":
         return (
             f"written in {event.get('seconds', 0.0):.1f} s, training waited {event.get('blocked_seconds', 0.0):.1f} s"
@@ -254,8 +254,8 @@ def _recipe(run: RunFigures) -> Iterator[str]:
 def _largest(parts: Any) -> dict[str, float]:
     """Return the parts that are at least a hundredth of their sum."""
     figures = {name: value for name, value in mapping(parts).items() if is_number(value)}
-    whole = sum(figures.values())
-    return {name: value for name, value in figures.items() if whole and value >= 0.01 * whole}
+    total = sum(figures.values())
+    return {name: value for name, value in figures.items() if total and value >= 0.01 * total}
 
 
 _POINTS = 400
@@ -336,15 +336,15 @@ class MachineCurves:
     points: Mapping[int, Sequence[tuple[float, float]]]
 
 
-def machine_curves(ledger: Sequence[RankLedger], most: int = _POINTS) -> Iterator[MachineCurves]:
-    """Yield every measure that the samples of the first ranks have, with at most ``most`` points of a rank."""
-    begun = min((rank.lines[0].started for rank in ledger), default=0.0)
+def machine_curves(ledger: Sequence[RankLedger], limit: int = _POINTS) -> Iterator[MachineCurves]:
+    """Yield every measure that the samples of the first ranks have, with at most ``limit`` points of a rank."""
+    start = min((rank.lines[0].started for rank in ledger), default=0.0)
     for name, (title, unit, scale) in _MEASURES.items():
         points = {}
         for rank in ledger[:SHOWN_RANKS]:
             values = ((index, _measure(line.system, name)) for index, line in enumerate(rank.lines))
-            shown = thinned([(index, value * scale) for index, value in values if value is not None], most)
-            points[rank.rank] = [(rank.lines[index].time - begun, value) for index, value in shown]
+            shown = thinned([(index, value * scale) for index, value in values if value is not None], limit)
+            points[rank.rank] = [(rank.lines[index].time - start, value) for index, value in shown]
         least = _NOTABLE.get(name, 0.0) * scale
         if any(value >= least for of_rank in points.values() for _, value in of_rank):
             yield MachineCurves(title, unit, name in _NOTABLE, points)
@@ -389,12 +389,12 @@ def _measure(system: Mapping[str, Any], name: str) -> float | None:
 
 
 def _from_events(run: RunFigures, page: Page) -> Iterator[str]:
-    found = seconds_by_kind(run)
-    if found:
-        whole = sum(found.values())
-        rows = [(kind.capitalize(), text.span(value), f"{value / whole:.1%}") for kind, value in found.items()]
+    seconds = seconds_by_kind(run)
+    if seconds:
+        total = sum(seconds.values())
+        rows = [(kind.capitalize(), text.span(value), f"{value / total:.1%}") for kind, value in seconds.items()]
         yield table(["", "Time", "Share"], rows)
-        yield page.charts([bar_chart("Seconds since the run began", found, "seconds")])
+        yield page.charts([bar_chart("Seconds since the run began", seconds, "seconds")])
 
 
 def seconds_by_kind(run: RunFigures) -> dict[str, float]:
@@ -406,22 +406,22 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
     events = run.everything
     if not events:
         return {}
-    found = dict.fromkeys(("steps", "repeated", "evaluation", "checkpoints", "paused", "other"), 0.0)
-    found["steps"] = _sum(run.steps, "step_time")
-    found["repeated"] = _sum([event for event in events if event["event"] == "step"], "step_time") - found["steps"]
+    by_kind = dict.fromkeys(("steps", "repeated", "evaluation", "checkpoints", "paused", "other"), 0.0)
+    by_kind["steps"] = _sum(run.steps, "step_time")
+    by_kind["repeated"] = _sum([event for event in events if event["event"] == "step"], "step_time") - by_kind["steps"]
     for event in events:
         if event["event"] in _TAKES:
             kind, field = _TAKES[event["event"]]
-            found[kind] += float(event.get(field, 0.0))
+            by_kind[kind] += float(event.get(field, 0.0))
         slowed = float(event.get("slowed_seconds", 0.0))  # of a checkpoint, in steps beside it
-        found["checkpoints"] += slowed
-        found["steps"] -= slowed
+        by_kind["checkpoints"] += slowed
+        by_kind["steps"] -= slowed
     for before, event in pairwise(events):
         if event["event"] == "start":
-            found["paused"] += max(0.0, event["time"] - before["time"])
+            by_kind["paused"] += max(0.0, event["time"] - before["time"])
     spent = events[-1]["time"] - events[0]["time"]
-    found["other"] = spent - sum(found.values())
-    return {kind: seconds for kind, seconds in found.items() if seconds > 0.005}
+    by_kind["other"] = spent - sum(by_kind.values())
+    return {kind: seconds for kind, seconds in by_kind.items() if seconds > 0.005}
 
 
 def _sum(events: Sequence[EventRecord], field: str) -> float:

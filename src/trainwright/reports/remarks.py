@@ -15,7 +15,7 @@ _MOST_BYTES = 2**17
 
 
 @dataclass(frozen=True)
-class Remarks:
+class RunRemarks:
     """Raises RequestError for more or longer ones than a table can show."""
 
     tags: list[str] = field(default_factory=list)
@@ -30,16 +30,16 @@ class Remarks:
             raise RequestError(f"note: expected a text of at most {_LONGEST_NOTE:,} characters")
 
 
-def read_remarks(run: Path) -> Remarks:
+def read_remarks(run: Path) -> RunRemarks:
     """Return the remarks of a run that may be anybody's; empty ones if there is no such file or it is damaged."""
     try:
         with open_inside(run, REMARKS) as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        return Remarks(found.get("tags", []), found.get("note", ""))
+            content = json.loads(file.read(_MOST_BYTES))
+        return RunRemarks(content.get("tags", []), content.get("note", ""))
     except (OSError, ValueError, RecursionError, AttributeError, RequestError):
-        return Remarks()
+        return RunRemarks()
 
 
-def write_remarks(run: Path, remarks: Remarks) -> None:
+def write_remarks(run: Path, remarks: RunRemarks) -> None:
     """Write the remarks of a run. Raises OSError."""
     write_file(run / REMARKS, json.dumps(asdict(remarks), indent=2, ensure_ascii=False) + "\n")

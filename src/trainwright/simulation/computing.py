@@ -50,7 +50,7 @@ def _replace_machine(cluster: Cluster) -> None:
 
 
 class _Device:
-    """The GPUs of a node to one process. It is the ``Memory`` of the current one."""
+    """The GPUs of a node to one process. It is the ``SimulatedMemory`` of the current one."""
 
     def __init__(self, cluster: Cluster, guards: ctypes.CDLL, memory: ctypes.CDLL) -> None:
         self._cluster = cluster
@@ -83,7 +83,7 @@ class _Device:
         from trainwright.simulation.phases import Phases, WaitLog
 
         card, count = self._cluster.card, self._cluster.devices_per_node
-        cuda.install(cuda.Card(card.name, card.memory_bytes, card.capability, count), self, WaitLog(Phases()))
+        cuda.install(cuda.SimulatedGpu(card.name, card.memory_bytes, card.capability, count), self, WaitLog(Phases()))
         self._guards.trainwright_devices(count)
         own: dict[str, Any] = {
             "current_device": self._current,

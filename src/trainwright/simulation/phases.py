@@ -37,9 +37,9 @@ class Phases:
     def watch(self, task: Task, strategy: Strategy) -> None:
         """Follow a run from now on; it repeats the largest step, and an evaluation is cut to one batch."""
         stream = task.stream
-        asked, stream.total_examples = stream.total_examples, None
+        total_examples, stream.total_examples = stream.total_examples, None
         largest = stream.global_batch(stream.largest_step())
-        stream.total_examples = asked
+        stream.total_examples = total_examples
         stream.global_batch = lambda step: largest  # type: ignore[method-assign]
         if task.validation is not None and task.validation.total_examples is not None:
             batch = task.validation.global_batch_size
@@ -90,13 +90,13 @@ def place() -> str:
 
 def place_of(error: BaseException) -> str:
     """Return the place where an exception was raised, as ``place``."""
-    found = []
+    frames = []
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        found.append((code.co_filename, trace.tb_lineno, code.co_name))
+        frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return _place(reversed(found))
+    return _place(reversed(frames))
 
 
 _Line = tuple[str, int, str]  # file, line, function
@@ -142,17 +142,17 @@ class WaitLog:
     """Waits by step and phase; step 0 is what comes before the first one."""
 
     def __init__(self, phases: Phases) -> None:
-        self.found: Counter[Wait] = Counter()
+        self.counts: Counter[Wait] = Counter()
         self._phases = phases
 
     def note(self, cause: str) -> None:
         """Add a wait at the line that is running."""
-        self.found[Wait(self._phases.step, self._phases.phase, cause, place())] += 1
+        self.counts[Wait(self._phases.step, self._phases.phase, cause, place())] += 1
 
     def of_step(self, step: int) -> dict[tuple[str, str], int]:
         """Return the number of waits of a step by cause and place, most frequent first."""
-        found: Counter[tuple[str, str]] = Counter()
-        for wait, count in self.found.items():
+        counts: Counter[tuple[str, str]] = Counter()
+        for wait, count in self.counts.items():
             if wait.step == step and wait.phase in STEP_PHASES:
-                found[wait.cause, wait.place] += count
-        return dict(found.most_common())
+                counts[wait.cause, wait.place] += count
+        return dict(counts.most_common())

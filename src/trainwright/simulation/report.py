@@ -72,15 +72,18 @@ class Simulation:
         if self.peak > self.card_bytes:
             raise TrainingError(f"the simulated run needs {size(self.peak)} of the card's {size(self.card_bytes)}")
         if most_waits is not None and self.host_waits > most_waits:
-            (cause, place), count = next(iter(self.waits.items()))
+            (cause, source_line), count = next(iter(self.waits.items()))
             raise TrainingError(
                 f"--most-waits {most_waits}: the host waits {plural(self.host_waits, 'time')} for the device in a "
-                f"step, {count} of them at {place} ({cause})"
+                f"step, {count} of them at {source_line} ({cause})"
             )
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        waits = [{"cause": cause, "place": place, "number": count} for (cause, place), count in self.waits.items()]
+        waits = [
+            {"cause": cause, "place": source_line, "number": count}
+            for (cause, source_line), count in self.waits.items()
+        ]
         return {**asdict(self), "waits": waits, "peak": self.peak, "host_waits": self.host_waits, "unseen": UNSEEN}
 
     def lines(self) -> Iterator[str]:
@@ -105,8 +108,8 @@ class Simulation:
         yield from self._collective_lines()
         yield ""
         yield f"{'host waits':<14} {self.host_waits} a step"
-        for (cause, place), count in self.waits.items():
-            yield f"  {count:>5}  {cause}: {place}"
+        for (cause, source_line), count in self.waits.items():
+            yield f"  {count:>5}  {cause}: {source_line}"
         yield ""
         yield f"{'not seen':<14} {UNSEEN[0]}"
         for line in UNSEEN[1:]:
@@ -133,5 +136,5 @@ def _bytes(value: int | None) -> str:
     return "-" if value is None else size(value)
 
 
-def _pair(found: tuple[int, int]) -> tuple[str, str]:
-    return str(found[0]), size(found[1])
+def _pair(counts_and_bytes: tuple[int, int]) -> tuple[str, str]:
+    return str(counts_and_bytes[0]), size(counts_and_bytes[1])

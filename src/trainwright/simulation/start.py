@@ -25,7 +25,7 @@ from trainwright.recipe.yaml_text import Tree
 from trainwright.simulation.report import Simulation
 
 if TYPE_CHECKING:
-    from trainwright.planning.plan import Plan
+    from trainwright.planning.plan import RunPlan
     from trainwright.simulation.device.mode import Logs
 
 
@@ -47,48 +47,50 @@ class Asked:
     accelerate_config: Path | None = None
 
 
-def simulate(asked: Asked) -> Simulation:
+def simulate(request: Asked) -> Simulation:
     """Simulate a run; changes this process, which must not have imported torch.
 
     Raises:
         RequestError: the recipe or the machine is wrong.
         MachineError: the recipe does not fit the machine, or this machine cannot simulate.
     """
-    cluster = simulated_machine(asked.on)
+    cluster = simulated_machine(request.on)
     os.environ["OMP_NUM_THREADS"] = "1"  # nothing is computed
     os.environ["HF_HUB_OFFLINE"] = "1"  # and nothing downloaded
     from trainwright.simulation.shim.load import load
 
     load()
-    with tempfile.TemporaryDirectory(prefix="trainwright-simulation-") as place:
-        directory = Path(place)
+    with tempfile.TemporaryDirectory(prefix="trainwright-simulation-") as scratch:
+        directory = Path(scratch)
         os.environ[VARIABLE] = str(directory / "machine.json")
         write_machine(cluster, directory / "machine.json")
-        if asked.accelerate_config is not None:
-            asked, cluster = _with_file(asked, asked.accelerate_config, cluster)
+        if request.accelerate_config is not None:
+            request, cluster = _with_file(request, request.accelerate_config, cluster)
             write_machine(cluster, directory / "machine.json")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(cluster.devices_per_node)))
-        return _Simulating(asked, cluster, directory).run()
+        return _Simulating(request, cluster, directory).run()
 
 
-def _with_file(asked: Asked, file: Path, cluster: Cluster) -> tuple[Asked, Cluster]:
+def _with_file(request: Asked, file: Path, cluster: Cluster) -> tuple[Asked, Cluster]:
     """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
     from trainwright.launch.accelerate.recipe import find_translation, join
 
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster has only those GPUs already
-    translation = find_translation(file, asked.overrides, rendezvous="simulated:29500")
+    translation = find_translation(file, request.overrides, rendezvous="simulated:29500")
     if translation.nodes != cluster.nodes:
         raise RequestError(
-            f"{file}: num_machines is {translation.nodes}, but --simulate: {asked.on} has {cluster.nodes}; change one"
+            f"{file}: num_machines is {translation.nodes}, but --simulate: {request.on} has {cluster.nodes}; change one"
         )
-    return replace(asked, overrides=join(translation, asked.recipe, asked.overrides).overrides), visible_part(cluster)
+    return replace(request, overrides=join(translation, request.recipe, request.overrides).overrides), visible_part(
+        cluster
+    )
 
 
 class _Simulating:
     """The parts of a simulation, in order."""
 
-    def __init__(self, asked: Asked, cluster: Cluster, directory: Path) -> None:
-        self._asked = asked
+    def __init__(self, request: Asked, cluster: Cluster, directory: Path) -> None:
+        self._asked = request
         self._cluster = cluster
         self._directory = directory
         self._notes: list[str] = []
@@ -97,23 +99,23 @@ class _Simulating:
         from trainwright.launch import run_directory
         from trainwright.machine.cache import cache_root
         from trainwright.simulation import training
-        from trainwright.simulation.device.cuda import Card
+        from trainwright.simulation.device.cuda import SimulatedGpu
         from trainwright.simulation.device.groups import Rank
 
         card, each = self._cluster.card, self._cluster.devices_per_node
-        rank = Rank(Card(card.name, card.memory_bytes, card.capability, each))
+        rank = Rank(SimulatedGpu(card.name, card.memory_bytes, card.capability, each))
         doing("importing torch")
         logs = training.install(rank)
-        asked = self._recipe()
+        requested = self._recipe()
         doing("planning")
-        recipe = self._to_run(self._planned(asked), asked)
+        recipe = self._to_run(self._planned(requested), requested)
         doing("preparing the model and the data")
         with training.simulated(rank, logs):
             failed = _attempted(lambda: training.prepare(recipe, cache_root()))
         if failed is not None:
             raise TrainingError(f"the simulated preparation failed: {failed}")
-        plan = self._planned(asked)  # with the lengths of the rows, which are known now
-        recipe = self._to_run(plan, asked)
+        plan = self._planned(requested)  # with the lengths of the rows, which are known now
+        recipe = self._to_run(plan, requested)
         if not self._asked.force:
             plan.refuse_shortage()
         rank.world = int(recipe.parallel.processes)
@@ -142,7 +144,7 @@ class _Simulating:
         recipe = recipe.model_copy(update={"evaluate": EvaluateSection()})
         return _changed(recipe, train={"compile": False})
 
-    def _planned(self, recipe: Recipe) -> Plan:
+    def _planned(self, recipe: Recipe) -> RunPlan:
         from trainwright.planning.facts import facts_of
         from trainwright.planning.plan import constraints_of, make_plan
         from trainwright.planning.resolve import possible
@@ -151,11 +153,11 @@ class _Simulating:
         facts = facts_of(recipe)
         return make_plan(constraints_of(recipe), facts.workload, self._cluster, facts.assumptions)
 
-    def _to_run(self, plan: Plan, asked: Recipe) -> Recipe:
+    def _to_run(self, plan: RunPlan, requested: Recipe) -> Recipe:
         """Return the resolved recipe of a few steps, with an evaluation before and after them."""
         from trainwright.planning.resolve import filled, possible
 
-        recipe = filled(possible(asked, self._cluster)[0], plan)
+        recipe = filled(possible(requested, self._cluster)[0], plan)
         train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
         train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
         logging = {"tensorboard": False, "observers": []}
@@ -183,7 +185,7 @@ def _attempted(work: Callable[[], None]) -> str | None:
 
 
 def _report(
-    cluster: Cluster, recipe: Recipe, plan: Plan, logs: Logs, error: str | None, notes: tuple[str, ...]
+    cluster: Cluster, recipe: Recipe, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
 ) -> Simulation:
     from trainwright.planning.collectives import collectives
 

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from trainwright.api.stopping import checkpoint, stop
 from trainwright.errors import TrainwrightError
 from trainwright.reports.html import as_json
-from trainwright.reports.remarks import Remarks
+from trainwright.reports.remarks import RunRemarks
 from trainwright.watching.board import AXES, Board
 
 _PAGE = files("trainwright.watching")
@@ -70,7 +70,7 @@ def application(board: Board, token: str) -> Starlette:
 
     async def remark(request: Request) -> Response:
         body = await _body(request)
-        await run_in_threadpool(board.remark, _run(request), Remarks(body.get("tags", []), body.get("note", "")))
+        await run_in_threadpool(board.remark, _run(request), RunRemarks(body.get("tags", []), body.get("note", "")))
         return _json("saved")
 
     routes = [
@@ -127,11 +127,11 @@ async def _changes(board: Board) -> AsyncIterator[str]:
 
 
 def _curves(board: Board, request: Request) -> dict[str, Any]:
-    asked = request.query_params
-    axis, most = asked.get("axis", "step"), int(asked.get("points", "600"))
-    if axis not in AXES or not 1 <= most <= _MOST_POINTS:
+    query = request.query_params
+    axis, limit = query.get("axis", "step"), int(query.get("points", "600"))
+    if axis not in AXES or not 1 <= limit <= _MOST_POINTS:
         raise ValueError(f"axis: one of {', '.join(AXES)}; points: 1 to {_MOST_POINTS}")
-    return board.curves(asked.getlist("run"), axis, most)
+    return board.curves(query.getlist("run"), axis, limit)
 
 
 def _run(request: Request) -> str:

@@ -22,7 +22,7 @@ from trainwright.paths import files_inside, open_inside
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
 from trainwright.reports.page import machine_curves
-from trainwright.reports.remarks import Remarks, read_remarks, write_remarks
+from trainwright.reports.remarks import RunRemarks, read_remarks, write_remarks
 
 AXES = ("step", "tokens", "seconds", "flops")
 _LOOK_SECONDS = 1.0
@@ -96,17 +96,17 @@ class Board:
         """Return a run's directory."""
         return self._followers[name].directory
 
-    def curves(self, names: Sequence[str], axis: str, most: int) -> dict[str, dict[str, list[list[float | None]]]]:
+    def curves(self, names: Sequence[str], axis: str, limit: int) -> dict[str, dict[str, list[list[float | None]]]]:
         """Return all curves of several runs by name, each as columns: place, mean, lowest and highest value.
 
         A curve is named as a field or metric of steps, or ``validation/METRIC``.
         """
         self._asked = tuple(names)
-        found = {}
+        curves = {}
         for name in names:
             with self._lock:
-                found[name] = _curves(self._followers[name], axis, most)
-        return found
+                curves[name] = _curves(self._followers[name], axis, limit)
+        return curves
 
     def differences(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Return the keys of the recipes whose values differ, with the value of every run."""
@@ -126,7 +126,7 @@ class Board:
                 "logs": _logs(follower.directory),
             }
 
-    def remark(self, name: str, remarks: Remarks) -> None:
+    def remark(self, name: str, remarks: RunRemarks) -> None:
         """Write the tags and the note of a run. Raises RequestError if its directory cannot be written to."""
         directory = self.directory(name)
         try:
@@ -154,19 +154,19 @@ class Board:
             return log.read(_LOG_BYTES).decode(errors="replace")
 
     def _find(self) -> None:
-        found = {str(each.relative_to(self.root)): each for each in directories(self.root)}
+        runs = {str(each.relative_to(self.root)): each for each in directories(self.root)}
         with self._lock:
-            for gone in self._followers.keys() - found.keys():
+            for gone in self._followers.keys() - runs.keys():
                 del self._followers[gone], self._recipes[gone], self._kept[gone]
                 self._rows.pop(gone, None)
                 self._glances.pop(gone, None)
         # In the order in which they were begun, as their numbers give them their colors.
-        for name in sorted(found.keys() - self._followers.keys(), key=lambda name: (_begun(found[name]), name)):
+        for name in sorted(runs.keys() - self._followers.keys(), key=lambda name: (_begun(runs[name]), name)):
             self._numbers.setdefault(name, len(self._numbers))
-            follower = follower_of(found[name])
+            follower = follower_of(runs[name])
             with self._lock:
                 self._followers[name] = follower
-                self._recipes[name] = RunFigures(found[name], [], [])
+                self._recipes[name] = RunFigures(runs[name], [], [])
                 self._kept[name] = follower.read_bytes
 
     def _follow(self) -> None:
@@ -249,17 +249,23 @@ class Board:
         }
 
 
-def _curves(follower: RunFollower, axis: str, most: int) -> dict[str, list[list[float | None]]]:
+def _curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list[float | None]]]:
     by = "tokens" if axis == "flops" else axis
-    found = {name: follower.curves.points(name, by, most) for name in follower.curves.values}
+    columns_by_name = {name: follower.curves.points(name, by, limit) for name in follower.curves.values}
     evaluated = {metric for event in follower.events if event["event"] == "evaluate" for metric in event["metrics"]}
-    found |= {f"validation/{metric}": _evaluations(follower, metric, by) for metric in sorted(evaluated)[:_MOST_CURVES]}
-    found |= {name: curves.points(name, by, most) for name, curves in follower.metrics.items() if name not in found}
+    columns_by_name |= {
+        f"validation/{metric}": _evaluations(follower, metric, by) for metric in sorted(evaluated)[:_MOST_CURVES]
+    }
+    columns_by_name |= {
+        name: curves.points(name, by, limit) for name, curves in follower.metrics.items() if name not in columns_by_name
+    }
     if axis == "flops":
         per_token = FLOPS * float((follower.start or {}).get("parameters", 0))
-        for columns in found.values():
+        for columns in columns_by_name.values():
             columns[0] = [None if place is None else place * per_token for place in columns[0]]
-    return {name: columns for name, columns in found.items() if any(value is not None for value in columns[1])}
+    return {
+        name: columns for name, columns in columns_by_name.items() if any(value is not None for value in columns[1])
+    }
 
 
 def _begun(directory: Path) -> float:
@@ -313,13 +319,13 @@ class Seconds:
         Args:
             events: those of the run that count.
         """
-        until, found = self._known.get(run, (0.0, {}))
-        begun = time.monotonic()
-        if begun >= until:
-            found = _read(run, events)
+        until, figures = self._known.get(run, (0.0, {}))
+        started = time.monotonic()
+        if started >= until:
+            figures = _read(run, events)
             now = time.monotonic()
-            self._known[run] = now + max(_LEAST_SECONDS, _TIMES * (now - begun)), found
-        return found
+            self._known[run] = now + max(_LEAST_SECONDS, _TIMES * (now - started)), figures
+        return figures
 
 
 def _read(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:

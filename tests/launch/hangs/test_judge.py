@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.beats import FINISHED, WAITING, Beat, Collective, Times, read
+from trainwright.beats import FINISHED, WAITING, Beat, EnteredCollective, Times, read
 from trainwright.heartbeat import Heartbeat
-from trainwright.launch.hangs.judge import Conflict, Seen, conflict_of, judge, limit
+from trainwright.launch.hangs.judge import Conflict, RankState, conflict_of, judge, limit
 
 
-def call(number: int, name: str = "all_reduce", tensor: str = "float32[3]", line: str = "a.py:1") -> Collective:
-    return Collective(number, name, tensor, line, same_shape=name == "all_reduce")
+def call(number: int, name: str = "all_reduce", tensor: str = "float32[3]", line: str = "a.py:1") -> EnteredCollective:
+    return EnteredCollective(number, name, tensor, line, same_shape=name == "all_reduce")
 
 
 def beat(
@@ -27,9 +27,9 @@ def beat(
 
 def test_the_rank_that_has_not_entered_the_collective_is_late_not_those_that_wait_in_it() -> None:
     ranks = {
-        0: Seen(beat("backward", entered=6, waiting=True), 300.0),
-        1: Seen(beat("data"), 13.0),
-        2: Seen(beat("backward", entered=6, waiting=True), 299.0),
+        0: RankState(beat("backward", entered=6, waiting=True), 300.0),
+        1: RankState(beat("data"), 13.0),
+        2: RankState(beat("backward", entered=6, waiting=True), 299.0),
     }
     found = judge(ranks)
     assert found is not None
@@ -40,10 +40,10 @@ def test_the_rank_that_has_not_entered_the_collective_is_late_not_those_that_wai
 
 
 def test_nobody_is_late_while_the_rank_that_others_wait_for_is_within_its_time() -> None:
-    waiting = Seen(beat("checkpoint", entered=6, waiting=True), 3000.0)
-    assert judge({0: Seen(beat("checkpoint", times=(0, 0.0)), 3000.0), 1: waiting}) is None
-    assert judge({0: Seen(beat("checkpoint", times=(5, 600.0)), 760.0), 1: waiting}) is None
-    late = judge({0: Seen(beat("checkpoint", times=(5, 600.0)), 771.0), 1: waiting})
+    waiting = RankState(beat("checkpoint", entered=6, waiting=True), 3000.0)
+    assert judge({0: RankState(beat("checkpoint", times=(0, 0.0)), 3000.0), 1: waiting}) is None
+    assert judge({0: RankState(beat("checkpoint", times=(5, 600.0)), 760.0), 1: waiting}) is None
+    late = judge({0: RankState(beat("checkpoint", times=(5, 600.0)), 771.0), 1: waiting})
     assert late is not None and late.ranks == (0,)
 
 
@@ -109,31 +109,33 @@ def test_a_compiled_model_may_compile_again() -> None:
 
 def test_ranks_that_all_wait_in_one_collective_have_longer() -> None:
     inside = beat("backward", waiting=True)
-    assert judge({0: Seen(inside, 119.0), 1: Seen(inside, 119.0)}) is None
-    found = judge({0: Seen(inside, 121.0), 1: Seen(inside, 121.0)})
+    assert judge({0: RankState(inside, 119.0), 1: RankState(inside, 119.0)}) is None
+    found = judge({0: RankState(inside, 121.0), 1: RankState(inside, 121.0)})
     assert found is not None and found.ranks == (0, 1)
     slow = replace(inside, times={WAITING: Times(20, 100.0)})
-    assert judge({0: Seen(slow, 199.0), 1: Seen(slow, 199.0)}) is None
+    assert judge({0: RankState(slow, 199.0), 1: RankState(slow, 199.0)}) is None
 
 
 def test_a_rank_that_loads_is_waited_for_while_others_join() -> None:
     joins = replace(beat("joining", entered=0, waiting=True, times=(0, 0.0)), collective=None)
     loads = replace(beat("loading", entered=0, times=(0, 0.0)), collective=None)
-    assert judge({0: Seen(loads, 7000.0), 1: Seen(joins, 7000.0)}) is None
-    found = judge({0: Seen(loads, 7300.0), 1: Seen(joins, 7300.0)})
+    assert judge({0: RankState(loads, 7000.0), 1: RankState(joins, 7000.0)}) is None
+    found = judge({0: RankState(loads, 7300.0), 1: RankState(joins, 7300.0)})
     assert found is not None and found.ranks == (0,) and "rank 1 waits in joining the process group" in found.detail
 
 
 def test_a_suspended_rank_is_named_in_any_phase() -> None:
-    found = judge({0: Seen(beat(entered=6, waiting=True), 11.0), 1: Seen(beat(times=(0, 0.0)), 11.0, suspended=10.5)})
+    found = judge(
+        {0: RankState(beat(entered=6, waiting=True), 11.0), 1: RankState(beat(times=(0, 0.0)), 11.0, suspended=10.5)}
+    )
     assert found is not None and found.ranks == (1,)
     assert "suspended by a signal (SIGSTOP)" in found.detail
 
 
 def test_a_rank_that_has_finished_is_not_waited_for() -> None:
     done = replace(beat(), phase=FINISHED)
-    assert judge({0: Seen(done, 9000.0)}) is None
-    found = judge({0: Seen(done, 9000.0), 1: Seen(beat(), 20.0)})
+    assert judge({0: RankState(done, 9000.0)}) is None
+    found = judge({0: RankState(done, 9000.0), 1: RankState(beat(), 20.0)})
     assert found is not None and found.ranks == (1,)
 
 
@@ -154,13 +156,13 @@ def test_different_collectives_are_named_by_rank_and_line() -> None:
 def test_of_two_ranks_the_one_that_went_further_has_not_entered_what_the_other_waits_in() -> None:
     waits, further = beat(waiting=True), replace(beat("backward"), step=8)
     further.collectives[5] = call(5, tensor="float32[900]", line="b.py:9")
-    found = judge({0: Seen(waits, 10.5), 1: Seen(further, 10.5)})
+    found = judge({0: RankState(waits, 10.5), 1: RankState(further, 10.5)})
     assert found is not None and found.ranks == (1,)
     assert (
         "rank 0 has entered all_reduce of float32[3] at a.py:1, and rank 1 all_reduce of float32[900]" in found.detail
     )
     assert (found.conflict, found.exit_code) == (True, 4)
-    assert judge({0: Seen(waits, 10.5), 1: Seen(further, 1.0)}) is None
+    assert judge({0: RankState(waits, 10.5), 1: RankState(further, 1.0)}) is None
 
 
 def test_lines_may_differ_in_a_run_that_is_right() -> None:
@@ -168,8 +170,8 @@ def test_lines_may_differ_in_a_run_that_is_right() -> None:
     other.collectives[5] = call(5, line="b.py:9")
     assert conflict_of({0: one, 1: other}) is None
     assert conflict_of({0: one, 1: other}, lines=True) is not None
-    assert judge({0: Seen(one, 11.0), 1: Seen(other, 11.0)}) is None
-    found = judge({0: Seen(one, 13.0), 1: Seen(other, 13.0)})
+    assert judge({0: RankState(one, 11.0), 1: RankState(other, 11.0)}) is None
+    found = judge({0: RankState(one, 13.0), 1: RankState(other, 13.0)})
     assert found is not None and found.ranks == (0, 1)
     assert "ranks 0, 1 have made no progress" in found.detail
     assert "rank 1 has entered all_reduce of float32[3] at b.py:9" in found.detail

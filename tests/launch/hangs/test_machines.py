@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
-from trainwright.beats import FINISHED, PID, Beat, Collective, Times, heartbeat_directory, heartbeat_file, read
+from trainwright.beats import FINISHED, PID, Beat, EnteredCollective, Times, heartbeat_directory, heartbeat_file, read
 from trainwright.errors import TrainingError
 from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs import machines
@@ -29,7 +29,7 @@ from trainwright.launch.hangs.evidence import (
     wait_for_collectives,
     write_collectives,
 )
-from trainwright.launch.hangs.judge import Seen, judge
+from trainwright.launch.hangs.judge import RankState, judge
 from trainwright.launch.hangs.machines import Machines
 from trainwright.parallel.world import RankInfo
 
@@ -44,10 +44,10 @@ OVERRIDES = (
 PATIENCE = 200
 
 
-def seen(pid: int, entered: int, quiet: float, phase: str = "data", waiting: bool = False) -> Seen:
-    call = Collective(entered, "all_reduce", "float32[8]", "engine/trainer.py:1", same_shape=True)
+def seen(pid: int, entered: int, quiet: float, phase: str = "data", waiting: bool = False) -> RankState:
+    call = EnteredCollective(entered, "all_reduce", "float32[8]", "engine/trainer.py:1", same_shape=True)
     times = {"data": Times(9, 0.5)}
-    return Seen(Beat(pid, 0.0, 100, entered, waiting, 4, 0, phase, call, times, {entered: call}), quiet)
+    return RankState(Beat(pid, 0.0, 100, entered, waiting, 4, 0, phase, call, times, {entered: call}), quiet)
 
 
 def both(run: Path) -> tuple[Machines, Machines]:

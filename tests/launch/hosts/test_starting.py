@@ -22,7 +22,7 @@ from trainwright.errors import RequestError, Stopped
 from trainwright.launch.ending import stop
 from trainwright.launch.hosts import starting
 from trainwright.launch.hosts.names import Host
-from trainwright.launch.hosts.starting import Ended, run_on
+from trainwright.launch.hosts.starting import HostsResult, run_on
 
 HOSTS = [Host("one"), Host("two")]
 # What ssh is given ends with the command, which tells its process as the last line of a file.
@@ -75,7 +75,7 @@ def test_a_host_that_is_lost_is_started_again_while_the_first_goes_on(tmp_path: 
     )
     ended = run_on(HOSTS, [command("one", "done"), command("two", "done")], tmp_path, may_lose=True)
     thread.join()
-    assert ended == Ended(0, {})
+    assert ended == HostsResult(0, {})
     assert len(started("one")) == 1
 
 
@@ -142,7 +142,7 @@ def test_a_terminal_that_closes_does_not_stop_what_nohup_has_started(tmp_path: P
         )
         ended = run_on(HOSTS[:1], [command("one", "done")], tmp_path)
         thread.join()
-        assert ended == Ended(0, {}) and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert ended == HostsResult(0, {}) and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -166,20 +166,20 @@ def test_every_stop_signal_is_passed_on(number: signal.Signals, tmp_path: Path) 
 def test_a_command_ends_with_its_own_code(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """255 is what ssh ends with when its connection is lost, and what sys.exit(-1) is."""
     ended = run_on(HOSTS, [["sh", "-c", f"printf said >&2; exit {code}"]] * 2, tmp_path)
-    assert ended == Ended(code, {})
+    assert ended == HostsResult(code, {})
     assert sorted(capsys.readouterr().err) == sorted("saidtwo: said")
     assert (tmp_path / "host-one.log").read_text() == "said"
 
 
 def test_a_connection_or_a_command_that_is_killed_is_lost(tmp_path: Path) -> None:
     Path("ssh").write_text('#!/bin/sh\nfor last in "$@"; do :; done\nsh -c "$last"\nexit $?\n')
-    assert run_on(HOSTS[:1], [["sh", "-c", "kill -9 $$"]], tmp_path) == Ended(
+    assert run_on(HOSTS[:1], [["sh", "-c", "kill -9 $$"]], tmp_path) == HostsResult(
         5, {HOSTS[0]: "its command was killed (exit code 137)"}
     )
     dies = ["sh", "-c", "kill -9 $PPID"]  # what would tell its exit code
     assert run_on(HOSTS[:1], [dies], tmp_path).lost == {HOSTS[0]: "its command was killed (exit code 137)"}
     Path("ssh").write_text("#!/bin/sh\nexit 255\n")
-    assert run_on(HOSTS[:1], [["true"]], tmp_path) == Ended(5, {HOSTS[0]: "its connection was lost"})
+    assert run_on(HOSTS[:1], [["true"]], tmp_path) == HostsResult(5, {HOSTS[0]: "its connection was lost"})
 
 
 def test_a_host_that_is_lost_while_all_stop_is_no_fault(tmp_path: Path) -> None:
@@ -307,5 +307,5 @@ def test_an_output_that_was_closed_before_the_command_hangs_no_host(
     ended = run_on(
         HOSTS[:1], [["sh", "-c", "i=0; while [ $i -lt 4000 ]; do echo $i $(pwd); i=$((i+1)); done"]], tmp_path
     )
-    assert ended == Ended(0, {})
+    assert ended == HostsResult(0, {})
     assert len((tmp_path / "host-one.log").read_text().splitlines()) == 4000

@@ -47,7 +47,7 @@ class CannotCheck(Exception):
     """The check is not possible here: a permission, a device or a program is missing. The message says which."""
 
 
-class Broken(Exception):
+class CheckEnded(Exception):
     """Raised to end a check with a finding."""
 
     def __init__(self, finding: Finding) -> None:
@@ -86,7 +86,7 @@ class Check:
         name: on the command line and in JSON.
         title: what is checked, for tables.
         place: the function, as ``module:function`` below this package; called with `CheckContext`, it returns
-            `CheckResult` or raises `CannotCheck` or `Broken`.
+            `CheckResult` or raises `CannotCheck` or `CheckEnded`.
         after: names of checks; if one of them found something broken, this one is skipped.
         needs_gpu: whether it is only for machines with a GPU.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.checks.check import Broken, CheckContext, Finding, Severity
+from trainwright.doctor.checks.check import CheckContext, CheckEnded, Finding, Severity
 from trainwright.errors import TrainingError
 from trainwright.launch.process import preload_libraries, run_in_child
 
@@ -28,7 +28,7 @@ def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) ->
     try:
         run_in_child(functools.partial(work, answer), log, context.stopping)
     except TrainingError as error:
-        raise Broken(_failed(what, str(error), log)) from None
+        raise CheckEnded(_failed(what, str(error), log)) from None
     return json.loads(answer.read_text(encoding="utf-8"))
 
 

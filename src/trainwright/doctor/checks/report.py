@@ -33,8 +33,8 @@ class MachineReport:
     def findings(self) -> tuple[Finding, ...]:
         """The findings of all checks, the worst first."""
         order = list(Severity)
-        found = [finding for outcome in self.outcomes for finding in outcome.findings]
-        return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+        findings = [finding for outcome in self.outcomes for finding in outcome.findings]
+        return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
 
     @property
     def is_broken(self) -> bool:
@@ -79,12 +79,12 @@ class MachineReport:
         said += f", {skipped} skipped" if skipped else ""
         if not self.findings:
             return f"nothing found: {said}"
-        found = [
+        parts = [
             f"{counts[Severity.BROKEN]} broken" if counts[Severity.BROKEN] else "",
             plural(counts[Severity.WARNING], "warning") if counts[Severity.WARNING] else "",
             plural(counts[Severity.NOTE], "note") if counts[Severity.NOTE] else "",
         ]
-        return f"{', '.join(filter(None, found))}: {said}"
+        return f"{', '.join(filter(None, parts))}: {said}"
 
 
 def _outcome_lines(outcome: Outcome, width: int) -> Iterator[str]:

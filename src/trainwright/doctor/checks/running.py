@@ -10,10 +10,10 @@ from datetime import datetime
 
 from trainwright import __version__
 from trainwright.doctor.checks.check import (
-    Broken,
     CannotCheck,
     Check,
     CheckContext,
+    CheckEnded,
     CheckResult,
     Finding,
     Outcome,
@@ -36,9 +36,9 @@ def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
     Raises:
         Stopped: a stop was requested.
     """
-    begun, device = time.monotonic(), context.machine.device
-    context = replace(context, end=begun + _MOST_SECONDS[device])
-    last = begun + _BEGIN_SECONDS[device]
+    started, device = time.monotonic(), context.machine.device
+    context = replace(context, end=started + _MOST_SECONDS[device])
+    last = started + _BEGIN_SECONDS[device]
     outcomes: list[Outcome] = []
     for check in checks:
         broken = {outcome.name for outcome in outcomes if outcome.is_broken}
@@ -52,7 +52,7 @@ def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
         machine=context.machine.describe(),
         checked=datetime.now().astimezone().isoformat(timespec="seconds"),
         version=__version__,
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - started,
         outcomes=tuple(outcomes),
     )
 
@@ -60,25 +60,25 @@ def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
 def _outcome(check: Check, context: CheckContext, broken: set[str], is_late: bool) -> Outcome:
     if (reason := _reason_to_skip(check, context.machine, broken, is_late)) is not None:
         return Outcome(check.name, check.title, skipped=reason)
-    begun, shown = time.monotonic(), is_terminal(sys.stderr)
+    started, shown = time.monotonic(), is_terminal(sys.stderr)
     if shown:
         draw(f"checking {check.title} …", sys.stderr)
     try:
-        found = check.load()(context)
+        result = check.load()(context)
     except CannotCheck as error:
-        return Outcome(check.name, check.title, time.monotonic() - begun, skipped=str(error))
-    except Broken as error:
-        found = CheckResult((), (error.finding,))
+        return Outcome(check.name, check.title, time.monotonic() - started, skipped=str(error))
+    except CheckEnded as error:
+        result = CheckResult((), (error.finding,))
     except Stopped:
         raise
     except TrainwrightError as error:
-        found = CheckResult((), (_refused(error),))
+        result = CheckResult((), (_refused(error),))
     except Exception as error:  # a machine may be broken in ways that no check expects
-        found = CheckResult((), (_failed(check, error),))
+        result = CheckResult((), (_failed(check, error),))
     finally:
         if shown:
             draw("", sys.stderr)
-    return Outcome(check.name, check.title, time.monotonic() - begun, found.facts, found.findings)
+    return Outcome(check.name, check.title, time.monotonic() - started, result.facts, result.findings)
 
 
 def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: bool) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainwright.drilling import invariants, phases
-from trainwright.drilling.commands import Ended
+from trainwright.drilling.commands import CommandResult
 from trainwright.drilling.invariants import require
 from trainwright.drilling.kinds import ANY, COPIES, SEVERAL, fault
 from trainwright.drilling.trial_environment import FAILED, FINISHED, REQUEST, STOPPED, Scene
@@ -43,9 +43,9 @@ def damaged_checkpoint(scene: Scene) -> None:
     events = invariants.lines(scene.run)
     resumed = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
     require(resumed == steps[-count - 1], f"resumed from {resumed}; checkpoints of {steps[-count:]} were damaged")
-    told = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
+    reported = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
     for step in steps[-count:]:
-        require(f"step-{step:08d}/{file}" in told, f"nothing said of step-{step:08d}/{file}: {told}")
+        require(f"step-{step:08d}/{file}" in reported, f"nothing said of step-{step:08d}/{file}: {reported}")
     invariants.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
@@ -74,8 +74,8 @@ def damaged_and_pruned(scene: Scene) -> None:
         keep = f"checkpoint.keep_last={scene.variant}"
         starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
-        whole = _newest_complete(scene, bad)
-        reached = scene.draw.randrange(whole + 1, max(whole + 2, min(whole + 7, phases.STEPS - 2)))
+        newest = _newest_complete(scene, bad)
+        reached = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, phases.STEPS - 2)))
         scene.wait_for_step(command, reached, starts)
         if scene.draw.random() < 0.7:
             command.send(signal.SIGTERM)
@@ -86,7 +86,7 @@ def damaged_and_pruned(scene: Scene) -> None:
             command.kill()
         left = _whole(scene)
         require(left, f"no whole checkpoint is left; before: {steps}, damaged: {sorted(bad)}")
-        require(max(left) >= whole, f"the checkpoint of step {whole} is gone, whole ones are of {left}")
+        require(max(left) >= newest, f"the checkpoint of step {newest} is gone, whole ones are of {left}")
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
     invariants.complete_and_same(scene.run, scene.reference(), exact=True)
@@ -157,8 +157,8 @@ def damaged(path: Path, damage: str, draw: random.Random) -> None:
     """Apply the damage to a file."""
     data = path.read_bytes()
     if damage == "a bit flipped":
-        place = draw.randrange(len(data))
-        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :])
+        position = draw.randrange(len(data))
+        path.write_bytes(data[:position] + bytes([data[position] ^ (1 << draw.randrange(8))]) + data[position + 1 :])
     elif damage == "cut in half":
         path.write_bytes(data[: len(data) // 2])
     elif damage == "emptied":
@@ -185,8 +185,8 @@ def _ranks(scene: Scene) -> int:
 
 
 def _whole(scene: Scene) -> list[int]:
-    found = invariants.checkpoint_steps(scene.run)
-    return [s for s in found if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
+    steps = invariants.checkpoint_steps(scene.run)
+    return [s for s in steps if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
 
 
 def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:
@@ -238,9 +238,9 @@ def _flipped(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()
     rank = scene.draw.randrange(scene.case.spread[1])
     where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
     scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS, *overrides), overrides)
-    told = [event["rank"] for event in invariants.faults(scene.run, "corrupted_weights", "corrupted_computation")]
-    require(told, f"{where} was not noticed")
-    require(told[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {told}")
+    ranks = [event["rank"] for event in invariants.faults(scene.run, "corrupted_weights", "corrupted_computation")]
+    require(ranks, f"{where} was not noticed")
+    require(ranks[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {ranks}")
 
 
 def _uncompiled(scene: Scene) -> tuple[str, ...]:
@@ -249,7 +249,7 @@ def _uncompiled(scene: Scene) -> tuple[str, ...]:
     return ("train.compile=false",) if compiled else ()
 
 
-def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> Ended:
+def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> CommandResult:
     """Train the run with an additional step policy."""
     own = load_recipe(scene.recipe).train.step_policies
     policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"

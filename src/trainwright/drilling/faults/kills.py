@@ -203,10 +203,10 @@ def resumed_twice(scene: Scene) -> None:
 def _other(scene: Scene, others: list[Spread]) -> Spread:
     """Return one of the spreads that the recipe can be trained with."""
     scene.draw.shuffle(others)
-    found = next(filter(scene.can_train, others), None)
-    if found is None:
+    spread = next(filter(scene.can_train, others), None)
+    if spread is None:
         raise Skipped("there is no other number of processes or strategy among those that are tried")
-    return found
+    return spread
 
 
 def _as(spread: Spread) -> tuple[str, str]:

@@ -22,10 +22,10 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
-def flip(tensor: torch.Tensor, place: float, bit: int) -> None:
+def flip(tensor: torch.Tensor, position: float, bit: int) -> None:
     """Flip a bit of the element at this share of a tensor's elements."""
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()]).view(-1)
-    bits[int(place * len(bits))] ^= 1 << bit
+    bits[int(position * len(bits))] ^= 1 << bit
 
 
 class Planted(StepPolicy):
@@ -61,7 +61,7 @@ class Planted(StepPolicy):
         hook = self.training.task.blocks()[0].register_forward_hook(after_block, prepend=True)
 
 
-class Weight(Planted):
+class FlippedWeight(Planted):
     """Flip a bit of a trained weight, in master precision, after a step. Ranks must have all weights."""
 
     def after(self, step: int) -> None:
@@ -77,7 +77,7 @@ class Weight(Planted):
         return [tensor for name, tensor in strategy.parameters(frozen=False) if name in names]
 
 
-class FrozenWeight(Weight):
+class FrozenWeight(FlippedWeight):
     """Flip a bit of a weight that is not trained, such as one under an adapter, after a step."""
 
     def weights(self) -> list[torch.Tensor]:

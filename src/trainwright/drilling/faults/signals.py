@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from trainwright.drilling import invariants, phases
-from trainwright.drilling.commands import Ended
+from trainwright.drilling.commands import CommandResult
 from trainwright.drilling.faults.kills import RESTARTS, started
 from trainwright.drilling.invariants import Missed, require
 from trainwright.drilling.kinds import ANY, SEVERAL, fault
@@ -106,8 +106,8 @@ def hanging_worker(scene: Scene) -> None:
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGSTOP, workers[rank])
     ended = scene.wait(command)
-    told = [event["rank"] for event in invariants.faults(scene.run, "hang")]
-    require(told == [rank], f"rank {rank} was stopped, the faults are of ranks {told}: {ended}")
+    ranks = [event["rank"] for event in invariants.faults(scene.run, "hang")]
+    require(ranks == [rank], f"rank {rank} was stopped, the faults are of ranks {ranks}: {ended}")
     if scene.variant == "restart":
         scene.stays_undisturbed(ended)
         return
@@ -128,7 +128,7 @@ def paused_worker(scene: Scene) -> None:
     scene.stays_undisturbed(scene.wait(command))
 
 
-def _stopped_and_resumed(scene: Scene, ended: Ended) -> None:
+def _stopped_and_resumed(scene: Scene, ended: CommandResult) -> None:
     if ended.code == FINISHED:
         # Only a run whose last step was done when the signal came may finish.
         invariants.complete_and_same(scene.run, scene.reference(), exact=True)
@@ -194,8 +194,8 @@ def _cut(pid: int) -> int:
     count = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
-            if found and found[1] in connections:
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+            if match and match[1] in connections:
                 with socket.socket(fileno=_file_of(pid, int(link.name))) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
                 count += 1
@@ -207,9 +207,9 @@ def _file_of(pid: int, number: int) -> int:
     process = os.pidfd_open(pid)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        found: int = libc.syscall(_PIDFD_GETFD, process, number, 0)
-        if found < 0:
+        descriptor: int = libc.syscall(_PIDFD_GETFD, process, number, 0)
+        if descriptor < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return found
+        return descriptor
     finally:
         os.close(process)

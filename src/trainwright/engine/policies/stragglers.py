@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trainwright import heartbeat
 from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
-from trainwright.machine.usage.causes import Cause, in_words
+from trainwright.machine.usage.causes import Slowdown, in_words
 from trainwright.machine.usage.sample import OwnProcess
 
 # The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.
@@ -200,7 +200,7 @@ class Stragglers(StepPolicy):
         if self._found is None:
             return
         straggler, world = self._found, self.training.world
-        causes: list[Cause] = []
+        causes: list[Slowdown] = []
         threads = world.gather(self._process.threads)
         if straggler.rank == world.rank:
             before, waited = self._before
@@ -210,7 +210,7 @@ class Stragglers(StepPolicy):
                 planned_threads=statistics.median(threads),
                 sleeps=False,
             )
-        causes = world.gather(causes, Cause)[straggler.rank]
+        causes = world.gather(causes, Slowdown)[straggler.rank]
         self._found = None
         if straggler.gain < _GAIN:  # only here, as walls, unlike the seconds of ranks, are not the same everywhere
             return

@@ -151,8 +151,8 @@ def _deepspeed(source: AccelerateConfig) -> dict[str, str]:
             text = _text(given[key])
             variables[name] = text if key.endswith(("file", "path", "names")) else text.lower()
     if given.get("deepspeed_config_file") is not None:
-        found = deepspeed.find_json(str(given["deepspeed_config_file"]), source)
-        variables[_DEEPSPEED["deepspeed_config_file"]] = str(found or given["deepspeed_config_file"])
+        json_file = deepspeed.find_json(str(given["deepspeed_config_file"]), source)
+        variables[_DEEPSPEED["deepspeed_config_file"]] = str(json_file or given["deepspeed_config_file"])
     return variables
 
 

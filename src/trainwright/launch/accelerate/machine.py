@@ -63,8 +63,8 @@ def _too_few_gpus(translation: Translation, machine: Machine) -> str | None:
     processes = translation.local_processes
     here = " on this machine" if translation.nodes > 1 else ""
     if translation.device == "cuda" and not machine.gpus:
-        asked = "GPUs" if processes is None else _gpus(processes)
-        return f"{translation.distributed_type} requires {asked}{here}, but none is available ({machine.describe()})"
+        required = "GPUs" if processes is None else _gpus(processes)
+        return f"{translation.distributed_type} requires {required}{here}, but none is available ({machine.describe()})"
     if translation.device == "cpu" or not machine.gpus:
         return None
     ids = translation.gpu_ids.split(",") if translation.gpu_ids else []

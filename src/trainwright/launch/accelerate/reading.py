@@ -100,7 +100,7 @@ def read(path: Path) -> AccelerateConfig:
     return AccelerateConfig(
         name=str(path),
         values=values,
-        places={tuple(map(str, place)): str(origin) for place, origin in tree.origins.items()},
+        places={tuple(map(str, path_of_key)): str(origin) for path_of_key, origin in tree.origins.items()},
         directory=path.parent,
         problems=tuple(map(str, tree.problems)),
         remarks=tuple(_remarks(path, values, strict=strict is not None, is_json=is_json)),
@@ -149,12 +149,12 @@ def _without_comments(text: str) -> str:
     """Convert loose JSON to YAML's flow style by removing // comments and tabs; line numbers are preserved."""
 
     def replaced(match: re.Match[str]) -> str:
-        found = match.group()
-        if found[0] == "'":
-            return found.replace("\\'", "''")
-        if found[0] == '"':
-            return found
-        return "\n" * found.count("\n") if found.startswith("/") else "  "
+        token = match.group()
+        if token[0] == "'":
+            return token.replace("\\'", "''")
+        if token[0] == '"':
+            return token
+        return "\n" * token.count("\n") if token.startswith("/") else "  "
 
     return re.sub(
         # An unclosed string is taken to its end: retrying from each of its characters would take forever.

@@ -99,13 +99,13 @@ def join(
             )
         if not resumed:
             reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")
-    kept = replace(translation, settings={k: v for k, v in translation.settings.items() if k not in dropped})
-    return Joined([*kept.to_overrides(), *overrides], tuple(reasons))
+    remaining = replace(translation, settings={k: v for k, v in translation.settings.items() if k not in dropped})
+    return Joined([*remaining.to_overrides(), *overrides], tuple(reasons))
 
 
 def _last(overrides: Sequence[str], key: str) -> str | None:
-    found = [override.partition("=")[2].strip() for override in overrides if override.partition("=")[0] == key]
-    return found[-1] if found else None
+    values = [override.partition("=")[2].strip() for override in overrides if override.partition("=")[0] == key]
+    return values[-1] if values else None
 
 
 def _written(tree: Tree, key: str) -> object:

@@ -39,15 +39,15 @@ def accelerate_remarks(source: AccelerateConfig, translation: Translation) -> li
 
 def commands(translation: Translation, machine: Machine) -> list[str]:
     """Return the commands that start it here; none of them rejects the file."""
-    found: list[str] = []
+    lines: list[str] = []
     if lacking(translation, machine):
-        return found
+        return lines
     if not translation.problems and missing_rendezvous(translation) is None:
-        found.append(f"trainwright train RECIPE --accelerate-config {quoted(translation.source)}")
+        lines.append(f"trainwright train RECIPE --accelerate-config {quoted(translation.source)}")
     of_scripts = any(problem.for_script for problem in translation.problems)
     if not of_scripts and translation.nodes == 1 and not becomes_ddp(translation, machine):
-        found.append(f"trainwright launch --config-file {quoted(translation.source)} SCRIPT")
-    return found
+        lines.append(f"trainwright launch --config-file {quoted(translation.source)} SCRIPT")
+    return lines
 
 
 def _rows(source: AccelerateConfig, translation: Translation, machine: Machine) -> Iterator[tuple[str, str]]:
@@ -90,8 +90,8 @@ def _processes(translation: Translation) -> str:
         where += f" {translation.gpu_ids}"
     if translation.nodes == 1:
         return f"{count} {where}, one machine"
-    place = f", meeting at {translation.rendezvous}" if translation.rendezvous else ""
-    return f"{count} {where}, {plural(translation.nodes, 'machine')}, this is number {translation.node_rank}{place}"
+    meeting = f", meeting at {translation.rendezvous}" if translation.rendezvous else ""
+    return f"{count} {where}, {plural(translation.nodes, 'machine')}, this is number {translation.node_rank}{meeting}"
 
 
 def _local(translation: Translation, machine: Machine) -> str:

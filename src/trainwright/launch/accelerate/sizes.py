@@ -59,8 +59,8 @@ def apply_sizes(sizes: ParallelismSizes, strategy: str, processes: int, origin: 
     """
     spec = spec_of(strategy)
     if sizes.processes != processes:
-        whole = processes // sizes.replicas * sizes.replicas == processes
-        fix = f"set dp_shard_size: {processes // sizes.replicas}" if whole else "change one of them"
+        is_divisible = processes // sizes.replicas * sizes.replicas == processes
+        fix = f"set dp_shard_size: {processes // sizes.replicas}" if is_divisible else "change one of them"
         draft.problem(
             f"{sizes.origin}: dp_replicate_size {sizes.replicas} x dp_shard_size {sizes.shards} needs "
             f"{sizes.processes} processes, but {origin}; {fix}"

@@ -124,9 +124,9 @@ class Translation:
 
     def refuse_problems(self, *, for_script: bool = False) -> None:
         """Raise RequestError with the problems: all of them, or those that concern the user's own script."""
-        found = [problem.text for problem in self.problems if problem.for_script or not for_script]
-        if found:
-            raise RequestError("\n".join(found))
+        texts = [problem.text for problem in self.problems if problem.for_script or not for_script]
+        if texts:
+            raise RequestError("\n".join(texts))
 
     def device_environment(self) -> dict[str, str]:
         """Return the variables that hide unwanted GPUs; set them before anything queries the GPUs."""
@@ -210,8 +210,8 @@ def as_yaml(value: Any) -> str:
 
 
 def _kind(top: ConfigSection, draft: Draft) -> str | None:
-    place = top.text("compute_environment")
-    if place is not None and place.upper() not in ("LOCAL_MACHINE", "1"):
+    environment = top.text("compute_environment")
+    if environment is not None and environment.upper() not in ("LOCAL_MACHINE", "1"):
         draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is supported", for_script=True)
     kind = top.text("distributed_type")
     if kind is None:

@@ -64,8 +64,8 @@ def suggested(machine: Machine) -> Answers:
 
 def offered() -> dict[str, StrategySpec]:
     """Return the strategies that a file can set, by name: built-in ones for several processes."""
-    found = all_specs().items()
-    return {name: spec for name, spec in found if STRATEGIES.package(name) is None and not spec.is_one_process}
+    specs = all_specs().items()
+    return {name: spec for name, spec in specs if STRATEGIES.package(name) is None and not spec.is_one_process}
 
 
 def file_values(answers: Answers) -> dict[str, Any]:

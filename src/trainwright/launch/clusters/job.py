@@ -11,7 +11,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.clusters.settings import Cluster, settings_of
+from trainwright.launch.clusters.settings import ClusterSettings, settings_of
 from trainwright.launch.ending.exit_code import SHUTDOWN_TIMEOUT
 from trainwright.recipe.loading import load_recipe
 
@@ -32,7 +32,7 @@ class Job:
     run: Path
     recipe: Path
     overrides: tuple[str, ...]
-    settings: Cluster
+    settings: ClusterSettings
 
     def runs(self) -> Iterator[Path]:
         """Yield the directory of each run: one, or those of an array's elements."""
@@ -68,11 +68,11 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
     settings = settings_of(plain, options, to)
     if settings.array is None and len(overrides) != sum(ELEMENT not in each for each in overrides):
         raise RequestError(f"{ELEMENT} in an override is the index in an array; pass --array, such as --array 0-9")
-    wanted = plain.logging.run_directory
-    _check_directory(wanted, load_recipe(recipe, _first(overrides, settings.array)).logging.run_directory, name)
-    run = run_directory.own_directory(wanted, name or run_directory.stem_of(recipe)).absolute()
-    kept = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
-    job = Job(run, recipe.absolute(), kept, settings)
+    directory_key = plain.logging.run_directory
+    _check_directory(directory_key, load_recipe(recipe, _first(overrides, settings.array)).logging.run_directory, name)
+    run = run_directory.own_directory(directory_key, name or run_directory.stem_of(recipe)).absolute()
+    remaining = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
+    job = Job(run, recipe.absolute(), remaining, settings)
     if settings.array is None:
         run_directory.check_unbegun(run)
     return job
@@ -91,22 +91,22 @@ def check_name(name: str) -> None:
         )
 
 
-def _check_directory(wanted: str, of_first: str, name: str | None) -> None:
+def _check_directory(directory_key: str, of_first: str, name: str | None) -> None:
     """Raise RequestError for a directory that is not that of the run, or of an array's runs.
 
     Args:
-        wanted: ``logging.run_directory``, without the overrides that contain ``{element}``.
+        directory_key: ``logging.run_directory``, without the overrides that contain ``{element}``.
         of_first: the same of the first element.
     """
-    if ELEMENT in wanted or of_first != wanted:
+    if ELEMENT in directory_key or of_first != directory_key:
         raise RequestError(
             f"logging.run_directory: {ELEMENT} is not replaced in it; write the directory of all runs, in which that "
             "of each element is named by its index"
         )
-    if name is not None and wanted != "auto":
+    if name is not None and directory_key != "auto":
         raise RequestError(
-            f"--name: is the name of a run in {run_directory.RUNS}, but logging.run_directory is {wanted}, whose last "
-            "part is the name of its run and job; remove --name, or set logging.run_directory=auto"
+            f"--name: is the name of a run in {run_directory.RUNS}, but logging.run_directory is {directory_key}, "
+            "whose last part is the name of its run and job; remove --name, or set logging.run_directory=auto"
         )
 
 

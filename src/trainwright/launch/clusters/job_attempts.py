@@ -52,8 +52,8 @@ def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int
         count_in: a place of the run's copies, where the count is kept too: the next time may be on another machine.
     """
     if count_in is not None:
-        with _place(count_in, run) as place:
-            _take(place.read_attempts(), file)
+        with _place(count_in, run) as store:
+            _take(store.read_attempts(), file)
     newest = max(checkpoints_in(run / "checkpoints"), default=0)
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -67,15 +67,15 @@ def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int
     except OSError as error:  # without a count there is no bound
         raise RequestError(f"{file} cannot be written: {error.strerror}") from None
     if count_in is not None:
-        with _place(count_in, run) as place:
-            place.write_attempts(file.read_text(encoding="utf-8"))
+        with _place(count_in, run) as store:
+            store.write_attempts(file.read_text(encoding="utf-8"))
     return failures
 
 
-def _take(found: str | None, file: Path) -> None:
-    if found is not None:
+def _take(text: str | None, file: Path) -> None:
+    if text is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, found)
+        write_file(file, text)
 
 
 @contextmanager
@@ -85,9 +85,9 @@ def _place(where: str, run: Path) -> Iterator[RemoteStore]:
     from trainwright.engine.checkpoints.stored_run import name_in_stores
 
     try:
-        place = RemoteStore(where, name_in_stores(run))
-        with place.in_words():
-            yield place
+        store = RemoteStore(where, name_in_stores(run))
+        with store.in_words():
+            yield store
     except (RequestError, MachineError) as error:
         say(f"warning: attempts are counted on this machine only: {error}", file=sys.stderr)
 
@@ -106,15 +106,15 @@ def main() -> None:
     parser.add_argument("--add", type=int, default=0, help="is added to the codes that are worth another attempt")
     parser.add_argument("--count-in", help="where copies of the run are, if its directory may be lost with its machine")
     parser.add_argument("words", nargs="+")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     restarts = os.environ.get(RESTARTS)
-    if restarts == "0" and asked.node_rank == 0:  # of an earlier job
-        forget_stops(asked.run, process_age())
-    if restarts not in (None, "", "0") and was_asked_to_stop(asked.run):
-        say(f"{asked.run} was asked to stop, and is not started again", file=sys.stderr)
+    if restarts == "0" and options.node_rank == 0:  # of an earlier job
+        forget_stops(options.run, process_age())
+    if restarts not in (None, "", "0") and was_asked_to_stop(options.run):
+        say(f"{options.run} was asked to stop, and is not started again", file=sys.stderr)
         sys.exit(EXIT_FINISHED)
-    code = ending(asked.run, asked.node_rank, _trained(asked.words), asked.count_in)
-    sys.exit(code + asked.add if may_continue(code) else code)
+    code = ending(options.run, options.node_rank, _trained(options.words), options.count_in)
+    sys.exit(code + options.add if may_continue(code) else code)
 
 
 def ending(run: Path, node_rank: int, code: int, count_in: str | None = None) -> int:

@@ -67,13 +67,13 @@ def labels(job: Job) -> dict[str, str]:
 
 def check(job: Job) -> None:
     """Raise RequestError for settings that the pods cannot have."""
-    asked = job.settings
+    settings = job.settings
     for key in ("image", "claim", "mount"):
-        if getattr(asked, key) is None:
+        if getattr(settings, key) is None:
             raise RequestError(f"{key}: is missing; describe the cluster in clusters.yaml, with image, claim and mount")
-    mount = Path(str(asked.mount))
+    mount = Path(str(settings.mount))
     if not mount.is_absolute():
-        raise RequestError(f"mount: {asked.mount!r} is not an absolute path")
+        raise RequestError(f"mount: {settings.mount!r} is not an absolute path")
     here = ("the working directory", Path.cwd())
     for what, path in (here, ("the recipe", job.recipe), ("logging.run_directory", job.run)):
         if not path.is_relative_to(mount):
@@ -92,18 +92,18 @@ def pod(
         add: to the exit codes that are worth another start.
         env: further variables.
     """
-    asked = job.settings
-    grace = _GRACE_SECONDS if asked.grace is None else job_seconds(asked.grace)
-    needs = {"cpu": asked.cpus_per_node, "nvidia.com/gpu": asked.gpus_per_node}
-    mounts = {_SHARED: str(asked.mount), _MEMORY: "/dev/shm"}
-    found: dict[str, Any] = {
+    settings = job.settings
+    grace = _GRACE_SECONDS if settings.grace is None else job_seconds(settings.grace)
+    needs = {"cpu": settings.cpus_per_node, "nvidia.com/gpu": settings.gpus_per_node}
+    mounts = {_SHARED: str(settings.mount), _MEMORY: "/dev/shm"}
+    spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace,
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [
             {
                 "name": container,
-                "image": asked.image,
+                "image": settings.image,
                 "command": ["python", "-m", MODULE],
                 "args": _arguments(job, first, rank, add),
                 "env": [{"name": GRACE, "value": str(grace)}, *env],
@@ -114,27 +114,27 @@ def pod(
             }
         ],
         "volumes": [
-            {"name": _SHARED, "persistentVolumeClaim": {"claimName": asked.claim}},
+            {"name": _SHARED, "persistentVolumeClaim": {"claimName": settings.claim}},
             {"name": _MEMORY, "emptyDir": {"medium": "Memory"}},  # the default of 64 MiB is too small for workers
         ],
     }
-    if asked.node_labels:
-        found["nodeSelector"] = dict(asked.node_labels)
-        found["tolerations"] = [{"key": key, "operator": "Exists"} for key in asked.node_labels]
-    return found
+    if settings.node_labels:
+        spec["nodeSelector"] = dict(settings.node_labels)
+        spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in settings.node_labels]
+    return spec
 
 
 def _arguments(job: Job, first: str, rank: str, add: int) -> list[str]:
     nodes = job.settings.nodes or 1
     words = [str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto"]
-    place = ["--node-rank", rank] if nodes > 1 else []
+    rank_options = ["--node-rank", rank] if nodes > 1 else []
     words = [_literal(word) for word in words]
     if nodes > 1:
-        words += ["--nodes", str(nodes), *place, "--rendezvous", f"{first}:{_PORT}"]
+        words += ["--nodes", str(nodes), *rank_options, "--rendezvous", f"{first}:{_PORT}"]
         # With a range of processes the run begins without the pods that have not come by then.
         if not isinstance(load_recipe(job.recipe, job.overrides).parallel.num_processes, ProcessRange):
             words.append(f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}")
-    return [_literal(str(job.run)), *place, *(["--add", str(add)] if add else []), "--", *words]
+    return [_literal(str(job.run)), *rank_options, *(["--add", str(add)] if add else []), "--", *words]
 
 
 def _literal(word: str) -> str:

@@ -37,13 +37,13 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="where each node runs the command")
     parser.add_argument("run", type=Path)
     parser.add_argument("words", nargs="+")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     import ray
 
     ray.init()
     code = EXIT_FAULT
     for attempt in range(_MOST_ATTEMPTS):
-        codes = _attempt(asked, attempt)
+        codes = _attempt(options, attempt)
         code = next((each for each in codes if each not in (EXIT_FINISHED, EXIT_FAULT, EXIT_STOPPED)), max(codes))
         say(f"attempt {attempt + 1}: exit codes {', '.join(map(str, codes))}", file=sys.stderr)
         if code not in (EXIT_FAULT, EXIT_STOPPED):
@@ -52,28 +52,28 @@ def main() -> None:
     sys.exit(code)
 
 
-def _attempt(asked: argparse.Namespace, attempt: int) -> list[int]:
+def _attempt(options: argparse.Namespace, attempt: int) -> list[int]:
     """Train once on all nodes; return the exit code of each."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    needs = {"CPU": asked.cpus_per_node, **({"GPU": asked.gpus_per_node} if asked.gpus_per_node else {})}
-    group = placement_group([needs] * asked.nodes, strategy="STRICT_SPREAD")
+    needs = {"CPU": options.cpus_per_node, **({"GPU": options.gpus_per_node} if options.gpus_per_node else {})}
+    group = placement_group([needs] * options.nodes, strategy="STRICT_SPREAD")
 
     def on(rank: int, gpus: int, function: Any) -> Any:
-        place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
-        cpus = asked.cpus_per_node if gpus or not asked.gpus_per_node else 0
-        return ray.remote(function).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place, max_retries=0)
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+        cpus = options.cpus_per_node if gpus or not options.gpus_per_node else 0
+        return ray.remote(function).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
 
     try:
         ray.get(group.ready())
-        first = ray.get(on(0, 0, _address).remote()) if asked.nodes > 1 else None
+        first = ray.get(on(0, 0, _address).remote()) if options.nodes > 1 else None
         tasks = [
-            on(rank, asked.gpus_per_node, _train).remote(
-                str(asked.directory), command(asked.run, asked.words, asked.nodes, rank, first), attempt
+            on(rank, options.gpus_per_node, _train).remote(
+                str(options.directory), command(options.run, options.words, options.nodes, rank, first), attempt
             )
-            for rank in range(asked.nodes)
+            for rank in range(options.nodes)
         ]
         return [_code_of(task) for task in tasks]
     except ray.exceptions.RayError as error:
@@ -98,8 +98,8 @@ def _code_of(task: Any) -> int:
 def command(run: Path, words: Sequence[str], nodes: int, rank: int, first: str | None) -> list[str]:
     """Return the command of a node; ``first``: where the nodes meet, None for one node."""
     node = ["--node-rank", str(rank)] if nodes > 1 else []
-    place = ["--nodes", str(nodes), *node, "--rendezvous", str(first)] if nodes > 1 else []
-    return ["-m", MODULE, *node, str(run), "--", *words, *place]
+    node_options = ["--nodes", str(nodes), *node, "--rendezvous", str(first)] if nodes > 1 else []
+    return ["-m", MODULE, *node, str(run), "--", *words, *node_options]
 
 
 def _address() -> str:
@@ -143,10 +143,10 @@ print(f"job {{job}}", {run!r}, sep="\\n")
 
 def text(job: Job) -> str:
     """Return the script."""
-    asked = job.settings
-    words = [f"--nodes={asked.nodes or 1}"]
-    words += [f"--gpus-per-node={asked.gpus_per_node}"] if asked.gpus_per_node else []
-    words += [f"--cpus-per-node={asked.cpus_per_node}"] if asked.cpus_per_node else []
+    settings = job.settings
+    words = [f"--nodes={settings.nodes or 1}"]
+    words += [f"--gpus-per-node={settings.gpus_per_node}"] if settings.gpus_per_node else []
+    words += [f"--cpus-per-node={settings.cpus_per_node}"] if settings.cpus_per_node else []
     words += [f"--directory={os.getcwd()}", str(job.run), "--"]
     words += [str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto"]
     lines = "".join(f"    {word!r},\n" for word in words)

@@ -46,7 +46,7 @@ _STARTS_AGAIN = ("jobs", "until_done")
 _CARD = re.compile(r"(?:\d+\s*[x×*]\s*)?(.+)")
 
 
-class Cluster(JobSection):
+class ClusterSettings(JobSection):
     """The defaults of a cluster in clusters.yaml."""
 
     scheduler: Literal["slurm", "kubernetes", "skypilot", "ray"] = "slurm"
@@ -79,9 +79,9 @@ class Cluster(JobSection):
         if self.machine is None:
             return None
         nodes = self.nodes or 1
-        found = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
-        if found is not None:
-            node = f"{self.gpus_per_node}x{found[1]}"
+        match = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
+        if match is not None:
+            node = f"{self.gpus_per_node}x{match[1]}"
             return machine_of(f"{nodes}x{node}" if nodes > 1 else node)
         described, calibration, measurement = machine_of(self.machine)
         gpus = None if described.device == "cpu" else self.gpus_per_node
@@ -94,7 +94,7 @@ def clusters_file() -> Path:
     return user_path(base) / "trainwright" / _FILE
 
 
-def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> Cluster:
+def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> ClusterSettings:
     """Return the job's settings.
 
     Args:
@@ -112,22 +112,24 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
     given = {key: value for key, value in options.items() if value is not None}
     defaults = _cluster(name).model_dump(exclude_none=True)
     try:
-        asked = Cluster.model_validate({**defaults, **launch, **given})
+        settings = ClusterSettings.model_validate({**defaults, **launch, **given})
     except ValidationError as error:  # the recipe and the file are valid
         raise RequestError("\n".join(_problems(error, _option))) from None
-    for key in _unused(asked):
-        why = f"{asked.scheduler} has no such setting"
+    for key in _unused(settings):
+        why = f"{settings.scheduler} has no such setting"
         if key in _STARTS_AGAIN:
-            why = f"a job of {asked.scheduler} starts its run again by itself"
-        place = _option(key) if key in given else f"launch.{key}"
-        raise RequestError(f"{place}: is for {_names(key)}, and {why}; remove it")
-    if (asked.jobs or 1) > 1 and (asked.until_done or asked.array):
-        other = "--until-done, with which one job is requeued" if asked.until_done else "--array, whose runs are many"
+            why = f"a job of {settings.scheduler} starts its run again by itself"
+        location = _option(key) if key in given else f"launch.{key}"
+        raise RequestError(f"{location}: is for {_names(key)}, and {why}; remove it")
+    if (settings.jobs or 1) > 1 and (settings.until_done or settings.array):
+        other = (
+            "--until-done, with which one job is requeued" if settings.until_done else "--array, whose runs are many"
+        )
         raise RequestError(f"--jobs: several jobs of one run are not for {other}; leave one of the two out")
-    if asked.machine is None:
-        return asked
-    gpus = _gpus_of(asked.machine)
-    return asked.model_copy(update={"gpus_per_node": asked.gpus_per_node or gpus})
+    if settings.machine is None:
+        return settings
+    gpus = _gpus_of(settings.machine)
+    return settings.model_copy(update={"gpus_per_node": settings.gpus_per_node or gpus})
 
 
 def _gpus_of(machine: str) -> int | None:
@@ -148,30 +150,30 @@ def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _unused(asked: Cluster) -> list[str]:
-    return [key for key, users in _USED_BY.items() if getattr(asked, key) and asked.scheduler not in users]
+def _unused(settings: ClusterSettings) -> list[str]:
+    return [key for key, users in _USED_BY.items() if getattr(settings, key) and settings.scheduler not in users]
 
 
 def _names(key: str) -> str:
     return " and ".join(_USED_BY[key])
 
 
-def _cluster(name: str) -> Cluster:
+def _cluster(name: str) -> ClusterSettings:
     file = clusters_file()
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(found, dict | None):
+    if not isinstance(content, dict | None):
         raise RequestError(f"{file}: is not a mapping of names to clusters")
-    clusters = found or {}
+    clusters = content or {}
     if name not in clusters:
         if name in SCHEDULERS:
-            return Cluster.model_validate({"scheduler": name})
+            return ClusterSettings.model_validate({"scheduler": name})
         known = ", ".join([*SCHEDULERS, *map(str, clusters)])
         raise RequestError(f"--to {name}: no such cluster in {file}; there are: {known}")
     try:
-        cluster = Cluster.model_validate(clusters[name] or {})
+        cluster = ClusterSettings.model_validate(clusters[name] or {})
     except ValidationError as error:
         raise RequestError("\n".join(_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
     for key in _unused(cluster):
@@ -180,12 +182,12 @@ def _cluster(name: str) -> Cluster:
     return cluster
 
 
-def _problems(error: ValidationError, place: Any) -> list[str]:
+def _problems(error: ValidationError, location: Any) -> list[str]:
     details = error.errors(include_url=False)
-    return [f"{place('.'.join(map(str, each['loc'])))}: expected {_expected(each)}" for each in details]
+    return [f"{location('.'.join(map(str, each['loc'])))}: expected {_expected(each)}" for each in details]
 
 
 def _expected(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
-        return f"one of {', '.join(Cluster.model_fields)}"
+        return f"one of {', '.join(ClusterSettings.model_fields)}"
     return f"{detail['msg']}, not {detail['input']!r}"

@@ -27,19 +27,19 @@ _DEVICES = re.compile(r"(\d+)[x×*](.+)")
 
 def text(job: Job) -> str:
     """Return the task file. Raises RequestError for settings that it cannot have."""
-    asked = job.settings
+    settings = job.settings
     copies = _copies(job)
     here = Path.cwd()
     if not job.recipe.is_relative_to(here):
         raise RequestError(f"the recipe: {job.recipe} is not in {here}, which SkyPilot copies to the nodes")
     task: dict[str, Any] = {
         "name": re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-") or "run",
-        "num_nodes": asked.nodes or 1,
+        "num_nodes": settings.nodes or 1,
         "workdir": ".",
         "resources": _resources(job),
     }
-    if asked.setup:
-        task["setup"] = "\n".join(asked.setup) + "\n"
+    if settings.setup:
+        task["setup"] = "\n".join(settings.setup) + "\n"
     task["run"] = _run(job, copies)
     return yaml.dump(task, Dumper=_Readable, sort_keys=False, width=1000)
 
@@ -50,65 +50,65 @@ def _copies(job: Job) -> list[str]:
     A bucket that SkyPilot mounts is no run directory: files get there when they are closed, which the events are at the
     end, and each node has a cache of its own before it.
     """
-    asked = job.settings
+    settings = job.settings
     copies = load_recipe(job.recipe, job.overrides).checkpoint.copies
-    if asked.mount is not None:
-        if asked.bucket is not None:
+    if settings.mount is not None:
+        if settings.bucket is not None:
             raise RequestError(
                 "bucket and mount: set one; with a file system that all nodes share, no bucket is needed"
             )
-        if not PurePosixPath(asked.mount).is_absolute():
-            raise RequestError(f"mount: {asked.mount!r} is not an absolute path")
+        if not PurePosixPath(settings.mount).is_absolute():
+            raise RequestError(f"mount: {settings.mount!r} is not an absolute path")
         return []
-    if (asked.nodes or 1) > 1:
+    if (settings.nodes or 1) > 1:
         raise RequestError(
-            f"--nodes: the directory of a run on {asked.nodes} nodes has to be on a file system that all of them "
+            f"--nodes: the directory of a run on {settings.nodes} nodes has to be on a file system that all of them "
             "share, which a bucket is not; describe in clusters.yaml where `setup` mounts one (mount), or use one node"
         )
-    if asked.bucket is None and not copies:
+    if settings.bucket is None and not copies:
         raise RequestError(
             "bucket: is missing; the disk of a preempted node is gone, so describe in clusters.yaml a bucket for "
             "copies, such as s3://name, or set checkpoint.copies in the recipe"
         )
-    return list(dict.fromkeys([*copies, *([asked.bucket] if asked.bucket is not None else [])]))
+    return list(dict.fromkeys([*copies, *([settings.bucket] if settings.bucket is not None else [])]))
 
 
 def _resources(job: Job) -> dict[str, Any]:
-    asked = job.settings
-    found: dict[str, Any] = {}
-    devices = _DEVICES.fullmatch(asked.machine or "")
+    settings = job.settings
+    resources: dict[str, Any] = {}
+    devices = _DEVICES.fullmatch(settings.machine or "")
     if devices is not None and "x" not in devices[2]:
-        found["accelerators"] = f"{devices[2]}:{asked.gpus_per_node}"
-    elif asked.gpus_per_node is not None:
+        resources["accelerators"] = f"{devices[2]}:{settings.gpus_per_node}"
+    elif settings.gpus_per_node is not None:
         raise RequestError("machine: is missing, so SkyPilot cannot know the kind of GPU; set it, such as 8xH100")
-    if asked.cpus_per_node is not None:
-        found["cpus"] = f"{asked.cpus_per_node}+"
-    if asked.spot is not None:
-        found["use_spot"] = asked.spot
-    if asked.image is not None:
-        found["image_id"] = f"docker:{asked.image}"
+    if settings.cpus_per_node is not None:
+        resources["cpus"] = f"{settings.cpus_per_node}+"
+    if settings.spot is not None:
+        resources["use_spot"] = settings.spot
+    if settings.image is not None:
+        resources["image_id"] = f"docker:{settings.image}"
     # A preempted node has no exit code; SkyPilot starts its job again anyway.
-    found["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [EXIT_FAULT, EXIT_STOPPED]}
-    return found
+    resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [EXIT_FAULT, EXIT_STOPPED]}
+    return resources
 
 
 def _run(job: Job, copies: list[str]) -> str:
-    asked = job.settings
+    settings = job.settings
     recipe = str(job.recipe.relative_to(os.getcwd()))
     words = [recipe, *job.overrides, *([f"checkpoint.copies={json.dumps(copies)}"] if copies else [])]
-    base = '"$HOME"/runs' if asked.mount is None else shlex.quote(asked.mount.rstrip("/"))
+    base = '"$HOME"/runs' if settings.mount is None else shlex.quote(settings.mount.rstrip("/"))
     lines = [f"run={base}/{shlex.quote(job.run.name)}"]
-    node, place = "", ""
-    if (asked.nodes or 1) > 1:
+    node, node_options = "", ""
+    if (settings.nodes or 1) > 1:
         lines.append('first=$(head -n1 <<<"$SKYPILOT_NODE_IPS")')
         node = ' --node-rank "$SKYPILOT_NODE_RANK"'
-        place = f' --nodes "$SKYPILOT_NUM_NODES"{node} --rendezvous "$first:{_PORT}"'
-    if asked.gpus_per_node is not None or _DEVICES.fullmatch(asked.machine or ""):
+        node_options = f' --nodes "$SKYPILOT_NUM_NODES"{node} --rendezvous "$first:{_PORT}"'
+    if settings.gpus_per_node is not None or _DEVICES.fullmatch(settings.machine or ""):
         lines.append("count=$((SKYPILOT_NUM_GPUS_PER_NODE * SKYPILOT_NUM_NODES))")
-        place += ' --num-processes "$count"'
+        node_options += ' --num-processes "$count"'
     count_in = f" --count-in {shlex.quote(copies[-1])}" if copies else ""
     own = f"{_directory(job)} --resume auto"
-    lines.append(f'exec python -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {own}{place}')
+    lines.append(f'exec python -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {own}{node_options}')
     return "\n".join(lines) + "\n"
 
 

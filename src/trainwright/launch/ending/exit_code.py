@@ -74,12 +74,12 @@ def seconds_since_launch(launcher: int | None, number: int) -> float:
     return 0.0 if number else process_age()
 
 
-def refuse_stopped(run: Path, begun: float, deadline: Deadline | None, *, resumed: bool) -> None:
-    """Raise Stopped if the run was asked to stop since the launch began, so many seconds ago, or its time is over."""
-    asked = forget_stops(run, begun)
+def refuse_stopped(run: Path, seconds_before: float, deadline: Deadline | None, *, resumed: bool) -> None:
+    """Raise Stopped if a stop was requested since the launch began, ``seconds_before`` ago, or its time is over."""
+    was_asked = forget_stops(run, seconds_before)
     reason = reason_of_last_stop(run) if _is_repeated() else None
     if reason is None:
-        reason = "it was asked to stop since this launch began" if asked else look_before_steps(run, deadline)
+        reason = "it was asked to stop since this launch began" if was_asked else look_before_steps(run, deadline)
     if reason is not None:
         how = f"continue with --resume {quoted(run)}" if resumed else "run the same command again"
         raise Stopped(f"stopped before the next step: {reason}; {how}")

@@ -50,7 +50,7 @@ class Cause(StrEnum):
 FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG, Cause.NODE)
 
 
-class Ended(FaultError):
+class EndedBySignal(FaultError):
     """A signal from outside ended a worker."""
 
 
@@ -83,7 +83,7 @@ def record_exception(error: BaseException, slot: Slot | None = None) -> None:
     with suppress(OSError):
         say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # without space not at all: torch parses it as JSON
+        with suppress(OSError):  # without space, nothing is written: torch parses it as JSON
             write_file(Path(path), json.dumps(record))
 
 
@@ -113,11 +113,11 @@ def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
 
 def _fitting(record: dict[str, Any]) -> bytes:
     """Return the record as JSON, with texts shortened to fit into a slot; tracebacks keep their end."""
-    for most in (_SLOT_BYTES, 10_000, 2_000):
+    for limit in (_SLOT_BYTES, 10_000, 2_000):
         logged = record["message"]
-        info = {**logged["extraInfo"], "py_callstack": logged["extraInfo"]["py_callstack"][-most:]}
-        message = {"message": logged["message"][:most], "extraInfo": info}
-        content = json.dumps({**record, "text": record["text"][:most], "message": message}).encode()
+        info = {**logged["extraInfo"], "py_callstack": logged["extraInfo"]["py_callstack"][-limit:]}
+        message = {"message": logged["message"][:limit], "extraInfo": info}
+        content = json.dumps({**record, "text": record["text"][:limit], "message": message}).encode()
         if len(content) < _SLOT_BYTES:
             return content
     return b""
@@ -139,8 +139,8 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "known": isinstance(error, TrainwrightError),
         "exit_code": exit_code_of(error),
         "ran_out": _ran_out(error),
-        "ended": isinstance(error, Ended),
-        "cause": Cause.PROCESS if isinstance(error, Ended) else None,
+        "ended": isinstance(error, EndedBySignal),
+        "cause": Cause.PROCESS if isinstance(error, EndedBySignal) else None,
     }
 
 

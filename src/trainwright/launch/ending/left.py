@@ -7,11 +7,11 @@ from pathlib import Path
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST
 
 
-def left_in_words(run: Path, left: str = CHECKPOINT) -> str:
+def left_in_words(run: Path, resumes_from: str = CHECKPOINT) -> str:
     """Return how a stopped run ended, and what it can be resumed from.
 
     Args:
-        left: what the launch says of its end, see ``Stopping.left``.
+        resumes_from: what the launch says of its end, see ``Stopping.left``.
     """
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
 
@@ -19,7 +19,7 @@ def left_in_words(run: Path, left: str = CHECKPOINT) -> str:
     steps = checkpoints.steps()
     if not steps:
         return "stopped before the first checkpoint; nothing was kept"
-    if left == CHECKPOINT:
+    if resumes_from == CHECKPOINT:
         return "stopped after a checkpoint"
-    outcome = "killed" if left == NEWEST else "stopped before another step"
+    outcome = "killed" if resumes_from == NEWEST else "stopped before another step"
     return f"{outcome}; the newest complete checkpoint is kept ({checkpoints.path(steps[-1])})"

@@ -54,15 +54,15 @@ def _bytes_per_second(directory: Path, size: int) -> float:
     """Write up to ``size`` bytes into a file without a name; return how many a second are on the disk, infinity if
     nothing can be written.
     """
-    piece, written, begun = os.urandom(2**20), 0, time.perf_counter()
+    piece, written, started = os.urandom(2**20), 0, time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            while written < size and time.perf_counter() - begun < _TRIAL_SECONDS:
+            while written < size and time.perf_counter() - started < _TRIAL_SECONDS:
                 written += file.write(piece)
                 os.fsync(file.fileno())
     except OSError:
         return math.inf
-    return written / (time.perf_counter() - begun) if written else math.inf
+    return written / (time.perf_counter() - started) if written else math.inf
 
 
 class StopRequests:
@@ -132,8 +132,8 @@ class StopRequests:
 
     def take_save(self) -> bool:
         """Return whether the file ``checkpoint`` has appeared since the last call: a checkpoint without a stop."""
-        asked, self._save = self._save, False
-        return asked
+        save, self._save = self._save, False
+        return save
 
     def look(self) -> bool:
         """Look once; return whether a stop is requested."""
@@ -170,7 +170,7 @@ class StopRequests:
 
 
 def reason_to_stop(run: Path, deadline: Deadline | None, needed: float, now: float) -> str | None:
-    """Return why a run that needs so many seconds to stop is to stop ``now``; None if it is not."""
+    """Return why a run that needs ``needed`` seconds to stop is to stop ``now``; None if it is not."""
     if take_stop_file(run):
         return f"asked by {run / STOP_FILE}"
     if deadline is not None and deadline.seconds - now <= needed:
@@ -185,11 +185,11 @@ def look_before_steps(run: Path, deadline: Deadline | None) -> str | None:
 
 def take_stop_file(run: Path) -> bool:
     """Rename the run's file ``stop``; return whether there was one."""
-    found = STOP_FILE in _listed(run)
-    if found:
+    exists = STOP_FILE in _listed(run)
+    if exists:
         with suppress(OSError):
             (run / STOP_FILE).replace(run / _TAKEN_FILE)
-    return found
+    return exists
 
 
 def _listed(run: Path) -> list[str]:
@@ -215,18 +215,18 @@ def was_asked_to_stop(run: Path, within: float = math.inf) -> bool:
     return False
 
 
-def forget_stops(run: Path, begun: float) -> bool:
+def forget_stops(run: Path, seconds_before: float) -> bool:
     """Remove what asked earlier launches to stop or to write a checkpoint.
 
     Args:
-        begun: seconds since this launch began; what has been asked since is kept.
+        seconds_before: seconds since this launch began; what has been asked since is kept.
 
     Returns:
         Whether another launch, which this one has waited for, was asked to stop since.
     """
     for name in (STOP_FILE, _TAKEN_FILE, _REASON_FILE, CHECKPOINT_FILE):
         with suppress(OSError):
-            if _age(run / name) >= begun:
+            if _age(run / name) >= seconds_before:
                 (run / name).unlink()
     return _TAKEN_FILE in _listed(run)
 
@@ -267,7 +267,7 @@ class Deadline:
     step: int | None = None
 
 
-def deadline_of(until: str | None, time_limit: str | None, begun: float = 0.0) -> Deadline | None:
+def deadline_of(until: str | None, time_limit: str | None, seconds_before: float = 0.0) -> Deadline | None:
     """Return the earliest of ``until``, ``time_limit`` from the begin of the launch, and the end of this Slurm job;
     None without any.
 
@@ -275,7 +275,7 @@ def deadline_of(until: str | None, time_limit: str | None, begun: float = 0.0) -
         until: a date and time in ISO 8601 (``2026-03-01T06:00``), a time of day (``06:00``): its next occurrence, or a
             step (``step 400``).
         time_limit: such as ``4 h`` or ``90 min``.
-        begun: seconds since the launch began, of which this may be a later attempt.
+        seconds_before: seconds since the launch began, of which this may be a later attempt.
 
     Raises:
         RequestError: one of them is malformed, or was in the past when the launch began.
@@ -283,10 +283,10 @@ def deadline_of(until: str | None, time_limit: str | None, begun: float = 0.0) -
     now, monotonic = datetime.now().astimezone(), time.monotonic()
     last = _STEP.fullmatch(until or "")
     step = None if last is None else int(last[1])
-    found = earliest(None if last is not None else until, time_limit, now - timedelta(seconds=begun))
-    if found is None:
+    deadline = earliest(None if last is not None else until, time_limit, now - timedelta(seconds=seconds_before))
+    if deadline is None:
         return None if step is None else Deadline(math.inf, f"the end of step {step} (--until)", step)
-    end, source = found
+    end, source = deadline
     return Deadline(monotonic + (end - now).total_seconds(), f"{end:%Y-%m-%d %H:%M:%S} ({source})", step)
 
 
@@ -307,7 +307,7 @@ def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[
 
 def _time_of(until: str, now: datetime) -> datetime:
     try:
-        found = datetime.fromisoformat(until).astimezone()
+        deadline = datetime.fromisoformat(until).astimezone()
     except (ValueError, OverflowError):
         try:
             of_day = datetime.strptime(until, "%H:%M").time()
@@ -316,12 +316,12 @@ def _time_of(until: str, now: datetime) -> datetime:
                 "--until: expected a date and time such as 2026-03-01T06:00, a time of day such as 06:00, or a step "
                 f"such as 'step 400', not {until!r}"
             ) from None
-        found = datetime.combine(now.date(), of_day).astimezone()
-        if found <= now:
-            found = datetime.combine(now.date() + timedelta(days=1), of_day).astimezone()
-    if found <= now:
+        deadline = datetime.combine(now.date(), of_day).astimezone()
+        if deadline <= now:
+            deadline = datetime.combine(now.date() + timedelta(days=1), of_day).astimezone()
+    if deadline <= now:
         raise RequestError(f"--until: {until} is in the past; it is {now:%Y-%m-%dT%H:%M} now")
-    return found
+    return deadline
 
 
 def _end_of_job() -> tuple[datetime, str] | None:
@@ -333,22 +333,22 @@ def _end_of_job() -> tuple[datetime, str] | None:
     if not end.isdigit():
         end = _ask_slurm(job)
     try:
-        found = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
+        job_end = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
     except (ValueError, OverflowError, OSError):  # no limit, or no scheduler that could be asked
         return None
     source, ahead = f"the time limit of Slurm job {job}", _ahead_of_slurm()
     if abs(ahead) <= _CLOCK_SECONDS:
-        return found.astimezone(), source
+        return job_end.astimezone(), source
     apart = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the scheduler's"
-    return found.astimezone() + timedelta(seconds=ahead), f"{source}; this node's clock is {apart}, which counts"
+    return job_end.astimezone() + timedelta(seconds=ahead), f"{source}; this node's clock is {apart}, which counts"
 
 
 def _ahead_of_slurm() -> float:
     """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if it does not
     say.
     """
-    found = _CLOCK.search(_answer("sdiag"))
-    return 0.0 if found is None else time.time() - float(found[1])
+    match = _CLOCK.search(_answer("sdiag"))
+    return 0.0 if match is None else time.time() - float(match[1])
 
 
 def _ask_slurm(job: str) -> str:

@@ -106,10 +106,10 @@ def heeded_signals() -> list[signal.Signals]:
 
 def take_save_to_resize() -> bool:
     """Return whether a checkpoint is to be written to go on with another number of processes; it is asked for once."""
-    asked = _resize.value == RESIZE_SAVING
-    if asked:
+    save = _resize.value == RESIZE_SAVING
+    if save:
         _resize.value = RESIZE_AT_CHECKPOINT
-    return asked
+    return save
 
 
 class Stopping:
@@ -176,9 +176,9 @@ class Stopping:
         finally:
             self.kill = before
 
-    def end(self, left: str) -> None:
-        """Kill the workers now. ``left``: what the run can be resumed from."""
-        self.killed, self.left = True, left
+    def end(self, resumes_from: str) -> None:
+        """Kill the workers now. ``resumes_from``: what the run can be resumed from."""
+        self.killed, self.left = True, resumes_from
         self.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

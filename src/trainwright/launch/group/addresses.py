@@ -47,7 +47,7 @@ def to_listen_at(
     Raises:
         MachineError: the name cannot be resolved.
     """
-    deadline, told = time.monotonic() + seconds, False
+    deadline, is_shown = time.monotonic() + seconds, False
     while True:
         try:
             family, number = _looked_up(address)
@@ -57,9 +57,9 @@ def to_listen_at(
                     f"cannot resolve the host name {address} within {seconds:g} s ({error}); correct it, or increase "
                     "--rendezvous-timeout"
                 ) from None
-            if not told:
+            if not is_shown:
                 say(f"cannot resolve the host name {address} yet ({error}); trying for {seconds:g} s", file=sys.stderr)
-                told = True
+                is_shown = True
         else:
             return family, "" if _is_loopback_number(number) and not is_loopback(address) else number
         meanwhile()
@@ -81,8 +81,10 @@ def interface_of(address: str) -> str | None:
             own = probe.getsockname()[0]
     except OSError:
         return None
-    found = psutil.net_if_addrs().items()
-    return next((name for name, each in found if any(own == place.address.partition("%")[0] for place in each)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, each in interfaces if any(own == entry.address.partition("%")[0] for entry in each)), None
+    )
 
 
 def set_interfaces(address: str) -> None:
@@ -97,9 +99,9 @@ def set_interfaces(address: str) -> None:
 
 def _looked_up(address: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and number of an address, IPv4 if it has one. Raises OSError."""
-    found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    family, *_, place = min(found, key=lambda each: each[0] != socket.AF_INET)
-    return family, str(place[0])
+    resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    family, *_, socket_address = min(resolved, key=lambda each: each[0] != socket.AF_INET)
+    return family, str(socket_address[0])
 
 
 def _is_loopback_number(number: str) -> bool:

@@ -63,34 +63,34 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class View:
-    """What one rank found, and what its recipe plans, as text; keys are (a group of `_FIXES`, a name)."""
+    """What one rank has, and what its recipe plans, as text; keys are (a group of `_FIXES`, a name)."""
 
-    found: dict[tuple[str, str], str]
+    actual: dict[tuple[str, str], str]
     planned: dict[tuple[str, str], str]
 
     @classmethod
-    def of(cls, found: dict[tuple[str, str], Any], planned: dict[tuple[str, str], Any]) -> View:
+    def of(cls, actual: dict[tuple[str, str], Any], planned: dict[tuple[str, str], Any]) -> View:
         """Return the view of these values."""
-        return cls({key: repr(value) for key, value in found.items()}, {k: repr(each) for k, each in planned.items()})
+        return cls({key: repr(value) for key, value in actual.items()}, {k: repr(each) for k, each in planned.items()})
 
 
-def usable_device(machine: Machine, rank_info: RankInfo | None, asked: str | None = None) -> str:
+def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | None = None) -> str:
     """Return the type of the device to compute on, "cuda" or "cpu". Without a ``rank_info``, read it from the
     environment.
 
     Args:
-        asked: the recipe's ``parallel.device``, if set.
+        device: the recipe's ``parallel.device``, if set.
 
     Raises:
         MachineError: there are GPUs, but none for this process alone.
     """
-    if asked is None:
+    if device is None:
         refuse_unusable(machine)
     else:
-        machine = with_device(machine, asked)
+        machine = with_device(machine, device)
     if machine.device != "cuda":
         return machine.device
-    hide = f"or {HIDE if asked is None else ON_PURPOSE}"
+    hide = f"or {HIDE if device is None else ON_PURPOSE}"
     if not torch.cuda.is_available():
         raise MachineError(
             f"{machine.describe()}: torch {torch.__version__} cannot use them; install a build for this driver, {hide}"
@@ -112,7 +112,7 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
     """
     first = task.stream.global_batch(0)
     share = first.for_rank(world.rank, world.size)
-    found: dict[tuple[str, str], Any] = {
+    values: dict[tuple[str, str], Any] = {
         ("processes", "number"): dist.get_world_size() if dist.is_initialized() else 1,
         ("device", "type"): world.device.type,
         ("data", "train"): task.stream.dataset.fingerprint,
@@ -123,7 +123,7 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
         **{("recipe", name): value for name, value in _keys(recipe)},
     }
     if (weights := _fingerprint(task.module) if task.weights is None else task.weights.fingerprint()) is not None:
-        found["weights", "fingerprint"] = weights
+        values["weights", "fingerprint"] = weights
     planned: dict[tuple[str, str], Any] = {("processes", "number"): recipe.parallel.num_processes}
     if recipe.parallel.device != "auto":
         planned["device", "type"] = recipe.parallel.device
@@ -131,7 +131,7 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
         planned["batches", "micro-batches per step"] = steps
-    own = (View.of(found, planned), _gpu(world.device), _with_targets(share))
+    own = (View.of(values, planned), _gpu(world.device), _with_targets(share))
     seen: list[Any] = [own] if world.alone else world.gather(own, View)
     views, gpus, deals = ([rank[part] for rank in seen] for part in range(3))
     dealt = _wrongly_dealt(
@@ -154,15 +154,15 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
     own = strategy.layout()
     seen: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own), ModelLayout)
     layouts = [layout for _, layout in seen]
-    held = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
+    held_copies = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
     updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
     views = []
     for name, layout in seen:
-        found: dict[str, Any] = {"strategy": name, **asdict(layout)}
+        values: dict[str, Any] = {"strategy": name, **asdict(layout)}
         for of_one_rank in ("local_shape", "held", "updated"):
-            del found[of_one_rank]
-        found |= {} if world.alone else {"held_copies": held, "updated_copies": updated}
-        views.append(View.of(_layout_keys(found), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
+            del values[of_one_rank]
+        values |= {} if world.alone else {"held_copies": held_copies, "updated_copies": updated}
+        views.append(View.of(_layout_keys(values), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
     _refuse(_differences(views), world)
     return own
 
@@ -174,17 +174,17 @@ def _layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:
 def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
     """Yield group and line for every difference of a rank from rank 0's recipe or from the other ranks."""
     planned = views[0].planned
-    for key in dict.fromkeys(itertools.chain.from_iterable(view.found for view in views)):
+    for key in dict.fromkeys(itertools.chain.from_iterable(view.actual for view in views)):
         ranks: dict[str, list[int]] = {}
         for rank, view in enumerate(views):
-            if key in view.found:
-                ranks.setdefault(view.found[key], []).append(rank)
+            if key in view.actual:
+                ranks.setdefault(view.actual[key], []).append(rank)
         group, name = key
         if key in planned:
             wrong = {value: who for value, who in ranks.items() if value != planned[key]}
             if wrong:
-                asked = _ASKED.get(group, "the recipe asks for")
-                yield group, f"{group}: {name}: {asked} {planned[key]}, and it is {_who(wrong)}"
+                source = _ASKED.get(group, "the recipe asks for")
+                yield group, f"{group}: {name}: {source} {planned[key]}, and it is {_who(wrong)}"
         elif len(ranks) > 1:
             yield group, f"{group}: {name}: {_who(ranks)}"
 
@@ -222,13 +222,13 @@ def _wrongly_dealt(dealt: Iterable[int], expected: Sequence[int]) -> Iterator[tu
 
 
 def _refuse(lines: Iterable[tuple[str, str]], world: World) -> None:
-    found = list(lines)
-    if not found:
+    differences = list(lines)
+    if not differences:
         return
-    shown = [line for _, line in found[:_LINES]]
-    if len(found) > _LINES:
-        shown.append(f"and {len(found) - _LINES} more")
-    fixes = dict.fromkeys(_FIXES[group] for group, _ in found)
+    shown = [line for _, line in differences[:_LINES]]
+    if len(differences) > _LINES:
+        shown.append(f"and {len(differences) - _LINES} more")
+    fixes = dict.fromkeys(_FIXES[group] for group, _ in differences)
     raise MachineError(
         f"the {world.size} process{'es' * (world.size > 1)} would not run what the recipe asks for:\n  "
         + "\n  ".join(shown)

@@ -41,7 +41,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceSlot:
     """The part of its machine that a process uses: which of the visible GPUs, whether it has its cores alone, and how
     many processes of the run share the machine.
     """
@@ -51,18 +51,18 @@ class Place:
     local_size: int = 1
 
 
-def places(members: Sequence[Member]) -> list[Place]:
+def places(members: Sequence[Member]) -> list[DeviceSlot]:
     """Return a place for every rank. Raises MachineError if the processes do not fit on their machines."""
     _same_version(members)
-    found: dict[int, Place] = {}
+    slots: dict[int, DeviceSlot] = {}
     for ranks in _machines(members):
         here = [members[rank] for rank in ranks]
         _distinct_local_ranks(ranks, here)
         apart = _gpus_suffice(members[0], here)
         bound = _disjoint([member.cores for member in here])
         for rank, member in zip(ranks, here, strict=True):
-            found[rank] = Place(0 if apart else member.local_rank, bound, len(here))
-    return [found[rank] for rank in range(len(members))]
+            slots[rank] = DeviceSlot(0 if apart else member.local_rank, bound, len(here))
+    return [slots[rank] for rank in range(len(members))]
 
 
 def first_ranks(members: Sequence[Member]) -> list[int]:

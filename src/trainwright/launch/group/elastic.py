@@ -77,13 +77,13 @@ class Elastic:
         now = self._clock()
         if now - self._looked < _LOOK_SECONDS:
             return
-        self._looked, wanted, flag = now, self.available(), self._stopping.flags.resize
-        if wanted != self._wanted:
-            self._wanted, self._since, self._saves = wanted, now, False
+        self._looked, available, flag = now, self.available(), self._stopping.flags.resize
+        if available != self._wanted:
+            self._wanted, self._since, self._saves = available, now, False
         lasted = now - self._since
-        if wanted == self._running or lasted < _STEADY_SECONDS:
+        if available == self._running or lasted < _STEADY_SECONDS:
             flag.value = 0
-        elif wanted is None or wanted < self._running:
+        elif available is None or available < self._running:
             flag.value = RESIZE_NOW
         elif lasted >= _STEADY_SECONDS + _CHECKPOINT_SECONDS and not self._saves:
             flag.value, self._saves = RESIZE_SAVING, True
@@ -96,17 +96,17 @@ class Elastic:
         Raises:
             FaultError: there were too few for too long.
         """
-        until, told = self._clock() + _LEAST_SECONDS, False
+        until, is_shown = self._clock() + _LEAST_SECONDS, False
         while not self._stopping.requested:
             if (number := self.available()) is not None:
                 if number != self._running:
                     say(f"going on with {_processes(number)} instead of {self._running}", file=sys.stderr)
                 self._running = self._wanted = number
                 return number
-            if not told:
+            if not is_shown:
                 few = f"waiting for at least {_processes(self._usable[0])} (usable: {in_words(self._usable)})"
                 say(few, file=sys.stderr)
-                told = True
+                is_shown = True
             if self._clock() > until:
                 raise FaultError(
                     f"{_LEAST_SECONDS:.0f} s without enough GPUs, nodes or slots for {_processes(self._usable[0])}; "

@@ -86,12 +86,12 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
             without srun.
     """
     given = Variables(os.environ if variables is None else variables)
-    found = _launched(given, os.getppid() if parent is None else parent)
-    if found is None:
+    environment = _launched(given, os.getppid() if parent is None else parent)
+    if environment is None:
         _refuse_bare_allocation(given)
         return LaunchEnvironment("python")
-    _check(found)
-    return found
+    _check(environment)
+    return environment
 
 
 def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | None = None) -> None:
@@ -106,14 +106,14 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     given = Variables(os.environ if variables is None else variables)
     if (launcher := launcher_of(given, nodes)) is None:
         return
-    found = _launched(given, os.getppid())
+    environment = _launched(given, os.getppid())
     start, variables_of_it = _WORKERS[launcher]
     if launcher == "accelerate launch":
         variables_of_it = " and ".join(_of_accelerate(given))
-    place = f" as rank {found.rank} of {found.size}" if found is not None else ""
+    as_rank = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
-        f"trainwright {command} starts its processes itself, but {launcher} started this one{place}; {instead} "
+        f"trainwright {command} starts its processes itself, but {launcher} started this one{as_rank}; {instead} "
         f"trainwright {command} without it. If no launcher was meant, unset {variables_of_it}"
     )
 
@@ -121,10 +121,10 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
 def node_of_srun(nodes: int) -> tuple[int, str] | None:
     """Return the index of this node and the rendezvous, if srun has started one process on each of ``nodes`` nodes."""
     given = Variables(os.environ)
-    found = _launched(given, os.getppid())
-    if found is None or found.launcher != "srun" or (found.size, found.nodes) != (nodes, nodes):
+    environment = _launched(given, os.getppid())
+    if environment is None or environment.launcher != "srun" or (environment.size, environment.nodes) != (nodes, nodes):
         return None
-    return found.node, in_words(str(found.address), int(found.port or 0))
+    return environment.node, in_words(str(environment.address), int(environment.port or 0))
 
 
 def launcher_of(given: Variables, nodes: int = 1) -> str | None:
@@ -133,11 +133,11 @@ def launcher_of(given: Variables, nodes: int = 1) -> str | None:
     One process on each of ``nodes`` machines does not count as several. Accelerate's settings count as its launcher,
     also for one process and where a user has set them.
     """
-    found = _launched(given, os.getppid())
+    environment = _launched(given, os.getppid())
     by_accelerate = bool(_of_accelerate(given))
-    if not by_accelerate and (found is None or found.size in (1, nodes)):
+    if not by_accelerate and (environment is None or environment.size in (1, nodes)):
         return None
-    return "accelerate launch" if found is None or by_accelerate else found.launcher
+    return "accelerate launch" if environment is None or by_accelerate else environment.launcher
 
 
 def _of_accelerate(given: Variables) -> list[str]:
@@ -344,8 +344,8 @@ def _tasks_per_node(text: str | None) -> list[int]:
     """Parse Slurm's tasks per node: `2(x3),1` gives 2, 2, 2, 1."""
     counts: list[int] = []
     for part in (text or "").split(","):
-        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
-            counts += [int(found[1])] * int(found[2] or 1)
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
@@ -368,11 +368,15 @@ def _refuse_bare_allocation(given: Variables) -> None:
         )
 
 
-def _check(found: LaunchEnvironment) -> None:
-    if not 0 <= found.rank < found.size or not 0 <= found.local_rank < found.local_size <= found.size:
+def _check(environment: LaunchEnvironment) -> None:
+    if (
+        not 0 <= environment.rank < environment.size
+        or not 0 <= environment.local_rank < environment.local_size <= environment.size
+    ):
         raise MachineError(
-            f"{found.launcher} gives rank {found.rank} of {found.size} and local rank {found.local_rank} of "
-            f"{found.local_size}, which cannot be; are variables left over from another launcher set here?"
+            f"{environment.launcher} gives rank {environment.rank} of {environment.size} and local rank "
+            f"{environment.local_rank} of {environment.local_size}, which contradict each other; are variables left "
+            "over from another launcher set here?"
         )
 
 
@@ -382,17 +386,17 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(part: str) -> list[str]:
-    found = re.search(r"\[([^\[\]]*)\]", part)
-    if found is None:
+    match = re.search(r"\[([^\[\]]*)\]", part)
+    if match is None:
         if "[" in part or "]" in part:
             raise ValueError(f"unbalanced brackets in {part!r}")
         return [part]
     names = []
-    for span in found[1].split(","):
+    for span in match[1].split(","):
         first, _, last = span.strip().partition("-")
         for number in range(int(first), int(last or first) + 1):
             middle = str(number).zfill(len(first))
-            names += [part[: found.start()] + middle + rest for rest in _expand(part[found.end() :])]
+            names += [part[: match.start()] + middle + rest for rest in _expand(part[match.end() :])]
     return names
 
 
@@ -438,9 +442,9 @@ class NodeRendezvous:
 
 def parse_place(text: str) -> tuple[str, int]:
     """Parse `--rendezvous host:port`. Raises RequestError."""
-    found = _PLACE.fullmatch(text)
-    if found is None or not 0 < int(found[3]) < 2**16:
+    match = _PLACE.fullmatch(text)
+    if match is None or not 0 < int(match[3]) < 2**16:
         raise RequestError(
             f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500, or [fd00::1]:29500 with IPv6"
         )
-    return found[1] or found[2], int(found[3])
+    return match[1] or match[2], int(match[3])

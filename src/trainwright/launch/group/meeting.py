@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.environment import LaunchEnvironment
-from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable, job_of
+from trainwright.launch.group.peers import NotPeerZero, Peers, PeerUnreachable, job_of
 from trainwright.launch.group.rendezvous import (
     DEFAULT_TIMEOUT,
     POLL_SECONDS,
@@ -65,14 +65,14 @@ def meet_ranks(
 
 
 def _join_round(
-    environment: LaunchEnvironment, store: TCPStore, place: tuple[str, int], seconds: float, shared: Path
+    environment: LaunchEnvironment, store: TCPStore, address: tuple[str, int], seconds: float, shared: Path
 ) -> Rendezvous:
     """Meet the other ranks of this start at a store that earlier ones of the job may have used.
 
     Rank 0 names each start anew: the launchers on several machines may have counted different numbers of restarts.
     """
     alone, rank, size = environment.nodes == 1, environment.rank, environment.size
-    at = LOOPBACK if alone else place[0], place[1]
+    at = LOOPBACK if alone else address[0], address[1]
     starts = PrefixStore(f"trainwright/starts/{environment.job}", store)
     if rank == 0:
         name = secrets.token_hex(8)
@@ -81,39 +81,39 @@ def _join_round(
         starts.set("newest", json.dumps([name, peers.port]))
     else:
         name, peers = _newest_start(starts, rank, size, at, seconds, shared)
-    rendezvous = Rendezvous("rank", rank, size, store, *place, prefix=f"/{environment.job}/{name}")
+    rendezvous = Rendezvous("rank", rank, size, store, *address, prefix=f"/{environment.job}/{name}")
     rendezvous.peers = peers
     return rendezvous
 
 
 def _newest_start(
-    starts: Store, rank: int, size: int, place: tuple[str, int], seconds: float, shared: Path
+    starts: Store, rank: int, size: int, rendezvous_address: tuple[str, int], seconds: float, shared: Path
 ) -> tuple[str, Peers]:
     """Return the name of the start whose rank 0 answers, and the connection to it."""
-    address = place[0]
+    address = rendezvous_address[0]
     deadline, why = time.monotonic() + seconds, "it has not started"
     waiting = Waiting(f"rank {rank}", seconds)
     while time.monotonic() < deadline:
         waiting.tell(lambda reason=why: f"rank 0 at {address} ({reason})")  # type: ignore[misc]
         try:
-            found = json.loads(starts.get("newest")) if starts.check(["newest"]) else None
+            newest = json.loads(starts.get("newest")) if starts.check(["newest"]) else None
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise FaultError("the launcher's store is gone; see its output") from error
         except ValueError:  # anybody can write into the launcher's store
-            found = None
-        if isinstance(found, list) and len(found) == 2 and type(found[1]) is int and 0 < found[1] < 2**16:
-            name, port = str(found[0]), found[1]
+            newest = None
+        if isinstance(newest, list) and len(newest) == 2 and type(newest[1]) is int and 0 < newest[1] < 2**16:
+            name, port = str(newest[0]), newest[1]
             try:
-                job, secret = {"start": name}, lambda: secret_of(place, shared)[0]
+                job, secret = {"start": name}, lambda: secret_of(rendezvous_address, shared)[0]
                 return name, Peers.join(rank, size, (address, port), job, secret, 0.0)
-            except Unreachable as error:  # of an earlier start
+            except PeerUnreachable as error:  # of an earlier start
                 why = f"port {port} of {address}: {error}"
             except NotPeerZero as error:
                 if "member" in (error.differs or ()):
                     raise MachineError(f"rank {rank} is already there: two processes have the same rank") from None
                 why = f"port {port} of {address} is used by another program"
             except Unproven:
-                raise FaultError(unproven(place, shared)) from None
+                raise FaultError(unproven(rendezvous_address, shared)) from None
         time.sleep(POLL_SECONDS)
     raise MachineError(f"rank 0 cannot be reached within {seconds:g} s: {why}")
 
@@ -133,10 +133,10 @@ def _meet_by_file(environment: LaunchEnvironment, seconds: float) -> tuple[TCPSt
             # All have read it once all of them have reported.
             waiting = PrefixStore("trainwright/file", store)
             deadline = time.monotonic() + seconds
-            told = Waiting("rank 0", seconds)
+            progress = Waiting("rank 0", seconds)
             while (come := waiting.add("read", 0)) < environment.size - 1 and time.monotonic() < deadline:
                 missing = f"{environment.size - 1 - come} of {environment.size} processes on {socket.gethostname()}"
-                told.tell(lambda what=missing: what)  # type: ignore[misc]
+                progress.tell(lambda what=missing: what)  # type: ignore[misc]
                 time.sleep(POLL_SECONDS)
         return store, int(store.port)
     port = _read_port(path, seconds)

@@ -82,7 +82,7 @@ class _Line:
             self.outgoing.clear()
 
 
-class Unreachable(Exception):
+class PeerUnreachable(Exception):
     """Nothing listens there; the reason is in the message."""
 
 
@@ -137,7 +137,7 @@ class Peers:
         cls,
         index: int,
         size: int,
-        place: tuple[str, int],
+        address: tuple[str, int],
         job: Job,
         secret: Callable[[], bytes],
         seconds: float,
@@ -161,10 +161,10 @@ class Peers:
         reason: Unproven | NotPeerZero = NotPeerZero(None)
         while True:
             try:
-                line = _Line(_connected(*place), peer=0)
+                line = _Line(_connected(*address), peer=0)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise Unreachable(error.strerror or str(error)) from None
+                    raise PeerUnreachable(error.strerror or str(error)) from None
                 failing(error.strerror or str(error))
             else:
                 answered_by = answered_by or time.monotonic() + patience

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
-from trainwright.launch.group.peers import ANSWER_SECONDS, WORDS, Job, Message, NotPeerZero, Peers, Unreachable
+from trainwright.launch.group.peers import ANSWER_SECONDS, WORDS, Job, Message, NotPeerZero, Peers, PeerUnreachable
 from trainwright.launch.group.trust import VARIABLE, Unproven, secret_of
 from trainwright.text import say
 
@@ -114,9 +114,9 @@ class Rendezvous:
 
         members: dict[int, Any] = {}
         for index in range(self.count):
-            left = max(0.0, deadline - time.monotonic())
+            remaining = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(TimeoutError):
-                members[index] = self.wait_for(f"member/{index}", wait, left)
+                members[index] = self.wait_for(f"member/{index}", wait, remaining)
         if len(members) < self.count and not enough(len(members)):
             raise MachineError(
                 f"{self.count - len(members)} of {self.count} {self.noun}s did not come to "
@@ -152,7 +152,7 @@ def meet(
     noun: str,
     index: int,
     count: int,
-    place: tuple[str, int],
+    rendezvous_address: tuple[str, int],
     job: Job,
     seconds: float,
     fix: str,
@@ -170,13 +170,15 @@ def meet(
         MachineError: another program or another job uses the port; it ends with `fix`.
         FaultError: member 0 does not know the same secret.
     """
-    address, port = place
+    address, port = rendezvous_address
     # torch looks up a name for the address of every connection (torch/csrc/distributed/c10d/socket.cpp), which by
     # default takes 10 s each if no DNS server answers (resolv.conf(5)).
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     if index == 0:
         listener = _listen(address, port, fix, seconds, meanwhile)
-        secret, file = secret_of(place, shared)  # once this process has the port, nobody else removes the file
+        secret, file = secret_of(
+            rendezvous_address, shared
+        )  # once this process has the port, nobody else removes the file
         peers = Peers.host(listener, job, count, secret, file)
         store = host_store(LOOPBACK, 0, fix)
         peers.open_to_members(int(store.port))
@@ -189,41 +191,49 @@ def meet(
                 waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
 
             peers = Peers.join(
-                index, count, place, job, lambda: secret_of(place, shared)[0], seconds, meanwhile, patience, tell
+                index,
+                count,
+                rendezvous_address,
+                job,
+                lambda: secret_of(rendezvous_address, shared)[0],
+                seconds,
+                meanwhile,
+                patience,
+                tell,
             )
-        except Unreachable as error:
+        except PeerUnreachable as error:
             raise MachineError(
                 f"{noun} 0 did not open {in_words(address, port)} within {seconds:g} s ({error}); start it, or "
                 "increase --rendezvous-timeout"
             ) from None
         except NotPeerZero as error:
-            raise MachineError(_not_member_zero(noun, index, place, error.differs, fix)) from None
+            raise MachineError(_not_member_zero(noun, index, rendezvous_address, error.differs, fix)) from None
         except Unproven:
-            raise FaultError(unproven(place, shared)) from None
+            raise FaultError(unproven(rendezvous_address, shared)) from None
         store = _client(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
     rendezvous = Rendezvous(noun, index, count, store, address, port)
     rendezvous.peers = peers
     return rendezvous
 
 
-def unproven(place: tuple[str, int], shared: Path) -> str:
-    """Return the message of a process that could not prove itself at ``place``."""
-    file = secret_of(place, shared)[1]
+def unproven(address: tuple[str, int], shared: Path) -> str:
+    """Return the message of a process that could not prove itself at ``address``."""
+    file = secret_of(address, shared)[1]
     differs = f"{VARIABLE} differs" if file is None else f"{file} is not the same file there"
     return (
-        f"{in_words(*place)} refuses this process, which could not prove that it is of the run: {differs}; start all "
+        f"{in_words(*address)} refuses this process, which could not prove that it is of the run: {differs}; start all "
         f"processes in a directory that they share, or set {VARIABLE} to the same random text for each"
     )
 
 
-def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: list[str] | None, fix: str) -> str:
-    where = in_words(*place)
+def _not_member_zero(noun: str, index: int, address: tuple[str, int], differs: list[str] | None, fix: str) -> str:
+    where = in_words(*address)
     if not differs or "program" in differs:
-        return f"port {place[1]} at {where} is used by another program, not {noun} 0 of this run; {fix}"
+        return f"port {address[1]} at {where} is used by another program, not {noun} 0 of this run; {fix}"
     if "member" in differs:
-        return f"{noun} {index} of the run at {where} is already there: two jobs use port {place[1]}; {fix}"
+        return f"{noun} {index} of the run at {where} is already there: two jobs use port {address[1]}; {fix}"
     words = ", ".join(WORDS.get(key, key) for key in differs)
-    return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {place[1]}; {fix}"
+    return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {address[1]}; {fix}"
 
 
 def host_store(address: str, port: int, fix: str) -> TCPStore:

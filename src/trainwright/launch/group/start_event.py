@@ -80,11 +80,11 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("trainwright", "torch", "transformers", "peft", "deepspeed", "bitsandbytes"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:

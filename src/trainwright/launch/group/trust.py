@@ -41,8 +41,8 @@ class Unproven(Exception):
     """The listener hung up on this process's proof: it does not know the same secret."""
 
 
-def secret_of(place: tuple[str, int], folder: Path) -> tuple[bytes, Path | None]:
-    """Return the secret of the job that meets at ``place``, and its file, which the first of its processes creates.
+def secret_of(address: tuple[str, int], folder: Path) -> tuple[bytes, Path | None]:
+    """Return the secret of the job that meets at ``address``, and its file, which the first of its processes creates.
 
     Args:
         folder: that all its machines share; not used if all processes are on this one.
@@ -54,9 +54,9 @@ def secret_of(place: tuple[str, int], folder: Path) -> tuple[bytes, Path | None]
         if len(given) < _SHORTEST:
             raise MachineError(f"{VARIABLE} has fewer than {_SHORTEST} characters; set it to openssl rand -hex 32")
         return hashlib.sha256(given.encode()).digest(), None
-    if is_loopback(place[0]):
+    if is_loopback(address[0]):
         folder = Path(tempfile.gettempdir())
-    digest = hashlib.sha256(f"{os.getuid()} {in_words(*place)}".encode()).hexdigest()[:20]
+    digest = hashlib.sha256(f"{os.getuid()} {in_words(*address)}".encode()).hexdigest()[:20]
     file = folder / f".trainwright-secret-{digest}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,10 +172,10 @@ class _Loop:
         try:
             self._loop.run_forever()
         finally:
-            for task in (left := asyncio.all_tasks(self._loop)):
+            for task in (pending := asyncio.all_tasks(self._loop)):
                 task.cancel()
-            if left:
-                self._loop.run_until_complete(asyncio.wait(left))
+            if pending:
+                self._loop.run_until_complete(asyncio.wait(pending))
             self._close_sockets()
             self._loop.close()
 

@@ -25,7 +25,7 @@ from trainwright.errors import EXIT_TRAINING, TrainingError
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.hangs.judge import conflict_of
 from trainwright.launch.hangs.machines import Machines
-from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
+from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, WatchedRun
 from trainwright.launch.run_directory import RECIPE
 from trainwright.machine.usage.sample import process_age
 from trainwright.recipe.loading import load_recipe
@@ -91,7 +91,7 @@ def main(request: str) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     run, on_hang, compiled, size, alone, decides = json.loads(request)
-    watched, parent = Watched(Path(run), on_hang, compiled, restarts=False), os.getppid()
+    watched, parent = WatchedRun(Path(run), on_hang, compiled, restarts=False), os.getppid()
 
     def ending(code: int, message: str) -> None:
         record_exit_code(code, outweighs=True)
@@ -134,12 +134,12 @@ def _beats(run: Path, size: int) -> dict[int, Beat]:
     directory = heartbeat_directory(run)
     if directory is None:
         return {}
-    found = {}
+    beats = {}
     for file in directory.glob("rank-*"):
         rank = int(file.name.removeprefix("rank-"))
         if rank < size and (beat := read(heartbeat_file(directory, rank))) is not None:
-            found[rank] = beat
-    return found
+            beats[rank] = beat
+    return beats
 
 
 def _is_of(beat: Beat) -> bool:

@@ -42,25 +42,25 @@ def stacks_of(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
     """
     before = {rank: _size(stacks_file(logs, rank)) for rank in pids}
     # The default action of a signal without a handler would end the process.
-    asked = [rank for rank, pid in pids.items() if _SIGNAL is not None and _catches(pid, _SIGNAL)]
-    for rank in asked:
+    reachable = [rank for rank, pid in pids.items() if _SIGNAL is not None and _catches(pid, _SIGNAL)]
+    for rank in reachable:
         with suppress(OSError):
             os.kill(pids[rank], _SIGNAL)  # type: ignore[arg-type]
     deadline = time.monotonic() + _SECONDS
-    found: dict[int, str] = {}
-    while len(found) < len(asked) and time.monotonic() < deadline:
+    stacks: dict[int, str] = {}
+    while len(stacks) < len(reachable) and time.monotonic() < deadline:
         time.sleep(_READ_AGAIN)
-        read = {rank: _read(stacks_file(logs, rank), before[rank]) for rank in asked if rank not in found}
+        read = {rank: _read(stacks_file(logs, rank), before[rank]) for rank in reachable if rank not in stacks}
         time.sleep(_READ_AGAIN)  # until it has been written completely
-        found |= {
+        stacks |= {
             rank: text for rank, text in read.items() if text and text == _read(stacks_file(logs, rank), before[rank])
         }
-    for rank in pids.keys() - found.keys():
+    for rank in pids.keys() - stacks.keys():
         if text := _py_spy(pids[rank]):
-            found[rank] = text
+            stacks[rank] = text
             with suppress(OSError), stacks_file(logs, rank).open("a", encoding="utf-8") as file:
                 file.write(text)
-    return found
+    return stacks
 
 
 def training_thread(stacks: str) -> str:
@@ -123,14 +123,14 @@ def keep_collectives(logs: Path, pipes: Path | None) -> None:
     Args:
         pipes: directory of the pipes through which ``write_collectives`` asks for them.
     """
-    wanted = {
+    settings = {
         "TORCH_FR_BUFFER_SIZE": str(_KEPT),
         "TORCH_FR_DUMP_TEMP_FILE": str(logs.absolute() / _PREFIX),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     if pipes is not None:
-        wanted["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(pipes / _PREFIX)
-    for name, value in wanted.items():
+        settings["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(pipes / _PREFIX)
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
@@ -140,27 +140,27 @@ def write_collectives(pipes: Path, ranks: Iterable[int], logs: Path) -> dict[int
     Returns:
         When each one that was asked has written them before, as its file has it; ranks without NCCL have no pipe.
     """
-    asked = {}
+    changed_before = {}
     for rank in ranks:
         with suppress(OSError):
             pipe = os.open(_pipe(pipes, rank), os.O_WRONLY | os.O_NONBLOCK)
             try:
-                asked[rank] = _state(logs, rank)[0]
+                changed_before[rank] = _state(logs, rank)[0]
                 os.write(pipe, b"1\n")
             finally:
                 os.close(pipe)
-    return asked
+    return changed_before
 
 
-def wait_for_collectives(logs: Path, asked: Mapping[int, int]) -> None:
+def wait_for_collectives(logs: Path, changed_before: Mapping[int, int]) -> None:
     """Wait until the ranks have written what `write_collectives` has asked for, which may take torch a second.
 
     A rank may be suspended, so this does not wait for long.
     """
     end, before = time.monotonic() + _LONGEST_WAIT, dict[int, tuple[int, int]]()
-    while asked and time.monotonic() < end:
-        now = {rank: _state(logs, rank) for rank in asked}
-        if now == before and all(now[rank][0] != asked[rank] for rank in asked):
+    while changed_before and time.monotonic() < end:
+        now = {rank: _state(logs, rank) for rank in changed_before}
+        if now == before and all(now[rank][0] != changed_before[rank] for rank in changed_before):
             return
         before = now
         time.sleep(_POLL_SECONDS)
@@ -169,10 +169,10 @@ def wait_for_collectives(logs: Path, asked: Mapping[int, int]) -> None:
 def _state(logs: Path, rank: int) -> tuple[int, int]:
     """Return when a rank's file was written, in nanoseconds, and its size."""
     try:
-        found = (logs / f"{_PREFIX}{rank}").stat()
+        status = (logs / f"{_PREFIX}{rank}").stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def remove_pipes(pipes: Path, ranks: Iterable[int]) -> None:

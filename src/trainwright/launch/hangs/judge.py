@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.beats import FINISHED, WAITING, Beat, Collective, Times
+from trainwright.beats import FINISHED, WAITING, Beat, EnteredCollective, Times
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.text import span
 
@@ -41,7 +41,7 @@ _COMPILED, _COMPILED_MARGIN = ("compilation", "forward", "backward", "evaluation
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankState:
     """A rank as the watcher sees it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Verdict:
         return EXIT_TRAINING if self.conflict else EXIT_FAULT
 
 
-def judge(ranks: Mapping[int, Seen], *, compiled: bool = False) -> Verdict | None:
+def judge(ranks: Mapping[int, RankState], *, compiled: bool = False) -> Verdict | None:
     """Return which ranks are late; None if the run does not hang.
 
     Ranks that wait for others in a collective are never late themselves: the ranks they wait for are.
@@ -138,7 +138,9 @@ def conflict_of(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict |
     return None
 
 
-def _conflict(beats: Mapping[int, Beat], calls: Mapping[int, Collective], kinds: Mapping[int, object]) -> Conflict:
+def _conflict(
+    beats: Mapping[int, Beat], calls: Mapping[int, EnteredCollective], kinds: Mapping[int, object]
+) -> Conflict:
     """Return which ranks differ from most others. If no kind has most ranks, it is those that have gone further: they
     have not entered what the others wait in.
     """
@@ -158,16 +160,16 @@ def _conflict(beats: Mapping[int, Beat], calls: Mapping[int, Collective], kinds:
     )
 
 
-def _kind(collective: Collective) -> tuple[str, str]:
+def _kind(collective: EnteredCollective) -> tuple[str, str]:
     return collective.name, collective.tensor if collective.same_shape else ""
 
 
-def _call(collective: Collective) -> str:
+def _call(collective: EnteredCollective) -> str:
     of = f" of {collective.tensor}" if collective.tensor else ""
     return f"{collective.name}{of} at {collective.line}"
 
 
-def _behind(active: Mapping[int, Seen]) -> list[int]:
+def _behind(active: Mapping[int, RankState]) -> list[int]:
     """Return the ranks that the others wait for; all of them if they wait for each other."""
     if not active:
         return []
@@ -177,7 +179,7 @@ def _behind(active: Mapping[int, Seen]) -> list[int]:
 
 
 def _verdict(
-    active: Mapping[int, Seen], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
+    active: Mapping[int, RankState], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
 ) -> Verdict:
     first = active[late[0]]
     parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_place(first.beat)}"]
@@ -195,7 +197,7 @@ def _verdict(
     return Verdict(tuple(late), first.beat.phase, step, "; ".join(parts), is_conflict)
 
 
-def _state(seen: Seen) -> str:
+def _state(seen: RankState) -> str:
     if seen.suspended:
         return f"been suspended by a signal (SIGSTOP) for {span(seen.suspended)}"
     usual = seen.beat.times.get(seen.beat.phase)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainwright.launch.hangs.judge import Seen, Verdict
+from trainwright.launch.hangs.judge import RankState, Verdict
 from trainwright.paths import write_file
 
 _PUBLISH_SECONDS, _READ_SECONDS = 1.0, 0.2
@@ -37,7 +37,7 @@ class _Report:
     """
 
     number: int = 0
-    ranks: dict[int, Seen] = field(default_factory=dict)
+    ranks: dict[int, RankState] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
 
 
@@ -73,7 +73,7 @@ class Machines:
         if decides:  # what an earlier launch has left
             self._remove(self._directory.glob("*.json"))
 
-    def everyone(self, here: Mapping[int, Seen]) -> dict[int, Seen] | None:
+    def everyone(self, here: Mapping[int, RankState]) -> dict[int, RankState] | None:
         """Report what the ranks here do; return what all ranks do, or None if any of them may make progress."""
         quiet = here and all(each.quiet >= _QUIET or each.suspended or each.finished for each in here.values())
         now = time.monotonic()
@@ -82,26 +82,26 @@ class Machines:
             self._publish(dict(here) if quiet else {}, self._stacks if quiet else {})
         if not quiet or not self.decides:
             return None
-        found = dict(here)
+        ranks = dict(here)
         for report in self._fresh_reports(now):
-            found |= report.ranks
-        return found if len(found) == self._size else None
+            ranks |= report.ranks
+        return ranks if len(ranks) == self._size else None
 
-    def decide(self, verdict: Verdict | None, everyone: Mapping[int, Seen]) -> None:
+    def decide(self, verdict: Verdict | None, everyone: Mapping[int, RankState]) -> None:
         """Tell the other watchers what was found, or that the run goes on."""
         decision = _Decision(verdict, {rank: seen.beat.pid for rank, seen in everyone.items()})
         self._write(self._directory / _DECISION_FILE, _DECISION.dump_json(decision))
 
     def decided(self, pids: Mapping[int, int]) -> Verdict | None:
         """Return what the watcher of rank 0 has found about the processes of the ranks here."""
-        found = None
+        verdict = None
         with suppress(OSError, ValidationError):
             decision = _DECISION.validate_json((self._directory / _DECISION_FILE).read_bytes())
             if pids and all(decision.pids.get(rank) == pid for rank, pid in pids.items()):
-                found = decision.verdict
-        if found is None:
+                verdict = decision.verdict
+        if verdict is None:
             self._stacks = {}
-        return found
+        return verdict
 
     def give(self, stacks: Mapping[int, str]) -> None:
         """Report the stacks of the ranks here to the watcher of rank 0."""
@@ -111,12 +111,12 @@ class Machines:
     def stacks(self, ranks: frozenset[int]) -> dict[int, str]:
         """Return the stacks of ranks of other machines, as far as their watchers answer."""
         deadline = time.monotonic() + _STACKS_SECONDS
-        found: dict[int, str] = {}
-        while ranks - found.keys() and time.monotonic() < deadline:
+        stacks: dict[int, str] = {}
+        while ranks - stacks.keys() and time.monotonic() < deadline:
             time.sleep(_READ_SECONDS)
             for report in self._fresh_reports(time.monotonic()):
-                found |= report.stacks
-        return {rank: text for rank, text in found.items() if rank in ranks}
+                stacks |= report.stacks
+        return {rank: text for rank, text in stacks.items() if rank in ranks}
 
     def close(self) -> None:
         """Remove this machine's file; one with stacks is left to the watcher of rank 0, which may not have read it."""
@@ -127,7 +127,7 @@ class Machines:
         with suppress(OSError):  # until the last one has removed its file
             self._directory.rmdir()
 
-    def _publish(self, ranks: dict[int, Seen], stacks: dict[int, str]) -> None:
+    def _publish(self, ranks: dict[int, RankState], stacks: dict[int, str]) -> None:
         self._report = _Report(self._report.number + 1, ranks, stacks)
         if self._own is None:
             self._own = self._directory / f"rank-{min(ranks)}.json"

@@ -25,7 +25,7 @@ from trainwright.launch.hangs.evidence import (
     wait_for_collectives,
     write_collectives,
 )
-from trainwright.launch.hangs.judge import STORAGE, Conflict, Seen, Verdict, conflict_of, judge
+from trainwright.launch.hangs.judge import STORAGE, Conflict, RankState, Verdict, conflict_of, judge
 from trainwright.launch.hangs.machines import Machines
 from trainwright.text import say, span
 
@@ -128,12 +128,12 @@ def _is_stopped(process: psutil.Process | None) -> bool:
 
 def _waited(pid: int, closely: bool) -> dict[int, float]:
     tasks = Path(f"/proc/{pid}/task")
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for thread in _threads(tasks) if closely else (pid,):
         with suppress(OSError, ValueError):
             _, waited, _ = (tasks / str(thread) / "schedstat").read_text(encoding="ascii").split()
-            found[thread] = int(waited) / 1e9
-    return found
+            seconds[thread] = int(waited) / 1e9
+    return seconds
 
 
 def _threads(tasks: Path) -> Iterable[int]:
@@ -164,7 +164,7 @@ class RunHangs(Exception):
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedRun:
     """The run whose workers are watched.
 
     Attributes:
@@ -193,9 +193,9 @@ class _Rank:
     moving: Moving = field(default_factory=Moving)
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> RankState:
         busy = (self.state.used - self.used) / self.passed if self.passed else 0.0
-        return Seen(self.beat, self.quiet, self.suspended, busy)
+        return RankState(self.beat, self.quiet, self.suspended, busy)
 
 
 class HangWatcher:
@@ -209,7 +209,7 @@ class HangWatcher:
 
     def __init__(
         self,
-        watched: Watched,
+        watched: WatchedRun,
         processes: Callable[[], Mapping[int, int]],
         machines: Machines | None = None,
         ending: Callable[[int, str], None] = lambda code, message: None,
@@ -219,7 +219,7 @@ class HangWatcher:
         self._machines = machines
         self._decides = machines is None or machines.decides
         self._ending = ending
-        self._everyone: dict[int, Seen] = {}
+        self._everyone: dict[int, RankState] = {}
         self._directory = heartbeat_directory(watched.run)
         self._ranks: dict[int, _Rank] = {}
         self._ever: dict[int, int] = {}  # the ranks here with their processes
@@ -230,7 +230,7 @@ class HangWatcher:
         self._asked: dict[int, int] = {}  # ranks that write their collectives
 
     @classmethod
-    def of(cls, watched: Watched, processes: Callable[[], Mapping[int, int]], ranks: WorkerRanks) -> HangWatcher:
+    def of(cls, watched: WatchedRun, processes: Callable[[], Mapping[int, int]], ranks: WorkerRanks) -> HangWatcher:
         """Return the watcher of the ``ranks`` of a run on this machine."""
         return cls(watched, processes, None if ranks.is_alone else Machines(watched.run, ranks.size, not ranks.first))
 
@@ -245,12 +245,12 @@ class HangWatcher:
             return
         passed, self._checked = min(now - self._checked, _LONGEST_GAP), now
         self._look(passed)
-        found = self._verdict()
-        if found is None:
+        verdict = self._verdict()
+        if verdict is None:
             self._recovered(now)
         elif not self._reported:
-            self._reported, self._since = found.ranks, now
-            self._report(found)
+            self._reported, self._since = verdict.ranks, now
+            self._report(verdict)
 
     def close(self) -> Conflict | None:
         """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
@@ -305,7 +305,7 @@ class HangWatcher:
         return {rank: beat for rank, beat in read_now.items() if beat is not None and beat.pid == pids[rank]}
 
     def _verdict(self) -> Verdict | None:
-        everyone: dict[int, Seen] | None = {rank: known.seen for rank, known in self._ranks.items()}
+        everyone: dict[int, RankState] | None = {rank: known.seen for rank, known in self._ranks.items()}
         if self._machines is not None:
             everyone = self._machines.everyone(everyone or {})
             if not self._machines.decides:
@@ -329,13 +329,13 @@ class HangWatcher:
         files = f"all threads: {stacks_file(self._watched.run / 'logs', verdict.ranks[0]).with_name('rank-*.stacks')}"
         message = f"the run hangs: {verdict.detail}"
         if ends:
-            found = "\n".join([message, *shown, *missing, files])
-            self._ending(verdict.exit_code, found)
+            text = "\n".join([message, *shown, *missing, files])
+            self._ending(verdict.exit_code, text)
             wait_for_collectives(self._watched.run / "logs", self._asked)
             for pid in pids.values():
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            raise RunHangs(verdict, found)
+            raise RunHangs(verdict, text)
         if self._decides:
             other = "restart would restart it, and " if self._watched.restarts else ""
             goes_on = f"it goes on; faults.on_hang: {other}stop would end it with exit code {verdict.exit_code}"

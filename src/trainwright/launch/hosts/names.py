@@ -84,11 +84,11 @@ def processes_of(hosts: list[Host]) -> int | None:
 
 def _expanded(text: str, origin: str) -> Iterator[str]:
     """Yield node1, node2 and node3 for node[1-3]; a number keeps its zeros."""
-    found = _BRACKETS.fullmatch(text)
-    if found is None:
+    match = _BRACKETS.fullmatch(text)
+    if match is None:
         yield text
         return
-    before, ranges, after = found.groups()
+    before, ranges, after = match.groups()
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
         if not (first.isdigit() and (last or first).isdigit()) or not 0 <= int(last or first) - int(first) < _MOST:
@@ -99,10 +99,10 @@ def _expanded(text: str, origin: str) -> Iterator[str]:
 
 def _split(text: str, origin: str) -> tuple[str, str | None]:
     """Return the name of ``node1:8`` or ``[fd00::1]:8``, as ssh takes it, and the slots."""
-    if (found := _IPV6.fullmatch(text)) is None:
+    if (match := _IPV6.fullmatch(text)) is None:
         name, colon, slots = text.partition(":")
         return name, slots if colon else None
-    user, number, slots = found.groups()
+    user, number, slots = match.groups()
     try:
         return f"{user or ''}{IPv6Address(number)}", slots
     except AddressValueError as error:
@@ -111,10 +111,10 @@ def _split(text: str, origin: str) -> tuple[str, str | None]:
 
 def _slots_of_line(options: str, origin: str) -> int | None:
     """Return the slots of what follows a host in a file of Open MPI, as in ``slots=8 max_slots = 8``."""
-    found = {match[1]: match[2] for match in _OPTION.finditer(options)}
-    if _OPTION.sub("", options) or found.keys() - {_SLOTS, *_PASSED_OVER}:
+    options_by_name = {match[1]: match[2] for match in _OPTION.finditer(options)}
+    if _OPTION.sub("", options) or options_by_name.keys() - {_SLOTS, *_PASSED_OVER}:
         raise RequestError(f"{origin}: {options.strip()!r} after the host is not slots=N, with or without max_slots=N")
-    return _number(found[_SLOTS], origin) if _SLOTS in found else None
+    return _number(options_by_name[_SLOTS], origin) if _SLOTS in options_by_name else None
 
 
 def _host(name: str, slots: str | None, origin: str) -> Host:
@@ -157,7 +157,7 @@ print(json.dumps([time.time(), free.getsockname()[1], unknown]))
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostAnswer:
     """What a host answered: how many seconds its clock is ahead of ours, and a port that is free on it."""
 
     ahead: float
@@ -176,7 +176,7 @@ def in_shell(script: str) -> str:
     return f"exec sh -c {shlex.quote(script)}"
 
 
-def ask(hosts: Sequence[Host], prepared: str) -> list[Answer]:
+def ask(hosts: Sequence[Host], prepared: str) -> list[HostAnswer]:
     """Return the answers of all hosts.
 
     Args:
@@ -190,12 +190,12 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[Answer]:
     problems = [each for each in answers if isinstance(each, TrainwrightError)]
     if problems:
         raise type(problems[0])("\n".join(str(each) for each in problems[:8]))
-    found = [each for each in answers if isinstance(each, Answer)]
-    check_clocks(hosts, [each.ahead for each in found])
-    return found
+    answered = [each for each in answers if isinstance(each, HostAnswer)]
+    check_clocks(hosts, [each.ahead for each in answered])
+    return answered
 
 
-def answers_of(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[Answer | TrainwrightError]:
+def answers_of(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[HostAnswer | TrainwrightError]:
     """Return the answer of each host, or why there is none.
 
     Args:
@@ -216,7 +216,7 @@ def check_clocks(hosts: Sequence[Host], ahead: Sequence[float]) -> None:
         )
 
 
-def _ask(host: Host, prepared: str, meeting: str) -> Answer | TrainwrightError:
+def _ask(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightError:
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} || exit {_NO_DIRECTORY}\n{prepared}\n"
@@ -233,13 +233,13 @@ def _ask(host: Host, prepared: str, meeting: str) -> Answer | TrainwrightError:
         return MachineError(f"{host.name}: no answer over ssh within {_SECONDS} s")
     if done.returncode:
         return _problem(host, done)
-    told, port, unknown = json.loads(done.stdout.splitlines()[-1])
+    clock, port, unknown = json.loads(done.stdout.splitlines()[-1])
     if unknown:
         return RequestError(
             f"{host.name}: does not know the name {meeting} of the first host ({unknown}); use a name or an address "
             "that all hosts know: what the configuration of ssh calls a host is known to ssh alone"
         )
-    return Answer(told - (began + time.time()) / 2, port)
+    return HostAnswer(clock - (began + time.time()) / 2, port)
 
 
 def _problem(host: Host, done: subprocess.CompletedProcess[str]) -> TrainwrightError:

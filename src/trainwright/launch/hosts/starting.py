@@ -25,7 +25,7 @@ from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError
 from trainwright.launch.clusters.job import captured
 from trainwright.launch.ending.failure import Cause, Failure
 from trainwright.launch.ending.stop import STOP_SIGNALS
-from trainwright.launch.hosts.names import SSH_FAILED, Answer, Host, answers_of, in_shell, ssh
+from trainwright.launch.hosts.names import SSH_FAILED, Host, HostAnswer, answers_of, in_shell, ssh
 from trainwright.launch.relaunch import Restarts
 from trainwright.text import encodable, quoted, say
 
@@ -58,7 +58,7 @@ def exports() -> str:
 
 
 @dataclass(frozen=True)
-class Ended:
+class HostsResult:
     """How a command has ended on all hosts: its exit code, and the hosts that were lost, with how.
 
     Attributes:
@@ -70,7 +70,9 @@ class Ended:
     stopped: bool = False
 
 
-def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path, *, may_lose: bool = False) -> Ended:
+def run_on(
+    hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path, *, may_lose: bool = False
+) -> HostsResult:
     """Run a command on each host to its end.
 
     The first host's output is shown as it is, that of the others with their names; all of it is appended to
@@ -98,9 +100,9 @@ class _Remote:
     def __init__(self, host: Host, command: Sequence[str], logs: Path) -> None:
         self.host, self._command, self._logs = host, command, logs
         script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{exports()}\n"
-        told = f"trainwright-{secrets.token_hex(8)}-ended-with-"
-        self._told, self._ended = told.encode(), False
-        script += _SUPERVISED.format(command=shlex.join(command), told=told)
+        marker = f"trainwright-{secrets.token_hex(8)}-ended-with-"
+        self._told, self._ended = marker.encode(), False
+        script += _SUPERVISED.format(command=shlex.join(command), told=marker)
         self.process = subprocess.Popen(
             [*ssh(host), in_shell(script)],
             stdin=subprocess.PIPE,
@@ -166,8 +168,8 @@ class _Remote:
 
         targets: list[tuple[str, Callable[[bytes], object]]] = [("output", show), (self._log.name, self._log.write)]
         for read in pipe:
-            line, told, _ = read.partition(self._told)
-            self._ended |= bool(told)
+            line, marker, _ = read.partition(self._told)
+            self._ended |= bool(marker)
             for target in tuple(targets) if line else ():
                 name, write = target
                 try:
@@ -198,7 +200,7 @@ class _Group:
             self._signalled = now
             self._send("INT" if number == signal.SIGINT else "TERM")
 
-    def wait(self) -> Ended:
+    def wait(self) -> HostsResult:
         """Wait for all; what is left long after one has failed is ended."""
         failed: float | None = None
         sent, patience = False, _ENDS_AFTER_FIRST if self._may_lose else _ENDS_BY_ITSELF
@@ -228,7 +230,7 @@ class _Group:
                 self._remotes[i] = each.again()
                 self._begin(i)
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> HostsResult:
         first = self._remotes[0]
         lost = {}
         for each in self._remotes:
@@ -237,13 +239,13 @@ class _Group:
                 lost[each.host] = how
         stopped = self._signalled != 0
         if self._may_lose and first.host not in lost:
-            return Ended(first.process.returncode, lost, stopped)
+            return HostsResult(first.process.returncode, lost, stopped)
         for host, how in lost.items():
             say(f"{host.name}: {how}", file=sys.stderr)
         codes = [each.process.returncode for each in self._remotes if each.host not in lost]
         if stopped and lost and codes and {*codes} <= {0, EXIT_STOPPED}:
-            return Ended(EXIT_STOPPED, lost, stopped)
-        return Ended(exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
+            return HostsResult(EXIT_STOPPED, lost, stopped)
+        return HostsResult(exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
 
     def end(self) -> None:
         """End all connections."""
@@ -279,9 +281,9 @@ class Again:
         begun: when it was started on them, in seconds since the epoch.
     """
 
-    def __init__(self, run: Path, allowed: str, may_lose: bool, begun: float) -> None:
+    def __init__(self, run: Path, allowed: str, may_lose: bool, started_at: float) -> None:
         self._run, self._may_lose = run, may_lose
-        self._restarts = Restarts(run, allowed, begun=begun)
+        self._restarts = Restarts(run, allowed, started_at=started_at)
 
     def decide(self, hosts: Sequence[Host], lost: Mapping[Host, str]) -> tuple[list[Host], int]:
         """Return the hosts in their new order, those that answer first, and a free port of the first.
@@ -289,22 +291,22 @@ class Again:
         Raises:
             FaultError: the run has been restarted too often, or too few hosts answer.
         """
-        told = "; ".join(f"{host.name}: {how}" for host, how in lost.items())
-        found = self._restarts.decide(Failure(f"{told}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
-        if isinstance(found, Failure):
-            raise FaultError(found.message)
+        lost_hosts = "; ".join(f"{host.name}: {how}" for host, how in lost.items())
+        decision = self._restarts.decide(Failure(f"{lost_hosts}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
+        if isinstance(decision, Failure):
+            raise FaultError(decision.message)
         for _ in range(_TRIES):
             answers = dict(zip(hosts, answers_of(hosts, exports()), strict=True))
-            there = [host for host, answer in answers.items() if isinstance(answer, Answer)]
+            there = [host for host, answer in answers.items() if isinstance(answer, HostAnswer)]
             if len(there) == len(hosts) or (there and self._may_lose):
-                say(found.line(), file=sys.stderr)
+                say(decision.line(), file=sys.stderr)
                 with suppress(OSError):
-                    append_event(self._run / "events.jsonl", found)
+                    append_event(self._run / "events.jsonl", decision)
                 first = answers[there[0]]
-                assert isinstance(first, Answer), "it is there"
+                assert isinstance(first, HostAnswer), "it is there"
                 return [*there, *(host for host in hosts if host not in there)], first.port
             time.sleep(_TRY_SECONDS)
-        missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, Answer))
+        missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, HostAnswer))
         raise FaultError(
-            f"{told}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
+            f"{lost_hosts}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
         )

@@ -81,11 +81,11 @@ class Crew:
 
     def _next(self, choose: Callable[[], int] | None) -> int:
         if not self.leads:
-            found = self.nodes.follow(self.room())
-            if isinstance(found, int):
-                self.code = found
+            outcome = self.nodes.follow(self.room())
+            if isinstance(outcome, int):
+                self.code = outcome
                 return 0
-            return found.spread.each
+            return outcome.spread.each
         self.nodes.settle()
         number = 0 if self.stopping.flag.value else self.usable[-1] if choose is None else choose()
         if not number:
@@ -102,8 +102,8 @@ class Crew:
         """Return the largest of these numbers that there is room for."""
         if not self.nodes.running:  # nothing else looks for nodes that come back
             self.nodes.poll()
-        found = self._spread(usable)
-        return None if found is None else found.processes
+        best = self._spread(usable)
+        return None if best is None else best.processes
 
     def _spread(self, usable: Sequence[int]) -> Spread | None:
         return spread(usable, {**self.nodes.rooms, 0: self.room()})

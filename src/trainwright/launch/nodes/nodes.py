@@ -126,9 +126,9 @@ def visible(run: Path, recipe: str, node: int) -> Path:
     return run
 
 
-def port_fix(index: int, count: int, place: tuple[str, int]) -> str:
+def port_fix(index: int, count: int, address: tuple[str, int]) -> str:
     """Return what to do if the port at which the nodes meet is taken."""
-    if node_of_srun(count) == (index, in_words(*place)):
+    if node_of_srun(count) == (index, in_words(*address)):
         return "set MASTER_PORT to another one, or unset it for one of the job's own"
     return "choose another one with --rendezvous, on every node"
 
@@ -248,7 +248,7 @@ class Nodes:
         cls,
         index: int,
         count: int,
-        place: tuple[str, int],
+        address: tuple[str, int],
         seconds: float,
         mine: NodeInfo,
         stopping: LinkedStopping,
@@ -259,7 +259,7 @@ class Nodes:
         """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
 
         Args:
-            enough: whether the run can begin with so many nodes, if the others have not come by then.
+            enough: whether the run can begin with this number of nodes, if the others have not come by then.
             shared: a directory that all nodes see, for the secret of the job.
 
         Raises:
@@ -275,20 +275,20 @@ class Nodes:
             patient()
             rendezvous.listen()
 
-        fix = port_fix(index, count, place)
-        rendezvous = meet("node", index, count, place, job_of(count), seconds, fix, patient, shared=shared)
-        set_interfaces(place[0])
+        fix = port_fix(index, count, address)
+        rendezvous = meet("node", index, count, address, job_of(count), seconds, fix, patient, shared=shared)
+        set_interfaces(address[0])
         rendezvous.post(asdict(mine))
         if index == 0:
             try:
-                found = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(seconds, admit, enough).items()}
-                check_same(found)
+                infos = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(seconds, admit, enough).items()}
+                check_same(infos)
             except TrainwrightError as error:
                 rendezvous.publish("met", {"refused": str(error), "exit_code": error.exit_code})
                 rendezvous.wait_until_left(2.0)
                 rendezvous.close()
                 raise
-            rendezvous.publish("met", {"hosts": {str(i): node.host for i, node in found.items()}})
+            rendezvous.publish("met", {"hosts": {str(i): node.host for i, node in infos.items()}})
         reply = rendezvous.wait_for("met", patient)
         if "refused" in reply:
             rendezvous.leave()
@@ -307,8 +307,8 @@ class Nodes:
             self.rendezvous.publish("opened", [*self._opened, recipe])
             return run
         shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
-        found = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
-        return self.reporting_failure(lambda: seen(found, recipe, self.index))
+        directory = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
+        return self.reporting_failure(lambda: seen(directory, recipe, self.index))
 
     def reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""
@@ -376,8 +376,8 @@ class Nodes:
         """
         self.running, before = False, self.launch
         self._ended.clear()
-        told = {"host": self._mine.host, "gpus": self._mine.gpus, "version": self._mine.version}
-        self.rendezvous.peers.send_direct(_READY, room=room, **told)
+        description = {"host": self._mine.host, "gpus": self._mine.gpus, "version": self._mine.version}
+        self.rendezvous.peers.send_direct(_READY, room=room, **description)
         while self._over is None:
             self.poll()
             launch = self.launch
@@ -503,8 +503,8 @@ class Nodes:
 
     def _admit(self, peer: int, message: Message) -> None:
         try:
-            found = NodeInfo(message["host"], 0, message["gpus"], "", resume=False, version=message["version"])
-            check_machine(self._mine, peer, found)
+            theirs = NodeInfo(message["host"], 0, message["gpus"], "", resume=False, version=message["version"])
+            check_machine(self._mine, peer, theirs)
         except TrainwrightError as error:
             self.rendezvous.peers.send_direct(_REFUSED, node=peer, text=str(error), code=error.exit_code)
             return

@@ -60,10 +60,10 @@ def launch_script(
     """
     from trainwright.launch.group.environment import refuse_worker
 
-    asked = nodes or NodeOptions()
-    refuse_worker("launch", asked.nodes or 1)
+    node_options = nodes or NodeOptions()
+    refuse_worker("launch", node_options.nodes or 1)
     check_script(script, module)
-    plan = _plan(config_file, num_processes, cpu, asked, settings or {})
+    plan = _plan(config_file, num_processes, cpu, node_options, settings or {})
     code = _run(script, module, arguments, plan, logs)
     if code == EXIT_STOPPED:
         say(f"stopped: {script} was interrupted", file=sys.stderr)
@@ -131,7 +131,7 @@ def make_logs(script: str, module: bool, logs: Path | None) -> Path:
 
 
 def _plan(
-    config_file: Path | None, num_processes: int | None, cpu: bool, asked: NodeOptions, settings: Mapping[str, str]
+    config_file: Path | None, num_processes: int | None, cpu: bool, nodes: NodeOptions, settings: Mapping[str, str]
 ) -> ScriptPlan:
     from trainwright.launch.accelerate.machine import default_processes
     from trainwright.launch.accelerate.reading import default_path, read, without_file
@@ -142,8 +142,8 @@ def _plan(
         config_file = default_path()
     if config_file is not None or settings:
         source = without_file(cpu or not detect().gpus) if config_file is None else read(config_file)
-        return _plan_of_file(source.with_settings(settings), num_processes, cpu, asked)
-    met = asked.met()
+        return _plan_of_file(source.with_settings(settings), num_processes, cpu, nodes)
+    met = nodes.met()
     variables = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     os.environ.update(variables)
     machine = detect()
@@ -167,7 +167,7 @@ def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
     return processes // met.nodes
 
 
-def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool, asked: NodeOptions) -> ScriptPlan:
+def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool, nodes: NodeOptions) -> ScriptPlan:
     from trainwright.launch.accelerate.environment import worker_environment
     from trainwright.launch.accelerate.machine import (
         becomes_ddp,
@@ -181,14 +181,14 @@ def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool
 
     translation = interpret(source)
     translation.refuse_problems(for_script=True)
-    if asked.nodes is None and translation.nodes > 1:
-        asked = NodeOptions(
+    if nodes.nodes is None and translation.nodes > 1:
+        nodes = NodeOptions(
             translation.nodes,
-            translation.node_rank if asked.node_rank is None else asked.node_rank,
-            asked.rendezvous or translation.rendezvous,
-            asked.seconds,
+            translation.node_rank if nodes.node_rank is None else nodes.node_rank,
+            nodes.rendezvous or translation.rendezvous,
+            nodes.seconds,
         )
-    met = asked.met()
+    met = nodes.met()
     translation = replace(translation, nodes=met.nodes if met else 1)
     if num_processes is not None:
         translation = replace(translation, processes=num_processes)
@@ -287,9 +287,9 @@ def run_as_node(
     """
     mine = NodeInfo.here(processes, gpus, command, resume=False)
     rules = NodeRules(may_lose=False, on_hang="warn")
-    place = met.host, met.port
-    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(*place)}"):
-        nodes = Nodes.meet(met.node_rank, met.nodes, place, met.seconds, mine, stopping, rules)
+    address = met.host, met.port
+    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(*address)}"):
+        nodes = Nodes.meet(met.node_rank, met.nodes, address, met.seconds, mine, stopping, rules)
     with taking_part(nodes):
         logs = nodes.open(lambda: (make(), command), _made)
         crew = Crew(None, nodes, (processes * met.nodes,), lambda: processes, stopping)

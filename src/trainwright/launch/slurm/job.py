@@ -95,32 +95,32 @@ def _head(job: Job) -> list[str]:
 
 
 def _options(job: Job) -> list[str]:
-    asked = job.settings
-    log = "%A_%a.log" if asked.array else "%j.log"
+    settings = job.settings
+    log = "%A_%a.log" if settings.array else "%j.log"
     options: dict[str, object] = {
         "job-name": job.name,
         "comment": f'"{COMMENT}{job.run}"',
-        "nodes": asked.nodes or 1,
+        "nodes": settings.nodes or 1,
         "ntasks-per-node": 1,
-        "cpus-per-task": asked.cpus_per_node,
-        "gpus-per-node": asked.gpus_per_node,
-        "time": None if asked.time is None else _slurm_time(job_seconds(asked.time)),
-        "partition": asked.partition,
-        "account": asked.account,
-        "array": asked.array,
+        "cpus-per-task": settings.cpus_per_node,
+        "gpus-per-node": settings.gpus_per_node,
+        "time": None if settings.time is None else _slurm_time(job_seconds(settings.time)),
+        "partition": settings.partition,
+        "account": settings.account,
+        "array": settings.array,
         "output": f'"{str(directory_of(job)).replace("%", "%%")}/{log}"',
         "open-mode": "append",
     }
-    found = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    if asked.time is not None and job_seconds(asked.time) >= _SHORTEST_WITH_WARNING:
-        found.append(f"--signal=USR1@{_WARNING_SECONDS}")
-    return [*found, "--requeue", *asked.options]
+    arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    if settings.time is not None and job_seconds(settings.time) >= _SHORTEST_WITH_WARNING:
+        arguments.append(f"--signal=USR1@{_WARNING_SECONDS}")
+    return [*arguments, "--requeue", *settings.options]
 
 
 def _train(job: Job) -> list[str]:
-    asked = job.settings
-    cpus = [] if asked.cpus_per_node is None else [f"--cpus-per-task={asked.cpus_per_node}"]
-    nodes = [] if (asked.nodes or 1) == 1 else ["--nodes", str(asked.nodes)]
+    settings = job.settings
+    cpus = [] if settings.cpus_per_node is None else [f"--cpus-per-task={settings.cpus_per_node}"]
+    nodes = [] if (settings.nodes or 1) == 1 else ["--nodes", str(settings.nodes)]
     words = ["train", str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto", *nodes]
     command = [shlex.quote(sys.executable), "-m", "trainwright", *map(_quoted, words)]
     # --export: sbatch --export=NONE would keep from srun, too, what this file exports.

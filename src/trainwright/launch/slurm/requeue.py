@@ -37,27 +37,29 @@ def main() -> None:
     parser.add_argument("code", type=int)
     parser.add_argument("--until-done", action="store_true", help="also after a time limit")
     parser.add_argument("--series", action="store_true", help="other jobs of the run follow, if it goes on")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     job = scheduler_job()
     if job is None:
         parser.error("this ends a job of Slurm, and SLURM_JOB_ID is not set")
-    if asked.code == EXIT_FINISHED and status_of(asked.run) != "finished":
+    if options.code == EXIT_FINISHED and status_of(options.run) != "finished":
         # srun does not know the code of a task whose slurmstepd has died.
-        say(f"{asked.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)
-        asked.code = EXIT_FAULT
+        say(f"{options.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)
+        options.code = EXIT_FAULT
     try:
-        if asked.series and (not may_continue(asked.code) or was_asked_to_stop(asked.run)):
-            _cancel_later(asked.run)
-        anyway = asked.until_done or asked.code != EXIT_STOPPED  # a fault of a machine
-        if may_continue(asked.code) and was_asked_to_stop(asked.run):
-            say(f"job {job} is not requeued: {asked.run / STOP_FILE} asked the run to stop", file=sys.stderr)
-        elif may_continue(asked.code):
+        if options.series and (not may_continue(options.code) or was_asked_to_stop(options.run)):
+            _cancel_later(options.run)
+        anyway = options.until_done or options.code != EXIT_STOPPED  # a fault of a machine
+        if may_continue(options.code) and was_asked_to_stop(options.run):
+            say(f"job {job} is not requeued: {options.run / STOP_FILE} asked the run to stop", file=sys.stderr)
+        elif may_continue(options.code):
             reason = _why_not(_answered(lambda: scheduler.shown(job)), anyway)
-            said = _requeued(job, asked.run, asked.code) if reason is None else f"job {job} is not requeued: {reason}"
+            said = (
+                _requeued(job, options.run, options.code) if reason is None else f"job {job} is not requeued: {reason}"
+            )
             say(said, file=sys.stderr)
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
-    sys.exit(asked.code)
+    sys.exit(options.code)
 
 
 def _cancel_later(run: Path) -> None:
@@ -88,8 +90,8 @@ def _is_grace_over(job: Mapping[str, str], preempted: str) -> bool:
     """Return whether a job has had the grace of its partition; True where Slurm does not say."""
     grace = scheduler.grace(job.get("Partition"))
     with suppress(ValueError):
-        begun = datetime.fromisoformat(preempted)
-        return grace is None or (datetime.now() - begun).total_seconds() >= grace.preempted - grace.seconds
+        preempted_at = datetime.fromisoformat(preempted)
+        return grace is None or (datetime.now() - preempted_at).total_seconds() >= grace.preempted - grace.seconds
     return True
 
 
@@ -108,7 +110,7 @@ def _answered(ask: Callable[[], T]) -> T:
     while True:
         try:
             return ask()
-        except scheduler.Unreachable as error:
+        except scheduler.SchedulerUnreachable as error:
             if time.monotonic() >= end:
                 raise
             say(f"{error}; asked again in {_AGAIN_SECONDS:.0f} s", file=sys.stderr)

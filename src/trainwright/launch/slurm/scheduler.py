@@ -28,7 +28,7 @@ _PENDING = re.compile(r"job is pending", re.IGNORECASE)
 _OVER = re.compile(r"invalid job id|already (finished|complet)", re.IGNORECASE)
 
 
-class Unreachable(RequestError):
+class SchedulerUnreachable(RequestError):
     """The scheduler does not answer now; it may later."""
 
 
@@ -70,7 +70,7 @@ class Grace:
     preempted: float
 
     def warning(self, needed: float) -> str | None:
-        """Return a warning if a run that needs so many seconds to stop is not given them; otherwise None."""
+        """Return a warning if a run that needs ``needed`` seconds to stop is not given them; otherwise None."""
         if needed <= self.seconds:
             return None
         also = "" if needed > self.preempted else f" ({self.preempted:g} s when it preempts it, which is enough)"
@@ -90,8 +90,8 @@ def submit(file: Path, after: str | None = None) -> str:
     """
     left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
     if left_out:
-        found = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
-        say(f"note: sbatch is run without {found}, which would override what {file} asks for", file=sys.stderr)
+        overrides = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
+        say(f"note: sbatch is run without {overrides}, which would override what {file} asks for", file=sys.stderr)
     variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
     done = _run("sbatch", "--parsable", *dependency, str(file), variables=variables, seconds=_SUBMIT_SECONDS)
@@ -163,17 +163,17 @@ def grace(partition: str | None) -> Grace | None:
         partitions = _run("scontrol", "show", "partition", "--oneliner", *named).stdout.splitlines()
     except RequestError:
         return None
-    found = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
+    if match is None:
         return None
     own = (line for line in partitions if partition is not None or re.search(r"\bDefault=YES\b", line))
     preempted = re.search(r"\bGraceTime=(\d+)", next(own, ""))
-    wait = float(found[1])
+    wait = float(match[1])
     return Grace(wait, wait + (0.0 if preempted is None else float(preempted[1])))
 
 
 def job_warning(needed: float) -> str | None:
-    """Return a warning if the job of this process is killed before a run that needs so many seconds has stopped."""
+    """Return a warning if the job of this process is killed before a run that needs ``needed`` seconds has stopped."""
     if "SLURM_JOB_ID" not in os.environ or (given := grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
         return None
     return given.warning(needed)
@@ -186,8 +186,8 @@ def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
     nodes = _nodes(partition) or _nodes_of_sinfo(partition)
     if gpus is None:
         return min((cpus for cpus, _ in nodes), default=None)
-    most = max((there for _, there in nodes), default=0)
-    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most))]
+    most_gpus = max((there for _, there in nodes), default=0)
+    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most_gpus))]
     return min((max(1, int(cpus * min(1.0, gpus / there))) for cpus, there in counted), default=None)
 
 
@@ -197,7 +197,7 @@ def _nodes(partition: str | None) -> list[tuple[int, int]]:
     """
     partitions = {each.get("PartitionName", ""): each for each in _records("partition")}
     default = [name for name, each in partitions.items() if each.get("Default") == "YES"]
-    found = []
+    nodes = []
     for node in _records("node"):
         cpus = node.get("CPUEfctv", node.get("CPUTot", ""))  # the first: since Slurm 22.05
         for name in {*(default if partition is None else partition.split(","))} & {
@@ -205,19 +205,19 @@ def _nodes(partition: str | None) -> list[tuple[int, int]]:
         }:
             limit = partitions.get(name, {}).get("MaxCPUsPerNode", "")
             if cpus.isdigit():
-                found.append((min(int(each) for each in (cpus, limit) if each.isdigit()), _gpus(node.get("Gres", ""))))
-    return found
+                nodes.append((min(int(each) for each in (cpus, limit) if each.isdigit()), _gpus(node.get("Gres", ""))))
+    return nodes
 
 
 def _nodes_of_sinfo(partition: str | None) -> list[tuple[int, int]]:
     """Return CPUs and GPUs of each kind of node of a partition."""
     only = [] if partition is None else [f"--partition={partition}"]
-    found = []
+    nodes = []
     for line in _run("sinfo", "--noheader", "--format=%P|%c|%G", *only).stdout.splitlines():
         name, cpus, devices = (*line.split("|"), "", "")[:3]
         if (partition is not None or name.endswith("*")) and cpus.rstrip("+").isdigit():
-            found.append((int(cpus.rstrip("+")), _gpus(devices)))
-    return found
+            nodes.append((int(cpus.rstrip("+")), _gpus(devices)))
+    return nodes
 
 
 def _records(kind: str) -> list[dict[str, str]]:
@@ -251,16 +251,16 @@ def _change(jobs: Sequence[QueuedJob], *command: str) -> None:
 
 def _elements_together(jobs: Sequence[QueuedJob]) -> list[str]:
     """Return the names of jobs, one for all elements of an array: ``12_[4,7]``, which is one request."""
-    found: dict[str, list[QueuedJob]] = {}
+    arrays: dict[str, list[QueuedJob]] = {}
     for job in jobs:
-        found.setdefault(job.name.partition("_")[0], []).append(job)
-    several = {number: ",".join(job.name.partition("_")[2] for job in each) for number, each in found.items()}
-    return [each[0].name if len(each) == 1 else f"{number}_[{several[number]}]" for number, each in found.items()]
+        arrays.setdefault(job.name.partition("_")[0], []).append(job)
+    several = {number: ",".join(job.name.partition("_")[2] for job in each) for number, each in arrays.items()}
+    return [each[0].name if len(each) == 1 else f"{number}_[{several[number]}]" for number, each in arrays.items()]
 
 
 def _check_reachable(done: subprocess.CompletedProcess[str]) -> None:
     if done.returncode and _AWAY.search(done.stderr):
-        raise Unreachable(f"{done.args[0]} does not answer: {_words(done.stderr)}")
+        raise SchedulerUnreachable(f"{done.args[0]} does not answer: {_words(done.stderr)}")
 
 
 def _there() -> str:
@@ -287,4 +287,4 @@ def _run(
             "the job's file with --print"
         ) from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unreachable(f"{command[0]} does not answer: {error}") from None
+        raise SchedulerUnreachable(f"{command[0]} does not answer: {error}") from None

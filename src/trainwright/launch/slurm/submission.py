@@ -23,7 +23,7 @@ from trainwright.paths import write_file
 from trainwright.text import quoted
 
 if TYPE_CHECKING:
-    from trainwright.planning.plan import Plan
+    from trainwright.planning.plan import RunPlan
 
 _OF_CPUS = re.compile(r"cpu|processor|configuration|limit", re.IGNORECASE)
 _LOCK_SECONDS = 400.0  # longer than the scheduler's commands may take
@@ -86,11 +86,11 @@ def _submitted(job: Job, chosen: bool) -> list[str]:
         for _ in range(job.settings.jobs or 1):
             numbers.append(scheduler.submit(file_of(job), *numbers[-1:]))
         return numbers
-    except scheduler.Unreachable as error:
+    except scheduler.SchedulerUnreachable as error:
         with suppress(RequestError):
             if job.settings.jobs in (None, 1):
-                for found in _queued(job):
-                    return [found.name.partition("_")[0]]
+                for job_in_queue in _queued(job):
+                    return [job_in_queue.name.partition("_")[0]]
         raise _InDoubt(
             f"{error}; the job may be in the queue or get there: look with trainwright jobs, and if it is not there, "
             "submit the run again"
@@ -117,8 +117,8 @@ def _refuse_queued(job: Job) -> None:
 
 def _queued(job: Job) -> list[scheduler.QueuedJob]:
     """Return the jobs in the queue that train the run, or of an array a run of it."""
-    found = scheduler.queue(each=True)
-    return [other for other in found if job.run in (other.run, other.array) and other.state != "COMPLETING"]
+    jobs = scheduler.queue(each=True)
+    return [other for other in jobs if job.run in (other.run, other.array) and other.state != "COMPLETING"]
 
 
 def _undo(job: Job, before: bytes | None) -> None:
@@ -131,12 +131,12 @@ def _undo(job: Job, before: bytes | None) -> None:
         job.run.rmdir()  # raises if a run is in it
 
 
-def stop_warning(job: Job, plan: Plan) -> str | None:
+def stop_warning(job: Job, plan: RunPlan) -> str | None:
     """Return a warning if Slurm kills the job before the planned run can stop after a checkpoint; otherwise None."""
     step, workload = plan.predicted().get("step_time"), plan.workload
     if step is None or (given := scheduler.grace(job.settings.partition)) is None:
         return None
     # Of an adapter, a checkpoint is small.
-    whole = workload.adapter is None and workload.trained is None
-    parameters = workload.architecture.parameters().total if whole else 0
+    is_full = workload.adapter is None and workload.trained is None
+    parameters = workload.architecture.parameters().total if is_full else 0
     return given.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES, directory_of(job))))

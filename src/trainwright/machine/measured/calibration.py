@@ -215,11 +215,11 @@ _KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MK
 
 def versions(machine: Machine) -> dict[str, str]:
     """Return the versions, besides the hardware, that affect the speed of ``machine``."""
-    found = {"torch": metadata.version("torch"), "python": platform.python_version()}
-    found |= {name: value for name in _KERNELS if (value := os.environ.get(name, ""))}
+    by_component = {"torch": metadata.version("torch"), "python": platform.python_version()}
+    by_component |= {name: value for name in _KERNELS if (value := os.environ.get(name, ""))}
     if machine.gpus and (driver := _driver()):
-        found["driver"] = driver
-    return found
+        by_component["driver"] = driver
+    return by_component
 
 
 def calibration_file(machine: Machine, root: Path | None = None) -> Path:
@@ -256,10 +256,10 @@ def of_json(content: Any) -> Calibration:
     """Validate any value and convert it like ``from_json``. Raises KeyError, TypeError or ValueError."""
     if not _is_of_this_layout(content):
         raise ValueError("of another version of Trainwright, or no calibration")
-    found = from_json(content)
-    if as_json(found) != content:  # types are not checked, so the result must convert back to the input
+    calibration = from_json(content)
+    if as_json(calibration) != content:  # types are not checked, so the result must convert back to the input
         raise ValueError("not as `trainwright machine --json` writes it")
-    return found
+    return calibration
 
 
 def _is_of_this_layout(content: Any) -> bool:
@@ -268,8 +268,8 @@ def _is_of_this_layout(content: Any) -> bool:
 
 def current_calibration(machine: Machine, root: Path | None = None) -> Calibration | None:
     """Return the calibration of ``machine`` that a plan can use; None if there is none or it is outdated."""
-    found = load_calibration(calibration_file(machine, root))
-    return None if found is None or found.outdated(machine) else found
+    calibration = load_calibration(calibration_file(machine, root))
+    return None if calibration is None or calibration.outdated(machine) else calibration
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
@@ -288,7 +288,9 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
                 "launch": setting.launch,
                 "overlap": setting.overlap,
                 "exchange": _without_tuples(asdict(setting.exchange)),
-                "in_step": {precision: _without_tuples(asdict(found)) for precision, found in setting.in_step.items()},
+                "in_step": {
+                    precision: _without_tuples(asdict(fitted)) for precision, fitted in setting.in_step.items()
+                },
                 "curves": {name: _curve_as_json(curve) for name, curve in setting.curves.items()},
             }
             for setting in calibration.settings
@@ -311,7 +313,7 @@ def from_json(content: Mapping[str, Any]) -> Calibration:
                 launch=setting["launch"],
                 overlap=setting["overlap"],
                 exchange=Exchanged(**_with_errors(setting["exchange"])),
-                in_step={precision: InStep(**_with_errors(found)) for precision, found in setting["in_step"].items()},
+                in_step={precision: InStep(**_with_errors(fields)) for precision, fields in setting["in_step"].items()},
                 curves={name: _curve_from_json(curve) for name, curve in setting["curves"].items()},
             )
             for setting in content["settings"]
@@ -321,8 +323,8 @@ def from_json(content: Mapping[str, Any]) -> Calibration:
 
 def summary(errors: Iterable[float]) -> str:
     """Summarize errors as text."""
-    found = list(errors)
-    return f"{statistics.median(found):.0%} (worst {max(found):.0%})" if found else "-"
+    known_errors = list(errors)
+    return f"{statistics.median(known_errors):.0%} (worst {max(known_errors):.0%})" if known_errors else "-"
 
 
 def _curve_as_json(curve: Curve) -> dict[str, Any]:

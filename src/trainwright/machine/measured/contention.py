@@ -62,17 +62,17 @@ class CpuContention:
         ``stolen``: of the time of all cores.
         """
         ran, waited = _more(self.ran, before.ran), _more(self.waited, before.waited)
-        found = {"waited": waited / (ran + waited)} if ran + waited > 0 else {}
+        shares = {"waited": waited / (ran + waited)} if ran + waited > 0 else {}
         parts = []
         for group, (periods, throttled) in self.periods.items():
             first = before.periods.get(group, (0, 0))
             if periods > first[0]:
                 parts.append((throttled - first[1]) / (periods - first[0]))
         if parts:
-            found["throttled"] = max(parts)
+            shares["throttled"] = max(parts)
         if self.all > before.all:
-            found["stolen"] = (self.stolen - before.stolen) / (self.all - before.all)
-        return found
+            shares["stolen"] = (self.stolen - before.stolen) / (self.all - before.all)
+        return shares
 
 
 def usable_cores() -> int:
@@ -81,9 +81,7 @@ def usable_cores() -> int:
 
 
 def other_cores(seconds: float) -> float:
-    """Return how many cores programs other than this process and those that it has started use, in the mean of so many
-    seconds, for which this thread sleeps.
-    """
+    """Return how many cores programs other than this process and its children use on average, in ``seconds``."""
     before = _own_seconds()
     busy = psutil.cpu_percent(seconds) / 100 * (psutil.cpu_count() or 1)
     return max(0.0, busy - (_own_seconds() - before) / seconds)

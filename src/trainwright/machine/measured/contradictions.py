@@ -21,44 +21,44 @@ _MOST_RATIO, _MOST_SLOWER = 64.0, 10.0  # rates of two precisions; several threa
 _MOST_OPERATIONS, _MOST_BYTES = 1e17, 1e15  # per second
 
 
-def save_if_reliable(found: Calibration, machine: Machine, root: Path | None = None) -> str | None:
+def save_if_reliable(calibration: Calibration, machine: Machine, root: Path | None = None) -> str | None:
     """Save a calibration of ``machine`` if it is usable; otherwise return why not, and what plans use instead."""
-    unreliable_reason = found.unreliable_reason or next(contradictions(found), None)
+    unreliable_reason = calibration.unreliable_reason or next(contradictions(calibration), None)
     if unreliable_reason is None:
-        save_calibration(found, calibration_file(machine, root))
+        save_calibration(calibration, calibration_file(machine, root))
         return None
     before = current_calibration(machine, root)
     stays = "plans use a quick measurement" if before is None else f"the one of {before.measured} is kept"
     return f"the measurement was discarded, because {unreliable_reason}: {stays}; measure again without other programs"
 
 
-def contradictions(found: Calibration) -> Iterator[str]:
+def contradictions(calibration: Calibration) -> Iterator[str]:
     """Yield impossible values with their keys; the measurement failed then."""
-    for number, setting in enumerate(found.settings):
+    for number, setting in enumerate(calibration.settings):
         for name, curve in setting.curves.items():
-            place = f"settings.{number}.curves.{name}"
+            key = f"settings.{number}.curves.{name}"
             for sample in curve.samples:
                 if not (math.isfinite(sample.seconds) and sample.seconds > 0):
-                    yield f"{place}: {sample.seconds} seconds for {_sizes(sample.sizes)}"
+                    yield f"{key}: {sample.seconds} seconds for {_sizes(sample.sizes)}"
                 elif name.startswith("product/") and 2 * math.prod(sample.sizes) / sample.seconds > _MOST_OPERATIONS:
-                    yield f"{place}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations per second"
+                    yield f"{key}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations per second"
                 elif name.startswith("traffic/") and sample.sizes[0] / sample.seconds > _MOST_BYTES:
-                    yield f"{place}: {sample.sizes[0] / sample.seconds:.1e} bytes per second"
+                    yield f"{key}: {sample.sizes[0] / sample.seconds:.1e} bytes per second"
             if not all(math.isfinite(c) and c >= 0 for c in curve.coefficients):
-                yield f"{place}.coefficients: {', '.join(map(str, curve.coefficients))}"
+                yield f"{key}.coefficients: {', '.join(map(str, curve.coefficients))}"
         if not (math.isfinite(setting.launch) and setting.launch >= 0):
             yield f"settings.{number}.launch: {setting.launch}"
-    yield from _against_each_other(found)
+    yield from _against_each_other(calibration)
 
 
-def _against_each_other(found: Calibration) -> Iterator[str]:
-    for number, setting in enumerate(found.settings):
+def _against_each_other(calibration: Calibration) -> Iterator[str]:
+    for number, setting in enumerate(calibration.settings):
         rates = {precision: _rate(setting, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
         for one, other in permutations(rates, 2):
             if (rates[one] or 0.0) > _MOST_RATIO * (rates[other] or math.inf):
                 times = f"{(rates[one] or 0) / (rates[other] or 1):.0f}"
                 yield f"settings.{number}.curves: {one} is {times} times as fast as {other}"
-    alone = {s.threads: _rate(s, "fp32") for s in found.settings if s.processes == 1 and s.threads}
+    alone = {s.threads: _rate(s, "fp32") for s in calibration.settings if s.processes == 1 and s.threads}
     if (one_thread := alone.get(1)) is not None:
         for threads, rate in alone.items():
             if rate is not None and rate * _MOST_SLOWER < one_thread:

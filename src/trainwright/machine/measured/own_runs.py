@@ -73,7 +73,7 @@ class OwnRuns:
         ways: dict[str, list[float]] = {}
         for run in known:
             ways.setdefault(run.way, []).append(run.seconds)
-        others = [statistics.median(found[-_LAST:]) for found in ways.values()]
+        others = [statistics.median(ratios[-_LAST:]) for ratios in ways.values()]
         return _of(others, exact=False) if others else Correction()
 
 

@@ -62,10 +62,10 @@ class Shapes:
 
     def bounded(self, device: str) -> Shapes:
         """Return the shapes to measure: the first few, halved until they are fast enough."""
-        found = dict.fromkeys((_halved(n, device), _halved(k, device)) for n, k in self.widths)
+        widths = dict.fromkeys((_halved(n, device), _halved(k, device)) for n, k in self.widths)
         length = 2 ** round(math.log2(min(_LENGTHS[1], max(_LENGTHS[0], self.length))))
         block = None if self.block is None or device != "cpu" else _bounded_block(self.block)
-        return Shapes(tuple(found)[:_MOST_WIDTHS], length, block)
+        return Shapes(tuple(widths)[:_MOST_WIDTHS], length, block)
 
 
 # Shapes of a small model, if none is given.
@@ -76,11 +76,11 @@ USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128, (576, 1536, 9, 3, 64
 class QuickMeasurement:
     """The result of ``measured``.
 
-    ``found``: None if there is no measurement. ``message``: message about a measurement made now. ``trouble``: why the
-    plan has to use datasheets.
+    ``calibration``: None if there is no measurement. ``message``: message about a measurement made now. ``trouble``:
+    why the plan has to use datasheets.
     """
 
-    found: Calibration | None = None
+    calibration: Calibration | None = None
     message: str | None = None
     trouble: str | None = None
 
@@ -94,40 +94,40 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
         return QuickMeasurement(_carried(Path(machine.described_by)))
     if not machine.is_here:
         return QuickMeasurement()
-    wanted, file = shapes.bounded(machine.device), measured_file(machine)
+    bounded, file = shapes.bounded(machine.device), measured_file(machine)
     known = load_calibration(file)
-    if known is not None and covers(known, wanted) and not (known.is_disturbed and _is_old(file)):
+    if known is not None and covers(known, bounded) and not (known.is_disturbed and _is_old(file)):
         return QuickMeasurement(known)
     before = _measured_here.get(file)
-    if before is not None and (before.found is None or covers(before.found, wanted)):
+    if before is not None and (before.calibration is None or covers(before.calibration, bounded)):
         return replace(before, message=None)
     say("measuring this machine")
-    _measured_here[file] = _measured_now(machine, wanted, file, known)
+    _measured_here[file] = _measured_now(machine, bounded, file, known)
     return _measured_here[file]
 
 
-def _measured_now(machine: Machine, wanted: Shapes, file: Path, known: Calibration | None) -> QuickMeasurement:
-    begun = time.monotonic()
+def _measured_now(machine: Machine, shapes: Shapes, file: Path, known: Calibration | None) -> QuickMeasurement:
+    started = time.monotonic()
     try:
-        found = _measure(machine, wanted, known)
+        calibration = _measure(machine, shapes, known)
     except _Failed as failed:
         return QuickMeasurement(
             None, None, f"this machine could not be measured ({failed}), so times are from datasheets"
         )
-    if why := next(contradictions(found), None):
+    if why := next(contradictions(calibration), None):
         return QuickMeasurement(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
-    if known is not None and covers(known, wanted) and known.disturbance < found.disturbance:
-        found = known  # both were disturbed, this one less
-    try_write(file, json.dumps(as_json(found)) + "\n")
-    kept = f"saved in {file}" if load_calibration(file) == found else f"cannot be saved in {file.parent}"
+    if known is not None and covers(known, shapes) and known.disturbance < calibration.disturbance:
+        calibration = known  # both were disturbed, this one less
+    try_write(file, json.dumps(as_json(calibration)) + "\n")
+    saved = f"saved in {file}" if load_calibration(file) == calibration else f"cannot be saved in {file.parent}"
     what = "this machine's first GPU" if machine.gpus else "this processor"
-    message = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(found)}; {kept}"
-    if found.is_disturbed:
+    message = f"measured {what} in {time.monotonic() - started:.1f} s: {rates_in_words(calibration)}; {saved}"
+    if calibration.is_disturbed:
         message += (
-            f". Other programs used the cores ({found.disturbance:.0%} of the times were disturbed): commands measure "
-            f"again after {_REPEAT_MINUTES} minutes"
+            f". Other programs used the cores ({calibration.disturbance:.0%} of the times were disturbed): commands "
+            f"measure again after {_REPEAT_MINUTES} minutes"
         )
-    return QuickMeasurement(found, message)
+    return QuickMeasurement(calibration, message)
 
 
 def measured_file(machine: Machine, root: Path | None = None) -> Path:
@@ -144,18 +144,20 @@ def _is_old(file: Path) -> bool:
         return True
 
 
-def covers(found: Calibration, wanted: Shapes) -> bool:
-    """Return whether the measurement covers the ``wanted`` shapes."""
-    known = [sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(found, f"product/{name}/forward")]
-    near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in wanted.widths)
-    return near and (wanted.block is None or any(_ratio(sizes, wanted.block) <= _FAR for sizes in _blocks(found)))
+def covers(calibration: Calibration, shapes: Shapes) -> bool:
+    """Return whether the measurement covers the ``shapes`` shapes."""
+    known = [
+        sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(calibration, f"product/{name}/forward")
+    ]
+    near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in shapes.widths)
+    return near and (shapes.block is None or any(_ratio(sizes, shapes.block) <= _FAR for sizes in _blocks(calibration)))
 
 
-def for_block(found: Calibration, block: Sequence[int] | None) -> Calibration:
+def for_block(calibration: Calibration, block: Sequence[int] | None) -> Calibration:
     """Return the measurement with the nearest block alone of those that were measured in a setting."""
-    if block is None or not any(_blocks(found)):
-        return found
-    return replace(found, settings=tuple(_with_nearest_block(setting, block) for setting in found.settings))
+    if block is None or not any(_blocks(calibration)):
+        return calibration
+    return replace(calibration, settings=tuple(_with_nearest_block(setting, block) for setting in calibration.settings))
 
 
 def _with_nearest_block(setting: ProcessRates, block: Sequence[int]) -> ProcessRates:
@@ -166,8 +168,8 @@ def _with_nearest_block(setting: ProcessRates, block: Sequence[int]) -> ProcessR
     return replace(setting, curves=curves)
 
 
-def _blocks(found: Calibration) -> list[tuple[float, ...]]:
-    return [sample.sizes for name in ("fp32", "bf16") for sample in _samples(found, f"block/{name}/backward")]
+def _blocks(calibration: Calibration) -> list[tuple[float, ...]]:
+    return [sample.sizes for name in ("fp32", "bf16") for sample in _samples(calibration, f"block/{name}/backward")]
 
 
 def _ratio(sizes: Sequence[float], block: Sequence[int]) -> float:
@@ -190,13 +192,13 @@ def sequences_of_block(shapes: Shapes) -> tuple[int, int]:
     return max(1, _BLOCK_TOKENS // shapes.length), shapes.length
 
 
-def rates_in_words(found: Calibration) -> str:
+def rates_in_words(calibration: Calibration) -> str:
     """Return the rates of products as text: per core, or of the GPU."""
-    first = found.settings[0]
+    first = calibration.settings[0]
     unit, scale = ("GFLOP/s per core", 1e9) if first.threads else ("TFLOP/s", 1e12)
     rates = {precision: _best(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
     shown = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
-    copied = max((s.sizes[0] / s.seconds for s in _samples(found, "traffic/fp32/copy")), default=None)
+    copied = max((s.sizes[0] / s.seconds for s in _samples(calibration, "traffic/fp32/copy")), default=None)
     return f"{shown} {unit}" + ("" if copied is None else f", copies {copied / 1e9:.3g} GB/s")
 
 
@@ -209,17 +211,17 @@ class _Failed(Exception):
     pass
 
 
-def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Calibration:
-    begun = time.monotonic()
-    asked = {
+def _measure(machine: Machine, shapes: Shapes, known: Calibration | None) -> Calibration:
+    started = time.monotonic()
+    request = {
         "device": machine.device,
         "cores": machine.cpu_cores,
         "machine": machine.describe(),
         "versions": versions(machine),
-        "widths": wanted.widths,
-        "length": wanted.length,
-        "block": None if wanted.block is None else [*wanted.block, *sequences_of_block(wanted)],
-        "begun": begun,
+        "widths": shapes.widths,
+        "length": shapes.length,
+        "block": None if shapes.block is None else [*shapes.block, *sequences_of_block(shapes)],
+        "begun": started,
         "seconds": SECONDS,
         "before": [] if known is None else list(_before(known)),
     }
@@ -231,7 +233,7 @@ def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Cal
     command = [sys.executable, "-P", "-m", "trainwright.doctor.quick"]
     try:
         ended = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, env=variables, timeout=_MOST_SECONDS
+            command, input=json.dumps(request), capture_output=True, text=True, env=variables, timeout=_MOST_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise _Failed(f"it took more than {_MOST_SECONDS:.0f} s") from None
@@ -267,8 +269,10 @@ def _carried(file: Path) -> Calibration | None:
     return None if content is None else from_json(content)
 
 
-def _samples(found: Calibration, name: str) -> Sequence[Any]:
-    return [sample for setting in found.settings if name in setting.curves for sample in setting.curves[name].samples]
+def _samples(calibration: Calibration, name: str) -> Sequence[Any]:
+    return [
+        sample for setting in calibration.settings if name in setting.curves for sample in setting.curves[name].samples
+    ]
 
 
 def _halved(width: int, device: str) -> int:

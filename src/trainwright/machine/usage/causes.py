@@ -17,7 +17,7 @@ _PAGE_SECONDS = 1e-4  # to read one, at least
 
 
 @dataclass(frozen=True)
-class Cause:
+class Slowdown:
     """Something that makes a process slow.
 
     Attributes:
@@ -31,101 +31,103 @@ class Cause:
 
 
 def causes_of(
-    found: Mapping[str, float],
+    usage: Mapping[str, float],
     *,
     elsewhere: float = 0.0,
     sleeps: bool = True,
     planned_threads: float | None = None,
     gpu: Mapping[str, Any] | None = None,
-) -> list[Cause]:
+) -> list[Slowdown]:
     """Return everything that made a process slow for a time, largest first; empty if nothing shows.
 
     Args:
-        found: what happened, see `Counters.since`; and the ``threads`` of each process, the ``processes`` of the run on
+        usage: what happened, see `Counters.since`; and the ``threads`` of each process, the ``processes`` of the run on
             this machine, the ``cores`` that they may use, and their ``clock`` and ``usual_clock``, if known.
         elsewhere: part of the time for which the process waited for other ranks.
         sleeps: whether it sleeps by itself, as one that waits for a GPU does; otherwise something stopped it.
         gpu: state of its GPU, see `gpu.asked`; None without one.
     """
-    causes = [*_of_cores(found), *_of_disks(found, elsewhere), *_of_clocks(found, gpu)]
-    if planned_threads is not None and found.get("threads", planned_threads) < planned_threads:
-        fewer = f"{plural(int(found['threads']), 'thread')} per process, where {planned_threads:.0f} were expected"
+    causes = [*_of_cores(usage), *_of_disks(usage, elsewhere), *_of_clocks(usage, gpu)]
+    if planned_threads is not None and usage.get("threads", planned_threads) < planned_threads:
+        fewer = f"{plural(int(usage['threads']), 'thread')} per process, where {planned_threads:.0f} were expected"
         why = "OMP_NUM_THREADS is set, or there are fewer cores"
-        causes.append(Cause("threads", 1 - found["threads"] / planned_threads, f"{fewer}: {why}"))
-    if not sleeps and "asleep" in found:
+        causes.append(Slowdown("threads", 1 - usage["threads"] / planned_threads, f"{fewer}: {why}"))
+    if not sleeps and "asleep" in usage:
         # What the hypervisor takes from a running process looks like sleep.
-        known = found.get("stolen", 0.0) + sum(cause.share for cause in causes if cause.kind in ("disk", "memory"))
-        if (still := found["asleep"] - elsewhere - known) >= ASLEEP:
+        known = usage.get("stolen", 0.0) + sum(cause.share for cause in causes if cause.kind in ("disk", "memory"))
+        if (still := usage["asleep"] - elsewhere - known) >= ASLEEP:
             words = f"the process did not run for {still:.0%} of the time: it was stopped, or waited for a device"
-            causes.append(Cause("stopped", still, words))
+            causes.append(Slowdown("stopped", still, words))
     return sorted(causes, key=lambda cause: -cause.share)
 
 
-def in_words(causes: Sequence[Cause]) -> str:
+def in_words(causes: Sequence[Slowdown]) -> str:
     """Return the causes as a part of a sentence."""
     return "; ".join(cause.words for cause in causes) or "no cause shows on its machine"
 
 
-def _of_cores(found: Mapping[str, float]) -> Iterator[Cause]:
-    throttled, waited, stolen = (found.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
-    waited *= 1 - found.get("asleep", 0.0)  # of the whole time, not only of that in which it had work
+def _of_cores(usage: Mapping[str, float]) -> Iterator[Slowdown]:
+    throttled, waited, stolen = (usage.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
+    waited *= 1 - usage.get("asleep", 0.0)  # of the whole time, not only of that in which it had work
     if throttled >= QUOTA:
         words = (
             f"the container's limit on CPU time stopped the process in {throttled:.0%} of its periods: it may use "
             "fewer cores than it sees"
         )
-        yield Cause("quota", throttled, words)
+        yield Slowdown("quota", throttled, words)
     if stolen >= STOLEN:
         words = f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"
-        yield Cause("hypervisor", stolen, words)
+        yield Slowdown("hypervisor", stolen, words)
     if waited >= WAITED:
-        yield from _of_load(found, waited, throttled >= QUOTA)
+        yield from _of_load(usage, waited, throttled >= QUOTA)
 
 
-def _of_load(found: Mapping[str, float], waited: float, quota: bool) -> Iterator[Cause]:
+def _of_load(usage: Mapping[str, float], waited: float, quota: bool) -> Iterator[Slowdown]:
     """Yield who used the cores for which the process waited."""
-    others = found.get("other_cores")
-    processes, threads, cores = (int(found.get(name, 0)) for name in ("processes", "threads", "cores"))
+    others = usage.get("other_cores")
+    processes, threads, cores = (int(usage.get(name, 0)) for name in ("processes", "threads", "cores"))
     excess = max(0, processes * threads - cores) if cores else 0
     foreign = others >= _OTHER_CORES if others is not None else not excess
     part = 1.0 if not excess else (others or 0.0) / ((others or 0.0) + excess)
     for_a_core = f"the process waited for a core {waited:.0%} of the time"
     if foreign:
         used = "" if others is None else f", {others:.1f} cores on average"
-        yield Cause("load", waited * part, f"{for_a_core}: other programs use this machine{used}")
+        yield Slowdown("load", waited * part, f"{for_a_core}: other programs use this machine{used}")
     if excess:
         own = (
             f"{plural(processes, 'process', 'processes')} of {plural(threads, 'thread')} share {plural(cores, 'core')}"
         )
         words = f"{for_a_core}: {own}; lower OMP_NUM_THREADS or parallel.num_processes"
-        yield Cause("own threads", waited * (1 - part if foreign else 1.0), words)
+        yield Slowdown("own threads", waited * (1 - part if foreign else 1.0), words)
     elif not foreign and not quota:  # which makes it wait, too
-        yield Cause("load", waited, for_a_core)
+        yield Slowdown("load", waited, for_a_core)
 
 
-def _of_disks(found: Mapping[str, float], elsewhere: float) -> Iterator[Cause]:
-    asleep = max(0.0, found["asleep"] - elsewhere) if "asleep" in found else 1.0
-    disk = min(found.get("disk", 0.0), asleep)
-    pages, swapped = found.get("faults", 0.0), found.get("swap_in", 0.0)
+def _of_disks(usage: Mapping[str, float], elsewhere: float) -> Iterator[Slowdown]:
+    asleep = max(0.0, usage["asleep"] - elsewhere) if "asleep" in usage else 1.0
+    disk = min(usage.get("disk", 0.0), asleep)
+    pages, swapped = usage.get("faults", 0.0), usage.get("swap_in", 0.0)
     if pages >= _PAGES:
-        stalled = max(found.get("pressure_memory", 0.0), disk if swapped else 0.0, pages * _PAGE_SECONDS)
+        stalled = max(usage.get("pressure_memory", 0.0), disk if swapped else 0.0, pages * _PAGE_SECONDS)
         if (share := min(stalled, asleep)) >= MEMORY:
             read_again = f"{pages:.0f} pages per second were read from disk"
             if swapped:
                 read_again += f", {size(round(swapped))} per second from swap"
-            yield Cause("memory", share, f"memory is low: {read_again}")
+            yield Slowdown("memory", share, f"memory is low: {read_again}")
             disk = disk - share  # the same waiting
     if disk >= DISK:
-        yield Cause("disk", disk, f"the process waited for disks {disk:.0%} of the time")
+        yield Slowdown("disk", disk, f"the process waited for disks {disk:.0%} of the time")
 
 
-def _of_clocks(found: Mapping[str, float], gpu: Mapping[str, Any] | None) -> Iterator[Cause]:
-    heat, times = found.get("heat", 0.0), found.get("heat_events", 0.0)
+def _of_clocks(usage: Mapping[str, float], gpu: Mapping[str, Any] | None) -> Iterator[Slowdown]:
+    heat, times = usage.get("heat", 0.0), usage.get("heat_events", 0.0)
     if heat >= HEAT:
-        yield Cause("heat", heat, f"heat slowed down its processors for {heat:.0%} of the time")
+        yield Slowdown("heat", heat, f"heat slowed down its processors for {heat:.0%} of the time")
     elif times and not heat:  # the kernel counts how often, not for how long
-        yield Cause("heat", 0.0, f"heat slowed down its processors {plural(int(times), 'time')}")
-    elif gpu is None and 0 < (now := found.get("clock", 0.0)) < (usual := found.get("usual_clock", 0.0)):
-        yield Cause("clock", 1 - now / usual, f"its processors run at {now:.0f} MHz, below the usual {usual:.0f} MHz")
+        yield Slowdown("heat", 0.0, f"heat slowed down its processors {plural(int(times), 'time')}")
+    elif gpu is None and 0 < (now := usage.get("clock", 0.0)) < (usual := usage.get("usual_clock", 0.0)):
+        yield Slowdown(
+            "clock", 1 - now / usual, f"its processors run at {now:.0f} MHz, below the usual {usual:.0f} MHz"
+        )
     if gpu is not None and (low := low_clock(gpu)) is not None:
-        yield Cause("GPU", *low)
+        yield Slowdown("GPU", *low)

@@ -81,36 +81,36 @@ class Counters:
         more = {
             name: max(0.0, count - before.counts[name]) for name, count in self.counts.items() if name in before.counts
         }
-        found = self.contention.since(before.contention)
+        usage = self.contention.since(before.contention)
         if "own" in more:
-            found["cpu"] = more["own"] / wall
+            usage["cpu"] = more["own"] / wall
         if more.get("all"):
-            found["host_cpu"] = more["busy"] / more["all"]
+            usage["host_cpu"] = more["busy"] / more["all"]
         if "busy" in more and self.processes:
             own = sum(max(0.0, spent - before.processes.get(name, 0.0)) for name, spent in self.processes.items())
-            found["other_cores"] = max(0.0, more["busy"] - own) / wall
+            usage["other_cores"] = max(0.0, more["busy"] - own) / wall
         if {"ran", "queued"} <= more.keys():
-            found["asleep"] = max(0.0, 1 - (more["ran"] + more["queued"]) / wall)
+            usage["asleep"] = max(0.0, 1 - (more["ran"] + more["queued"]) / wall)
         for name in ("faults", "swap_in", "swap_out", "read", "written"):
             if name in more:
-                found[name] = more[name] / wall
+                usage[name] = more[name] / wall
         for name in (f"pressure_{kind}" for kind in _PRESSURE):
             if name in more:
-                found[name] = min(1.0, more[name] / wall)
+                usage[name] = min(1.0, more[name] / wall)
         hotter = [(now, before.heat[unit]) for unit, now in self.heat.items() if unit in before.heat]
         if hotter:
-            found["heat_events"] = max(now[0] - first[0] for now, first in hotter)
-            found["heat"] = min(1.0, max(now[1] - first[1] for now, first in hotter) / wall)
-        if (disk := self._disk(more, found, wall)) is not None:
-            found["disk"] = disk
-        return found
+            usage["heat_events"] = max(now[0] - first[0] for now, first in hotter)
+            usage["heat"] = min(1.0, max(now[1] - first[1] for now, first in hotter) / wall)
+        if (disk := self._disk(more, usage, wall)) is not None:
+            usage["disk"] = disk
+        return usage
 
-    def _disk(self, more: Mapping[str, float], found: Mapping[str, float], wall: float) -> float | None:
+    def _disk(self, more: Mapping[str, float], usage: Mapping[str, float], wall: float) -> float | None:
         if self.delays_are_counted and "disk" in more:
             return min(1.0, more["disk"] / wall)
         # Otherwise it waited for as long as anything did, if it slept for so long.
-        machine = found["pressure_io"] if "pressure_io" in found else more.get("waiting", -1.0) / wall
-        return None if machine < 0.0 or "asleep" not in found else min(machine, found["asleep"], 1.0)
+        machine = usage["pressure_io"] if "pressure_io" in usage else more.get("waiting", -1.0) / wall
+        return None if machine < 0.0 or "asleep" not in usage else min(machine, usage["asleep"], 1.0)
 
 
 def _of_machine(proc: Path) -> Iterator[tuple[str, float]]:
@@ -179,13 +179,13 @@ def memory(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
 
 
 def _numbers(content: str, names: Sequence[str]) -> dict[str, int]:
-    found = {}
+    numbers = {}
     content = f"\n{content}"
     for name in names:
         value = content.partition(f"\n{name} ")[2].partition("\n")[0].strip()  # the file is long, and read often
         if value.isdigit():
-            found[name] = int(value)
-    return found
+            numbers[name] = int(value)
+    return numbers
 
 
 def _heat(root: Path) -> Iterator[tuple[str, tuple[int, float]]]:

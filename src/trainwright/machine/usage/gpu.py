@@ -85,13 +85,13 @@ def _gpu_at(library: Any, index: int) -> dict[str, Any]:
 
 
 def _answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for name, ask in questions.items():
         try:
-            found[name] = ask()
+            answers[name] = ask()
         except (library.NVMLError, AttributeError):  # neither every GPU nor every release has each
             continue
-    return found
+    return answers
 
 
 def clock_reasons(library: Any, handle: Any) -> int:
@@ -114,15 +114,15 @@ def low_clock(state: Mapping[str, Any]) -> tuple[float, str] | None:
     Args:
         state: see `asked`.
     """
-    now, most, limited = state.get("clock"), state.get("highest_clock"), state.get("limited")
-    if not now or not most or limited == []:  # one that is idle lowers its clock by itself
+    now, highest, limited = state.get("clock"), state.get("highest_clock"), state.get("limited")
+    if not now or not highest or limited == []:  # one that is idle lowers its clock by itself
         return None
     is_fault = any(REASONS[bit] in (limited or ()) for bit in (POWER_BRAKE, HARDWARE, HEAT, HARDWARE_HEAT))
-    if now >= (_CLOCK_OF_FAULT if is_fault else _LOW_CLOCK) * most:
+    if now >= (_CLOCK_OF_FAULT if is_fault else _LOW_CLOCK) * highest:
         return None
     why = f", limited by {' and '.join(limited)}" if limited else ""
     heat = f", at {state['temperature']} °C" if "temperature" in state else ""
-    return 1 - now / most, f"the process's GPU runs at {now} of {most} MHz{why}{heat}"
+    return 1 - now / highest, f"the process's GPU runs at {now} of {highest} MHz{why}{heat}"
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import psutil
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.system_files import read
-from trainwright.machine.usage.causes import Cause, causes_of
+from trainwright.machine.usage.causes import Slowdown, causes_of
 from trainwright.machine.usage.counters import Counters, clocks, cores_of, memory
 from trainwright.machine.usage.gpu import gpu_of
 
@@ -45,7 +45,7 @@ _LARGEST = 1e18  # of a figure that is shown
 _CPUINFO_BYTES = 8192  # of a file that is long where there are many cores
 
 
-class Sampler:
+class UsageSampler:
     """Sample this process and its machine; takes less than a millisecond of a processor.
 
     Args:
@@ -66,16 +66,16 @@ class Sampler:
         """
         now = self._counters()
         since, self._before = now.since(self._before), now
-        found: dict[str, Any] = {name: round(since[name], digits) for name, digits in _SINCE.items() if name in since}
-        found |= memory(self._root)
+        values: dict[str, Any] = {name: round(since[name], digits) for name, digits in _SINCE.items() if name in since}
+        values |= memory(self._root)
         if (clock := _clock(self._root)) is not None:
-            found["clock"] = round(clock)
+            values["clock"] = round(clock)
         if (heat := _temperature(self._root)) is not None:
-            found["temperature"] = heat
+            values["temperature"] = heat
         # A run on the CPU hides the GPUs from itself.
         if self._gpu is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (gpu := gpu_of(self._gpu)):
-            found["gpu"] = gpu
-        return found
+            values["gpu"] = gpu
+        return values
 
     def _counters(self) -> Counters:
         return Counters.now(self._parent, self._root, all_threads=False)
@@ -143,9 +143,9 @@ def _temperature(root: Path) -> float | None:
 def _sensors(root: Path) -> tuple[Path, ...]:
     """Return the files of the temperatures of processors; those of whole processors if there are such."""
     with suppress(OSError):
-        found = sorted(_chip_sensors(root), key=lambda each: not each[0])
-        whole = [file for is_whole, file in found if is_whole] or [file for _, file in found]
-        return tuple((whole or list(_zones(root)))[:_MOST_SENSORS])
+        sensors = sorted(_chip_sensors(root), key=lambda each: not each[0])
+        of_processors = [file for is_whole, file in sensors if is_whole] or [file for _, file in sensors]
+        return tuple((of_processors or list(_zones(root)))[:_MOST_SENSORS])
     return ()
 
 
@@ -201,7 +201,7 @@ class OwnProcess:
 
     def causes(
         self, before: Counters, *, elsewhere: float, planned_threads: float | None = None, sleeps: bool = True
-    ) -> list[Cause]:
+    ) -> list[Slowdown]:
         """Return what has made this process slow since then, largest first.
 
         Args:

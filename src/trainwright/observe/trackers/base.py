@@ -130,10 +130,10 @@ def values_of(event: EventRecord) -> Values:
     """Return the figures of an event by name: ``train/NAME`` of a step, ``evaluate/NAME`` of an evaluation."""
     metrics = event.get("metrics") or {}
     if event["event"] == "step":
-        found = {f"train/{name}": event.get(name) for name in _STEP} | {f"train/{n}": v for n, v in metrics.items()}
+        fields = {f"train/{name}": event.get(name) for name in _STEP} | {f"train/{n}": v for n, v in metrics.items()}
     else:
-        found = {f"evaluate/{name}": value for name, value in metrics.items()}
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+        fields = {f"evaluate/{name}": value for name, value in metrics.items()}
+    return {name: value for name, value in fields.items() if isinstance(value, (int, float))}
 
 
 def check_installed(observer: str) -> None:
@@ -141,15 +141,15 @@ def check_installed(observer: str) -> None:
     if observer not in _LIBRARIES:
         return
     try:
-        found = find_spec(_LIBRARIES[observer])
+        spec = find_spec(_LIBRARIES[observer])
     except ModuleNotFoundError:  # not even the package of the module
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise RequestError(f"logging: {observer} is not installed; {install_command(observer)}, or leave it out")
 
 
 def _config(run: Path) -> dict[str, Any]:
     import yaml
 
-    found = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    content = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

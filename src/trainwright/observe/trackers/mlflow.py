@@ -23,16 +23,16 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient()
-        kept = run / _KEPT
-        if resumed and kept.is_file():
-            self._id = kept.read_text(encoding="utf-8").strip()
+        id_file = run / _KEPT
+        if resumed and id_file.is_file():
+            self._id = id_file.read_text(encoding="utf-8").strip()
             self._client.update_run(self._id, "RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "trainwright")
         experiment = self._client.get_experiment_by_name(name)
         identity = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self._id = self._client.create_run(identity, run_name=run.resolve().name).info.run_id
-        try_write(kept, f"{self._id}\n")
+        try_write(id_file, f"{self._id}\n")
         for key, value in values_by_key(config):
             self._client.log_param(self._id, key, str(value)[:_LONGEST])
 

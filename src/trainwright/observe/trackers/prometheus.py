@@ -35,7 +35,7 @@ class PrometheusObserver:
         RequestError: prometheus-client is missing, or the port is in use.
     """
 
-    def __init__(self, run: Path, place: int | str) -> None:
+    def __init__(self, run: Path, address: int | str) -> None:
         check_installed("prometheus")
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -43,7 +43,7 @@ class PrometheusObserver:
         self._registry.register(GPUCollector())
         self._labels = {"run": run.resolve().name}
         self._gauges: dict[str, object] = {}
-        host, _, port = str(place).rpartition(":")
+        host, _, port = str(address).rpartition(":")
         try:
             self._server, _ = start_http_server(int(port), addr=host or "127.0.0.1", registry=self._registry)
         except OSError as error:

@@ -18,14 +18,14 @@ class Wandb:
         """Begin a run, or continue the one of this directory."""
         import wandb
 
-        place = os.environ.get("WANDB_DIR", str(run))
+        directory = os.environ.get("WANDB_DIR", str(run))
         identity = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "trainwright"),
             id=identity,
             name=run.resolve().name,
             config=dict(config),
-            dir=place,
+            dir=directory,
             resume="allow" if resumed else None,
             settings=wandb.Settings(silent=True, console="off", save_code=False),
         )

@@ -49,13 +49,13 @@ class FsdpMemory(StrategyMemory):
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
-        held, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
-        found = units(held, shards, stack.expert_parallel).values()
-        own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
+        inventory, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
+        all_units = units(inventory, shards, stack.expert_parallel).values()
+        own, trained = sum(unit.own for unit in all_units), sum(unit.own_trained for unit in all_units)
         return {
             "parameters": max(width, stack.kept) * trained + width * (own - trained),
             "optimizer state": int(
-                stack.state_bytes * optimizer_state(held, self.optimizer, shards, stack.expert_parallel)
+                stack.state_bytes * optimizer_state(inventory, self.optimizer, shards, stack.expert_parallel)
             ),
         }
 
@@ -69,9 +69,9 @@ class FsdpMemory(StrategyMemory):
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
         stack = self.setting.stack
-        kept = max(self.width, stack.kept) * (2 if stack.foreach else 1)
-        found = units(self.held, self.choice.shards, stack.expert_parallel).values()
-        return kept * sum(unit.own_trained for unit in found)
+        master_width = max(self.width, stack.kept) * (2 if stack.foreach else 1)
+        all_units = units(self.held, self.choice.shards, stack.expert_parallel).values()
+        return master_width * sum(unit.own_trained for unit in all_units)
 
     def gradients_on_host(self) -> int:
         """Return the bytes of gradients in the host's memory."""
@@ -79,12 +79,12 @@ class FsdpMemory(StrategyMemory):
 
     def pinned(self) -> Iterator[int]:
         """Yield the bytes of the shards of offloaded parameters, and of the gradients of those that are trained."""
-        kept = max(self.width, self.setting.stack.kept)
+        master_width = max(self.width, self.setting.stack.kept)
         for weight in self.held.weights if self.choice.offload_parameters else ():
             own = -(-weight.rows // self.choice.shards) * weight.columns
-            yield own * (kept if weight.trainable else self.width)
+            yield own * (master_width if weight.trainable else self.width)
             if weight.trainable:
-                yield own * kept
+                yield own * master_width
 
 
 class FsdpFlow(Flow):
@@ -157,8 +157,8 @@ class FsdpFlow(Flow):
             return self._prefetch(self._last_block)
         before = self._buffer
         self._buffer = 0
-        most = self._copied_out(unit, before, self.held, keep=False)
-        return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
+        highest = self._copied_out(unit, before, self.held, keep=False)
+        return highest if unit == 0 else max(highest, self._prefetch(unit - 1), key=lambda held: held.total)
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a weight in the backward pass and return the memory held."""
@@ -176,9 +176,9 @@ class FsdpFlow(Flow):
 
     def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
-        most = self.held
+        highest = self.held
         self._reducing = 0
-        return most
+        return highest
 
     def _bytes(self, unit: int) -> int:
         return self._units[unit].padded * self._width
@@ -196,34 +196,34 @@ class FsdpFlow(Flow):
     def _copied_out(self, unit: int, buffer: int, gathering: Allocated, keep: bool) -> Allocated:
         self._whole += self._bytes(unit)
         self._buffer = buffer
-        most = max(gathering, self.held, key=lambda held: held.total)
+        highest = max(gathering, self.held, key=lambda held: held.total)
         if not keep:
             self._buffer = 0
-        return most
+        return highest
 
     def _prefetch(self, unit: int) -> Allocated:
         if unit == OUTSIDE:
             return self.held
-        size, most = self._gathering(unit)
+        size, highest = self._gathering(unit)
         self._buffer += size
-        return most
+        return highest
 
     def _reduce(self, unit: int) -> Allocated:
         """Reduce a unit's gradients over the ranks, each of which keeps its rows."""
         sizes = self._units[unit]
         self._whole -= self._bytes(unit)
         self._reducing = self._exchanged * sizes.trained
-        most = self.held
+        highest = self.held
         sharded = self._reshard and not self._sums_unsharded  # earlier micro-batches left sharded gradients
-        kept = 0 if sharded or self._first else self._summed_in
+        accumulated = 0 if sharded or self._first else self._summed_in
         own = self._width if self._reshard or self._first or self._width < self._kept else 0
-        self._gradients -= (own + kept) * sizes.trained
+        self._gradients -= (own + accumulated) * sizes.trained
         mine = self._kept * sizes.own_trained
         clone = self._reducing if self._on_cpu and self._shards > 1 else 0
         reduced = Allocated(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
         if (self._first or not sharded) and not self._offload:
             self._summed += mine
-        return max(most, reduced, key=lambda held: held.total)
+        return max(highest, reduced, key=lambda held: held.total)
 
     @property
     def _summed_in(self) -> int:
@@ -237,6 +237,6 @@ class FsdpFlow(Flow):
             return self.held
         trained = self._units[unit].trained
         self._gradients += (self._summed_in if self._first else 0) * trained
-        most = self.held
+        highest = self.held
         self._gradients -= self._width * trained
-        return most
+        return highest

@@ -116,19 +116,19 @@ def inventory(
 
 
 @lru_cache(maxsize=32)
-def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None) -> Inventory:
+def partly_trained(full: Inventory, trained: frozenset[tuple[int, str]] | None) -> Inventory:
     """Return the inventory with only ``trained``, by unit and name, of its trainable parameters; None: all of them."""
     if trained is None:
-        return whole
-    kept = (w._replace(trainable=w.trainable and (w.unit, w.name) in trained) for w in whole.weights)
-    return Inventory(tuple(kept), whole.buffers)
+        return full
+    weights = (w._replace(trainable=w.trainable and (w.unit, w.name) in trained) for w in full.weights)
+    return Inventory(tuple(weights), full.buffers)
 
 
 @lru_cache(maxsize=64)
-def by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
+def by_unit(inventory: Inventory) -> tuple[tuple[int, int], ...]:
     """Return the numbers of elements and of trained elements outside the blocks, then of each block."""
     sums: dict[int, list[int]] = {}
-    for weight in whole.weights:
+    for weight in inventory.weights:
         counts = sums.setdefault(weight.unit, [0, 0])
         counts[0] += weight.numel
         counts[1] += weight.numel * weight.trainable
@@ -136,21 +136,21 @@ def by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=64)
-def experts_by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
+def experts_by_unit(inventory: Inventory) -> tuple[tuple[int, int], ...]:
     """Return those of the elements of ``by_unit`` that belong to experts."""
-    return by_unit(Inventory(tuple(w if w.name.startswith(EXPERTS) else w._replace(rows=0) for w in whole.weights)))
+    return by_unit(Inventory(tuple(w if w.name.startswith(EXPERTS) else w._replace(rows=0) for w in inventory.weights)))
 
 
 @lru_cache(maxsize=64)
-def optimizer_state(whole: Inventory, optimizer: OptimizerName, shards: int = 1, expert_parallel: int = 1) -> int:
+def optimizer_state(inventory: Inventory, optimizer: OptimizerName, shards: int = 1, expert_parallel: int = 1) -> int:
     """Return the optimizer-state elements of all trained parameters on the fullest rank."""
-    return sum(w.state(optimizer, w.ranks(shards, expert_parallel)) for w in whole.weights if w.trainable)
+    return sum(w.state(optimizer, w.ranks(shards, expert_parallel)) for w in inventory.weights if w.trainable)
 
 
 @lru_cache(maxsize=32)
-def first_blocks(whole: Inventory, count: int) -> int:
+def first_blocks(inventory: Inventory, count: int) -> int:
     """Return the number of elements of the first ``count`` blocks and of the parameters outside the blocks."""
-    return sum(w.numel for w in whole.weights if w.unit < count)
+    return sum(w.numel for w in inventory.weights if w.unit < count)
 
 
 def _scales(weight: Parameter) -> int:

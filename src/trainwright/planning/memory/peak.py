@@ -99,8 +99,10 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
     longest = min(longest, tokens)
     others, rest = divmod(tokens - longest, mean)
     sequences = [(mean, others), (longest, 1), (rest, 1)]
-    kept = tuple((length, count) for length, count in sequences if length and count)
-    return BatchShape(1, tokens, kept, workload.targets(tokens, sum(n for _, n in kept)), packed=True, masked=False)
+    remaining = tuple((length, count) for length, count in sequences if length and count)
+    return BatchShape(
+        1, tokens, remaining, workload.targets(tokens, sum(n for _, n in remaining)), packed=True, masked=False
+    )
 
 
 def _padded(batch: BatchShape, padded: bool) -> BatchShape:
@@ -123,7 +125,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     padded = cluster.device == "cpu" and choice.width == 2 and stack is OWN
     batch = _padded(micro_batch(workload, choice), padded)
     setting = PassSettings.of(workload, choice, batch, cluster, stack)
-    held = partly_trained(
+    trained_inventory = partly_trained(
         inventory(
             workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantization, stack
         ),
@@ -148,10 +150,10 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         fetches_ahead=stack.fetches_ahead,
         cached=_cached(setting),
         trained=workload.trained,
-        counts=by_unit(held),
+        counts=by_unit(trained_inventory),
         before=_returned(setting),
     )
-    model = memory_model(choice.strategy)(held, setting, choice, workload.optimizer)
+    model = memory_model(choice.strategy)(trained_inventory, setting, choice, workload.optimizer)
     flow = model.flow()
     walk.step(flow, choice.gradient_accumulation_steps)
     if workload.evaluates:
@@ -162,11 +164,11 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         host["gradients"] = gradients
     excess = 0 if cluster.device == "cpu" else sum(map(excess_when_pinned, model.pinned()))
     between = sum(base.values())
-    norm = 4 * min(CACHED_ELEMENTS, held.largest_trained) if cluster.device == "cpu" else 0
-    extra = 0 if workload.optimizer == "adamw" else orthogonalizing(held, choice, cluster.device == "cuda")
+    norm = 4 * min(CACHED_ELEMENTS, trained_inventory.largest_trained) if cluster.device == "cpu" else 0
+    extra = 0 if workload.optimizer == "adamw" else orthogonalizing(trained_inventory, choice, cluster.device == "cuda")
     step = max(model.step() + extra, flow.held.total + norm)
     phases = {
-        "load": _load(held, workload, choice, cluster, base, host),
+        "load": _load(trained_inventory, workload, choice, cluster, base, host),
         "forward": between + walk.forward.total,
         "backward": between + walk.backward.total,
         "optimizer": between + (extra if updates_on_host else step),
@@ -181,7 +183,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     if excess:
         host["rounding of pinned memory"] = excess
     if workload.copies_state:
-        elements = held.trained + optimizer_state(held, workload.optimizer)
+        elements = trained_inventory.trained + optimizer_state(trained_inventory, workload.optimizer)
         host[COPY] = -(-4 * elements // choice.num_processes)
     optimizer = Peak()
     optimizer.note(Allocated(gradients=step), 0, 0)
@@ -192,8 +194,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     if cluster.device == "cpu":
         # Freed memory is kept (machine/allocator.py), and a block of the next size does not fit where the largest was;
         # with gathered parameters that happens twice in a step. Measured on the CPU.
-        gathered = choice.width * held.largest if choice.spec.shards_parameters else 0
-        largest = max(walk.forward.working_set, 4 * held.largest_trained, gathered)
+        gathered = choice.width * trained_inventory.largest if choice.spec.shards_parameters else 0
+        largest = max(walk.forward.working_set, 4 * trained_inventory.largest_trained, gathered)
         slack = min(temporary, largest) * (1 + choice.spec.shards_parameters)
     else:
         slack = int(_CUDA_SLACK * temporary)
@@ -228,11 +230,11 @@ def _recomputed(choice: Choice, cluster: Cluster) -> str | int:
 
 def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
     """Return the bytes that stay from step to step, by purpose."""
-    held, setting, choice = model.held, model.setting, model.choice
+    trained_inventory, setting, choice = model.held, model.setting, model.choice
     base = dict(model.lasting())
-    if held.buffers:
+    if trained_inventory.buffers:
         cut = choice.shards if setting.stack.cuts_scales else 1
-        base["quantized base's scales"] = -(-held.buffers // cut)
+        base["quantized base's scales"] = -(-trained_inventory.buffers // cut)
     if workload.reference is not None and workload.reference.copied:
         copied = first_blocks(inventory(workload.architecture, setting.width, False), workload.reference.blocks)
         shards = choice.shards if choice.spec.shards_parameters else 1
@@ -251,7 +253,7 @@ def _drawing(workload: Workload, choice: Choice) -> int:
 
 
 def _load(
-    held: Inventory,
+    inventory: Inventory,
     workload: Workload,
     choice: Choice,
     cluster: Cluster,
@@ -261,9 +263,9 @@ def _load(
     """Return the bytes on a device while weights are loaded; on a GPU machine they pass through the host's memory."""
     if cluster.device == "cpu":
         if not workload.fresh:
-            return 4 * held.numel
-        return 4 * max(held.numel, workload.architecture.parameters().total) + _drawing(workload, choice)
-    host[LOADING] = max(0, _loading(choice, held.numel) - sum(host.values()))
+            return 4 * inventory.numel
+        return 4 * max(inventory.numel, workload.architecture.parameters().total) + _drawing(workload, choice)
+    host[LOADING] = max(0, _loading(choice, inventory.numel) - sum(host.values()))
     return base.get("parameters", 0)
 
 

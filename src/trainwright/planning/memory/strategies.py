@@ -72,14 +72,14 @@ def memory_model(strategy: str) -> type[StrategyMemory]:
     Raises:
         RequestError: it cannot be imported, or is not such a class.
     """
-    place = spec_of(strategy).memory
-    described = f"{STRATEGIES.describe(strategy)}: its memory model {place}"
-    found = load(place, described)
-    if not (isinstance(found, type) and issubclass(found, StrategyMemory)):
+    entry_point = spec_of(strategy).memory
+    described = f"{STRATEGIES.describe(strategy)}: its memory model {entry_point}"
+    model = load(entry_point, described)
+    if not (isinstance(model, type) and issubclass(model, StrategyMemory)):
         raise RequestError(f"{described} is no {StrategyMemory.__module__}.{StrategyMemory.__name__}")
-    if missing := sorted(found.__abstractmethods__):
+    if missing := sorted(model.__abstractmethods__):
         raise RequestError(f"{described} lacks {', '.join(missing)}")
-    return found
+    return model
 
 
 class ReplicatedMemory(StrategyMemory):
@@ -87,12 +87,12 @@ class ReplicatedMemory(StrategyMemory):
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
-        held, width, stack = self.held, self.width, self.setting.stack
-        kept = max(width, stack.kept)
+        inventory, width, stack = self.held, self.width, self.setting.stack
+        master_width = max(width, stack.kept)
         return {
-            "parameters": held.numel * width,
-            "master weights": held.trained * kept if width < kept else 0,
-            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer)),
+            "parameters": inventory.numel * width,
+            "master weights": inventory.trained * master_width if width < master_width else 0,
+            "optimizer state": int(stack.state_bytes * optimizer_state(inventory, self.optimizer)),
         }
 
     def flow(self) -> Flow:
@@ -103,15 +103,15 @@ class ReplicatedMemory(StrategyMemory):
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
         width, stack, total, largest = self.width, self.setting.stack, self.held.trained, self.held.largest_trained
-        kept = max(width, stack.kept)
+        master_width = max(width, stack.kept)
         if stack.updates_in_backward:
             return width * largest
         if stack.foreach:
-            return (width + kept) * total
-        if width == kept or self._exchanges or self.choice.gradient_accumulation_steps > 1:
-            return kept * total
+            return (width + master_width) * total
+        if width == master_width or self._exchanges or self.choice.gradient_accumulation_steps > 1:
+            return master_width * total
         part = min(total, STEP_ELEMENTS)
-        return width * (total - part) + kept * part + width * largest
+        return width * (total - part) + master_width * part + width * largest
 
     @property
     def _exchanges(self) -> bool:
@@ -173,16 +173,16 @@ class ReplicatedFlow(Flow):
             return self.held
         begin = self._ends[self._started - 1] if self._started else 0
         numel, first = self._ends[full - 1] - begin, self._ends[self._started] - begin
-        most = Allocated(self._own + self._sums, buckets=self._kept * first)
+        highest = Allocated(self._own + self._sums, buckets=self._kept * first)
         self._own -= self._width * numel
         if self._width == self._kept or self._first:
             self._sums += self._kept * numel
         self._started = full
-        return most
+        return highest
 
 
 @lru_cache(maxsize=64)
-def _bucket_ends(inventory: Inventory, kept: int, bucket_bytes: int | None) -> tuple[int, ...]:
+def _bucket_ends(inventory: Inventory, master_width: int, bucket_bytes: int | None) -> tuple[int, ...]:
     """Return the end of each bucket in elements from the last parameter, about the order in which gradients arrive."""
     if bucket_bytes is None:
         return (inventory.trained,)
@@ -190,7 +190,7 @@ def _bucket_ends(inventory: Inventory, kept: int, bucket_bytes: int | None) -> t
     bucket_left = 0
     for weight in reversed(inventory.weights):
         if weight.trainable:
-            size = kept * weight.numel
+            size = master_width * weight.numel
             if size > bucket_left:
                 ends.append(ends[-1] if ends else 0)
                 bucket_left = bucket_bytes
@@ -205,9 +205,9 @@ Shape = tuple[int, int]
 
 
 @lru_cache(maxsize=64)
-def orthogonalized(held: Inventory) -> tuple[Shape, ...]:
+def orthogonalized(inventory: Inventory) -> tuple[Shape, ...]:
     """Return the shapes of the matrices that Muon updates, in the model's order."""
-    return tuple((w.rows, w.columns) for w in held.weights if w.trainable and w.is_orthogonalized)
+    return tuple((w.rows, w.columns) for w in inventory.weights if w.trainable and w.is_orthogonalized)
 
 
 def exchanged_width(on_gpu: bool) -> int:
@@ -215,9 +215,9 @@ def exchanged_width(on_gpu: bool) -> int:
     return 2 if on_gpu else 4
 
 
-def orthogonalizing(held: Inventory, choice: Choice, on_gpu: bool) -> int:
+def orthogonalizing(inventory: Inventory, choice: Choice, on_gpu: bool) -> int:
     """Return the most bytes while Muon updates matrices, in addition to weights, gradients and optimizer state."""
-    width, shapes = exchanged_width(on_gpu), orthogonalized(held)
+    width, shapes = exchanged_width(on_gpu), orthogonalized(inventory)
     if choice.num_processes == 1:  # the momentum is there in fp32
         return max((_FP32 * rows * columns + _iterations(rows, columns, width) for rows, columns in shapes), default=0)
     return _of_rounds(shapes, choice.num_processes, choice.shards, width)
@@ -225,12 +225,12 @@ def orthogonalizing(held: Inventory, choice: Choice, on_gpu: bool) -> int:
 
 @lru_cache(maxsize=64)
 def _of_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, width: int) -> int:
-    most = 0
+    highest = 0
     for one in assign(shapes, ranks):
         owned = [[shapes[index] for index in indices] for indices in one]
         for begin in range(0, ranks, shards):
-            most = max(most, _round(owned[begin : begin + shards], width))
-    return most
+            highest = max(highest, _round(owned[begin : begin + shards], width))
+    return highest
 
 
 def _round(owned: Sequence[Sequence[Shape]], width: int) -> int:
@@ -239,11 +239,11 @@ def _round(owned: Sequence[Sequence[Shape]], width: int) -> int:
     # An update is converted to fp32 as it is added to the weights.
     added = _FP32 * max((_share(shape, len(owned)) for shape in everything), default=0) if width < _FP32 else 0
     if len(owned) == 1:
-        updated = most = 0
+        updated = highest = 0
         for rows, columns in everything:
-            most = max(most, updated + width * rows * columns + _iterations(rows, columns, width))
+            highest = max(highest, updated + width * rows * columns + _iterations(rows, columns, width))
             updated += width * rows * columns
-        return max(most, 2 * updated + added)  # this rank's updates in a row, and those of another
+        return max(highest, 2 * updated + added)  # this rank's updates in a row, and those of another
     given = width * sum(_share(shape, len(owned)) for shape in everything)
     taken = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)
     alone = max((width * rows * columns + _iterations(rows, columns, width) for rows, columns in everything), default=0)

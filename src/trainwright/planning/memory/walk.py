@@ -76,12 +76,12 @@ class Peak:
         self.total = 0
         self._what = (Allocated(), 0, 0, False)
 
-    def note(self, held: Allocated, kept: int, work: int, loss: bool = False) -> None:
+    def note(self, allocated: Allocated, activations: int, work: int, loss: bool = False) -> None:
         """Record the moment if it needs the most memory so far."""
-        total = held.gradients + held.gathered + held.buckets + kept + work
+        total = allocated.gradients + allocated.gathered + allocated.buckets + activations + work
         if total > self.total:
             self.total = total
-            self._what = (held, kept, work, loss)
+            self._what = (allocated, activations, work, loss)
 
     @property
     def working_set(self) -> int:
@@ -90,12 +90,12 @@ class Peak:
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by purpose."""
-        held, kept, work, loss = self._what
+        allocated, activations, work, loss = self._what
         return {
-            "gradients": held.gradients,
-            "gathered parameters": held.gathered,
-            "gradient buckets": held.buckets,
-            "activations kept": kept,
+            "gradients": allocated.gradients,
+            "gathered parameters": allocated.gathered,
+            "gradient buckets": allocated.buckets,
+            "activations kept": activations,
             "loss working set" if loss else "activations worked on": work,
         }
 
@@ -144,9 +144,9 @@ class Walk:
         tables = embedding.kept + embedding.held + (embedding.output if embedding.holds_output else 0)
         looked_at = set(self._looked_at())
         for unit, block in enumerate(self.parts.blocks):
-            most = flow.forward(unit)
+            highest = flow.forward(unit)
             if unit in looked_at:
-                peak.note(most, tables, block.output)
+                peak.note(highest, tables, block.output)
                 peak.note(flow.held, tables, block.evaluation_peak)
         peak.note(flow.head(), tables, head.evaluation_peak, loss=True)
         flow.forward_ended()
@@ -176,63 +176,67 @@ class Walk:
         embedding = parts.embedding
         peak.note(flow.forward(-1), self.before, 0)
         peak.note(flow.held, self.before, embedding.forward_peak)
-        kept = self.before + embedding.kept
-        held = embedding.held
+        activations = self.before + embedding.kept
+        embedding_bytes = embedding.held
         if embedding.holds_output and parts.blocks and not parts.blocks[0].keeps_input:
-            held += embedding.output
+            embedding_bytes += embedding.output
         looked_at = set(self._looked_at())
         for unit, block in enumerate(parts.blocks):
-            most = flow.forward(unit)
+            highest = flow.forward(unit)
             if unit in looked_at:
                 # The first block's input is already held.
-                work = held - embedding.output if unit == 0 and held >= embedding.output else held
-                peak.note(most, kept, held + block.output)
-                peak.note(flow.held, kept, work + block.forward_peak)
-            kept += self._stays(block) + self.cached
-        peak.note(flow.head(), kept, parts.head.forward_peak, loss=True)
+                work = (
+                    embedding_bytes - embedding.output
+                    if unit == 0 and embedding_bytes >= embedding.output
+                    else embedding_bytes
+                )
+                peak.note(highest, activations, embedding_bytes + block.output)
+                peak.note(flow.held, activations, work + block.forward_peak)
+            activations += self._stays(block) + self.cached
+        peak.note(flow.head(), activations, parts.head.forward_peak, loss=True)
         flow.forward_ended()
 
     def _backwards(self, flow: Flow, parts: ModelPasses) -> None:
         peak = self.backward
-        kept = parts.embedding.kept + sum(self._stays(block) + self.cached for block in parts.blocks)
-        peak.note(flow.backward(-1), kept, parts.head.kept, loss=True)
-        waiting = self._moments(flow, -1, parts.head, kept, 0, loss=True)
+        activations = parts.embedding.kept + sum(self._stays(block) + self.cached for block in parts.blocks)
+        peak.note(flow.backward(-1), activations, parts.head.kept, loss=True)
+        waiting = self._moments(flow, -1, parts.head, activations, 0, loss=True)
         looked_at = set(self._looked_at())
         ahead = 0
         for unit in range(len(parts.blocks) - 1, -1, -1):
             block = parts.blocks[unit]
-            kept -= self._stays(block) + ahead
+            activations -= self._stays(block) + ahead
             ahead = self._fetched(parts.blocks[unit - 1]) if unit else 0
-            kept += ahead
-            before, kept = kept, kept + (2 * block.output if self.holds else 0)
+            activations += ahead
+            before, activations = activations, activations + (2 * block.output if self.holds else 0)
             if unit not in looked_at:
                 flow.backward(unit)
                 self._arrive(flow, unit, "", block.gradients)
                 flow.unit_ended(unit)
-                kept += block.left
+                activations += block.left
                 continue
             peak.note(_with(flow.backward(unit), waiting), before, block.kept + block.output)
             self._moments(flow, unit, block, before, waiting)
-            kept += block.left
+            activations += block.left
             peak.note(_with(flow.unit_ended(unit), waiting), before + block.left, block.output)
-        kept -= parts.embedding.kept
-        self._moments(flow, -1, parts.embedding, kept, waiting)
+        activations -= parts.embedding.kept
+        self._moments(flow, -1, parts.embedding, activations, waiting)
         peak.note(flow.unit_ended(-1), 0, 0)
         peak.note(flow.end(), 0, 0)
 
-    def _moments(self, flow: Flow, unit: int, part: Pass, kept: int, waiting: int, loss: bool = False) -> int:
+    def _moments(self, flow: Flow, unit: int, part: Pass, activations: int, waiting: int, loss: bool = False) -> int:
         """Add the gradients of a part one by one, and return the bytes that wait to be added to another gradient."""
         peak = self.backward
         for moment in part.moments:
-            peak.note(_with(flow.held, waiting), kept, moment.peak, loss)
+            peak.note(_with(flow.held, waiting), activations, moment.peak, loss)
             if loss and self.tied and moment.name == "embedding":
                 waiting = moment.numel * self.width
                 continue
             if unit == -1 and moment.name == "embedding":
                 waiting = 0
-            held = self._arrive(flow, unit, moment.name, moment.numel)
-            peak.note(_with(held, waiting), kept, moment.live, loss)
-        peak.note(_with(flow.held, waiting), kept, part.backward_peak, loss)
+            arrived = self._arrive(flow, unit, moment.name, moment.numel)
+            peak.note(_with(arrived, waiting), activations, moment.live, loss)
+        peak.note(_with(flow.held, waiting), activations, part.backward_peak, loss)
         return waiting
 
     def _arrive(self, flow: Flow, unit: int, name: str, numel: int) -> Allocated:
@@ -245,5 +249,5 @@ class Walk:
         return flow.arrive(unit, name, numel)
 
 
-def _with(held: Allocated, waiting: int) -> Allocated:
-    return held._replace(gradients=held.gradients + waiting) if waiting else held
+def _with(allocated: Allocated, waiting: int) -> Allocated:
+    return allocated._replace(gradients=allocated.gradients + waiting) if waiting else allocated

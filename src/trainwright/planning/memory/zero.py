@@ -133,38 +133,38 @@ class Stage12Flow(Flow):
 
     def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
-        most = self.held
+        highest = self.held
         if self._stage == 1 and self._width < self._sums:
-            return most._replace(buckets=_FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
+            return highest._replace(buckets=_FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
         if self._stage == 1:
             if not self._last:
-                return most
+                return highest
             # Memory falls from bucket to bucket, so all but two of the full buckets are skipped.
             full, rest = divmod(self._trained, self._bucket)
             passed_over = max(0, full - 2)
             for part in (*([self._bucket] * (full - passed_over)), *([rest] if rest else [])):
-                most = max(most, self._into_bucket(part), key=_total)
+                highest = max(highest, self._into_bucket(part), key=_total)
             self._gradients -= self._width * passed_over * self._bucket
-        most = max(most, self._reduce(), key=_total)
+        highest = max(highest, self._reduce(), key=_total)
         self._buffer = 0
         if self._width == self._sums and not self._first:  # added to those of earlier micro-batches
             self._reduced -= self._sums * self._touched if self._stage == 2 else 0
-        return most
+        return highest
 
     def _kept_of_partition(self) -> int:
         return self._touched if self._width == self._sums else self._own
 
     def _into_bucket(self, numel: int) -> Allocated:
         """Move a gradient to the buffer, which is reduced first if it is full."""
-        most = self.held
+        highest = self.held
         if self._filled + numel > self._bucket:
-            most = max(most, self._reduce(), key=_total)
+            highest = max(highest, self._reduce(), key=_total)
         self._filled += numel
         if numel > self._bucket:
             self._loose = numel
         else:
             self._gradients -= self._width * numel
-        return most
+        return highest
 
     def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks, from a copy in fp32; this rank's part is kept."""
@@ -173,13 +173,13 @@ class Stage12Flow(Flow):
         if self._width < self._sums:
             self._reduced = self._sums * self._own
         copies = self._filled * (self._width + (self._sums if self._width < self._sums else 0))
-        most = Allocated(self._gradients + (0 if self._leaves else self._reduced), 0, self._buffer + copies)
+        highest = Allocated(self._gradients + (0 if self._leaves else self._reduced), 0, self._buffer + copies)
         if self._width == self._sums and not self._counted:
             self._reduced += self._sums * self._touched
             self._counted = True
         self._gradients -= self._width * self._loose
         self._filled = self._loose = 0
-        return max(most, self.held, key=_total)
+        return max(highest, self.held, key=_total)
 
 
 class Stage3Flow(Flow):
@@ -208,12 +208,12 @@ class Stage3Flow(Flow):
 
     def forward(self, unit: int) -> Allocated:
         """Run the forward pass of ``unit`` and return the most memory that was held."""
-        most = self.held
+        highest = self.held
         if unit > self._ahead:
-            most = self._gather(unit)
+            highest = self._gather(unit)
         if unit == 0:
             self._whole = max(0, self._whole - self._frozen_ends)
-        return most
+        return highest
 
     def head(self) -> Allocated:
         """Return the memory held while the head runs."""
@@ -228,21 +228,21 @@ class Stage3Flow(Flow):
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a weight in the backward pass and return the most memory that was held."""
-        most = Allocated(self._gradients + self._width * numel, self._whole + self._buffer)
+        highest = Allocated(self._gradients + self._width * numel, self._whole + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
-            most = max(most, self._reduce(), key=_total)
+            highest = max(highest, self._reduce(), key=_total)
         if numel > self._bucket:
             self._gradients += self._width * numel
         self._filled += numel
         released = self._sharded.get((unit, name), 0) if name else self._units.get(unit, 0)
         self._whole = max(0, self._whole - self._width * released)
-        return most
+        return highest
 
     def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
-        most = self._reduce()
+        highest = self._reduce()
         self._whole = 0
-        return most
+        return highest
 
     def _limit(self) -> int:
         """Return the most bytes of gathered parameters; those that are used again soon stay gathered."""
@@ -270,9 +270,9 @@ class Stage3Flow(Flow):
     def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks from a copy of it; gloo makes one more copy."""
         copies = self._sums * self._filled * (2 if self._on_cpu else 1)
-        most = Allocated(self._gradients, self._whole + self._buffer, copies)
+        highest = Allocated(self._gradients, self._whole + self._buffer, copies)
         self._filled = self._gradients = 0
-        return most
+        return highest
 
 
 @lru_cache(maxsize=64)
@@ -292,8 +292,8 @@ def _frozen_ends(inventory: Inventory) -> int:
     return sum(w.numel for w in first if not w.trainable and not persists(w, inventory))
 
 
-def _total(held: Allocated) -> int:
-    return held.total
+def _total(allocated: Allocated) -> int:
+    return allocated.total
 
 
 def persists(weight: Weight, inventory: Inventory) -> bool:
@@ -320,9 +320,9 @@ def _lasting(inventory: Inventory, stage: int, width: int, shards: int, stack: S
         }
     own = sum(-(-w.numel // shards) for w in inventory.weights if w.trainable)
     frozen = sum(-(-w.numel // shards) for w in inventory.weights if not w.trainable)
-    whole = sum(w.numel for w in inventory.weights if persists(w, inventory))
+    persistent = sum(w.numel for w in inventory.weights if persists(w, inventory))
     return {
-        "parameters": (own + frozen + whole) * width,
+        "parameters": (own + frozen + persistent) * width,
         "master weights": own * _FP32 if width < _FP32 else 0,
         "optimizer state": own * _FP32 * _SLOTS,
         "gradients": own * max(width, stack.exchanged),

@@ -93,12 +93,14 @@ def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]
     if calibrated and machine.device != "cpu":
         return Basis(calibration, runs=runs)
     shapes = shapes_of(workload)
-    found = measured(machine, shapes, doing)
-    measurement = None if found.found is None else for_block(found.found, shapes.bounded(machine.device).block)
+    quick = measured(machine, shapes, doing)
+    measurement = (
+        None if quick.calibration is None else for_block(quick.calibration, shapes.bounded(machine.device).block)
+    )
     if calibrated:
         measurement = None if measurement is None or measurement.is_disturbed else measurement
-        return Basis(calibration, measurement, found.message, runs=runs)
-    return Basis(None, measurement, found.message, found.trouble, runs)
+        return Basis(calibration, measurement, quick.message, runs=runs)
+    return Basis(None, measurement, quick.message, quick.trouble, runs)
 
 
 def shapes_of(workload: Workload) -> Shapes:
@@ -185,8 +187,8 @@ def with_measured_blocks(
             continue
         samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
         expected = block_seconds(samples[0].sizes, precision, setting_of(nearest.processes, nearest.threads))
-        found = sum(sample.seconds for sample in samples)
-        factor = min(_MOST, max(_LEAST, found / expected))
+        seconds = sum(sample.seconds for sample in samples)
+        factor = min(_MOST, max(_LEAST, seconds / expected))
         in_step[precision] = replace(
             typical,
             products=typical.products * factor,
@@ -199,9 +201,9 @@ def with_measured_blocks(
 
 def llama(**sizes: object) -> Architecture:
     """Return the architecture of a small llama; ``sizes``: keys of its configuration."""
-    found = from_config({"model_type": "llama", **sizes})
-    assert found is not None, "llamas are known"
-    return found
+    architecture = from_config({"model_type": "llama", **sizes})
+    assert architecture is not None, "llamas are known"
+    return architecture
 
 
 def on_cpu(a: Architecture, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[ModelPasses, Pricing]:

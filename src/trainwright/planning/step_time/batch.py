@@ -19,9 +19,9 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
     ``sorted_rows``: number of rows that are sorted by length before they are divided into micro-batches; None: those of
     a step.
     """
-    most = choice.micro_batch_size * workload.row_tokens
+    limit = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
-        tokens = round(min(most, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
+        tokens = round(min(limit, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
         sequences = _sequences(max(1, tokens), workload)
         return BatchShape(
             rows=1,
@@ -85,8 +85,8 @@ def _padded(workload: Workload, rows: int, sorted_rows: int | None) -> float:
     known = [workload.length_at(first) for first in firsts]
     if known[0] is not None and sorted_rows is None:
         return sum(length or 0 for length in known) / len(known)
-    whole = _harmonic(total)
-    longest = [workload.mean_length * (whole - _harmonic(first)) for first in firsts]
+    harmonic = _harmonic(total)
+    longest = [workload.mean_length * (harmonic - _harmonic(first)) for first in firsts]
     return min(workload.row_tokens, max(workload.mean_length, sum(longest) / len(longest)))
 
 

@@ -86,10 +86,10 @@ class Rates:
 
     def _setting(self, processes: int, threads: int | None) -> ProcessRates:
         if (calibration := self.calibration) is not None:
-            found = calibration.nearest(processes)
+            nearest = calibration.nearest(processes)
             if self.measurement is None:
-                return found
-            return with_measured_blocks(found, self.measurement, lambda number, _: calibration.nearest(number))
+                return nearest
+            return with_measured_blocks(nearest, self.measurement, lambda number, _: calibration.nearest(number))
         if self.measurement is not None:
             return with_measured_blocks(self._measured(processes, threads), self.measurement, self._measured)
         return self._nominal(processes, threads)
@@ -109,10 +109,10 @@ class Rates:
 
     def peak(self, devices: int, precision: str) -> float | None:
         """Return the operations per second of ``devices`` devices (a CPU is one) that were measured, if they were."""
-        found = self.calibration or self.measurement
-        if found is not None:
-            each = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in found.settings)
-            if (measured := peak(found, precision)) is not None:
+        source = self.calibration or self.measurement
+        if source is not None:
+            each = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in source.settings)
+            if (measured := peak(source, precision)) is not None:
                 return measured * devices / each
         return None
 
@@ -321,8 +321,8 @@ def _sustained(card: Card, units: _Units, precision: str) -> float | None:
         return None
     fastest = max(card.rates.get("bf16", 0.0), card.rates.get("fp16", 0.0), card.rates.get("fp32", 0.0))
     power = (card.watts / (fastest / 1e12) / units.watts) ** _RATE_BY_POWER if card.watts else 1.0
-    most = _MOST_SUSTAINED if power < _MORE_THAN_ENOUGH else 1 / _USUAL_SHAPES
-    return peak * min(most, units.sustained * power)
+    limit = _MOST_SUSTAINED if power < _MORE_THAN_ENOUGH else 1 / _USUAL_SHAPES
+    return peak * min(limit, units.sustained * power)
 
 
 def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> ProcessRates:

@@ -52,8 +52,8 @@ def measured_setting(measured: Calibration, nominal: Nominal, processes: int, th
     if not own.in_step:
         return replace(own, curves=curves, launch=launch, exchange=exchange)
     in_step = {
-        precision: replace(_IN_STEP, products=_products(measured, precision), host=found.host * launch / _LAUNCH)
-        for precision, found in own.in_step.items()
+        precision: replace(_IN_STEP, products=_products(measured, precision), host=fitted.host * launch / _LAUNCH)
+        for precision, fitted in own.in_step.items()
     }
     return replace(own, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
 
@@ -100,8 +100,8 @@ class _Factors:
 
     @classmethod
     def of(cls, measured: Curve, nominal: Curve) -> _Factors:
-        found = sorted((s.sizes[0], s.seconds / nominal.seconds(*s.sizes)) for s in measured.samples)
-        return cls(tuple((math.log(size), math.log(factor)) for size, factor in found))
+        ratios = sorted((s.sizes[0], s.seconds / nominal.seconds(*s.sizes)) for s in measured.samples)
+        return cls(tuple((math.log(size), math.log(factor)) for size, factor in ratios))
 
     @property
     def typical(self) -> float:
@@ -117,15 +117,15 @@ def _nearest_curve(name: str, own: ProcessRates, by_distance: Sequence[ProcessRa
         known = name if name in near.curves else _stand_in(name, near.curves)
         if known is None:
             continue
-        found, there = near.curves[known], nominal(near.processes, near.threads).curves[known]
-        if known == name and len(found.samples) >= len(found.coefficients) > 1:
+        here, there = near.curves[known], nominal(near.processes, near.threads).curves[known]
+        if known == name and len(here.samples) >= len(here.coefficients) > 1:
             if (near.processes, near.threads) == (own.processes, own.threads):
-                return found
-            factor = _typical_seconds(curve, found) / _typical_seconds(there, found)  # of another number of cores
-            return replace(found, coefficients=tuple(c * factor for c in found.coefficients))
-        scaled = _scaled(curve, _Factors.of(found, there))
+                return here
+            factor = _typical_seconds(curve, here) / _typical_seconds(there, here)  # of another number of cores
+            return replace(here, coefficients=tuple(c * factor for c in here.coefficients))
+        scaled = _scaled(curve, _Factors.of(here, there))
         exact = known == name and curve.form == "table" and own.processes == near.processes
-        return _through(scaled, found.samples) if exact and own.threads == near.threads else scaled
+        return _through(scaled, here.samples) if exact and own.threads == near.threads else scaled
     return curve
 
 

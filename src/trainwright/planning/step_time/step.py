@@ -29,7 +29,7 @@ from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.batch import seen_pairs, typical_batch
 from trainwright.planning.step_time.rates import Group, Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
-from trainwright.planning.step_time.work import Pricing, Work
+from trainwright.planning.step_time.work import DeviceWork, Pricing
 from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
 
 # Matrices of a block: query, key, value, output; gate, up and down, or the router.
@@ -131,10 +131,10 @@ class _Step:
         forward = [self._work(part, backward=False) for part in run.blocks[some]]
         backward = [self._work(part, backward=True) for part in run.blocks[some]]
         once = [self._work(part, backward=True) for part in plain.blocks[some]]
-        ends = self._ends(run) if self.workload.first_blocks is None else Work()
+        ends = self._ends(run) if self.workload.first_blocks is None else DeviceWork()
         reference = self._reference()
-        again = sum((both - plainly for both, plainly in zip(backward, once, strict=True)), Work())
-        passed = sum((*forward, *once), Work())
+        again = sum((both - plainly for both, plainly in zip(backward, once, strict=True)), DeviceWork())
+        passed = sum((*forward, *once), DeviceWork())
         update = self._update()
         computed = (passed + again + ends + reference) * passes_a_step
         stack = self.stack
@@ -152,7 +152,7 @@ class _Step:
             self._rows_to_experts() + self._heads(),
         )
         units = self._units(run, forward, backward)
-        kept = sum(part.kept for part in run.blocks)
+        activations = sum(part.kept for part in run.blocks)
         parts = {
             "matrix products": passes_a_step * passed.products,
             "attention": passes_a_step * passed.attention,
@@ -164,7 +164,7 @@ class _Step:
             "communication": exchange.exposed(units)
             + exchange.of_updates(update.orthogonalized, exchanged_width(self.on_gpu)),
             "offload": update.offload(
-                kept,
+                activations,
                 sum(work.seconds for work in forward),
                 sum(work.seconds for work in backward),
                 len(run.blocks),
@@ -192,40 +192,40 @@ class _Step:
         if nominal is not None:
             return nominal, True
         devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
-        found = (self.rates.peak(devices, name) for name in names)
-        return next((rate for rate in found if rate is not None), None), False
+        rates = (self.rates.peak(devices, name) for name in names)
+        return next((rate for rate in rates if rate is not None), None), False
 
-    def _launches(self, computed: Work) -> float:
+    def _launches(self, computed: DeviceWork) -> float:
         """Return the seconds in which a GPU waits for Python."""
         return max(0.0, computed.launches * self.stack.launch * self.speeds.launch - computed.seconds)
 
-    def _work(self, part: Pass, *, backward: bool) -> Work:
+    def _work(self, part: Pass, *, backward: bool) -> DeviceWork:
         """Return the work of a block's forward or backward pass."""
         compiled = self.choice.compile
         key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
         # The cached value holds the part, so that its id is not reused.
-        found: tuple[Pass, Work] | None = self.rates.known.get(key)
-        if found is None:
+        cached: tuple[Pass, DeviceWork] | None = self.rates.known.get(key)
+        if cached is None:
             kernels = part.backward if backward else part.forward
-            found = part, self.pricing.work(kernels, backward=backward, compiled=compiled)
-            self.rates.known[key] = found
-        return found[1]
+            cached = part, self.pricing.work(kernels, backward=backward, compiled=compiled)
+            self.rates.known[key] = cached
+        return cached[1]
 
-    def _reference(self) -> Work:
+    def _reference(self) -> DeviceWork:
         """Return the forward pass of the model that runs in addition, which has no adapter."""
         reference = self.workload.reference
         if reference is None:
-            return Work()
+            return DeviceWork()
         plain = passes(replace(self.shapes, adapter=None))
-        work = sum((self._work(part, backward=False) for part in plain.blocks[: reference.blocks]), Work())
+        work = sum((self._work(part, backward=False) for part in plain.blocks[: reference.blocks]), DeviceWork())
         if reference.blocks == len(plain.blocks):
             work += self.pricing.work(plain.head.forward, backward=False)
         return work * reference.share
 
-    def _ends(self, run: ModelPasses) -> Work:
+    def _ends(self, run: ModelPasses) -> DeviceWork:
         """Return the work of embedding, final norm, head and loss, forward and backward."""
         logits = self._logits_rows() * self.workload.architecture.vocabulary
-        work = Work(loss=self.pricing.logits(logits) if logits else 0.0)
+        work = DeviceWork(loss=self.pricing.logits(logits) if logits else 0.0)
         for part in (run.embedding, run.head):
             work += self.pricing.pass_and_back(part)
         return work
@@ -233,7 +233,7 @@ class _Step:
     def _logits_rows(self) -> int:
         return self.batch.targets if self.stack.loss == "chunked" else self.batch.tokens
 
-    def _units(self, run: ModelPasses, forward: Sequence[Work], backward: Sequence[Work]) -> list[UnitWork]:
+    def _units(self, run: ModelPasses, forward: Sequence[DeviceWork], backward: Sequence[DeviceWork]) -> list[UnitWork]:
         """Return a unit for the parts outside the blocks, then one per block."""
         counts = self._counts()
         embedding = (
@@ -283,8 +283,8 @@ class _Step:
 
     def _inventory(self) -> Inventory:
         w = self.workload
-        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation, self.stack)
-        return partly_trained(whole, w.trained)
+        full = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation, self.stack)
+        return partly_trained(full, w.trained)
 
     def _update(self) -> Update:
         counts = self._counts()

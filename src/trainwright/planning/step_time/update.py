@@ -76,40 +76,42 @@ class Update:
     def keeping(self) -> float:
         """Return the seconds of a step for accumulating gradients and copying them for the exchange."""
         choice, passes = self.choice, self.choice.gradient_accumulation_steps
-        whole, width = self.trainable, self.width
-        kept = self.kept
-        summed = self._traffic("elementwise", 3 * kept * whole)
+        elements, width = self.trainable, self.width
+        master_width = self.kept
+        summed = self._traffic("elementwise", 3 * master_width * elements)
         if not choice.spec.shards:
-            if width == kept:  # autograd accumulates in place
+            if width == master_width:  # autograd accumulates in place
                 seconds = (passes - 1) * summed
             else:
-                first = self._traffic("elementwise", (width + kept) * whole)
-                later = self._traffic("elementwise", (width + 2 * kept) * whole)
+                first = self._traffic("elementwise", (width + master_width) * elements)
+                later = self._traffic("elementwise", (width + 2 * master_width) * elements)
                 seconds = 0.0 if passes == 1 else first + (passes - 1) * later
             if choice.spec.collectives:
-                seconds += self._traffic("copy", (width + self.stack.exchanged) * whole)
+                seconds += self._traffic("copy", (width + self.stack.exchanged) * elements)
             return seconds
         if not choice.spec.shards_parameters:
-            return passes * self._traffic("copy", (width + self.stack.exchanged) * whole)
+            return passes * self._traffic("copy", (width + self.stack.exchanged) * elements)
         return passes * self._sharded_copies()
 
-    def offload(self, kept: int, forward: float, backward: float, blocks: int) -> float:
+    def offload(self, activation_bytes: int, forward: float, backward: float, blocks: int) -> float:
         """Return the seconds that copies between the devices and the host's memory add to a step.
 
-        ``kept``: bytes of activations of ``blocks`` blocks that are offloaded per micro-batch, during ``forward``
-        seconds of computation, and copied back during ``backward`` seconds.
+        ``activation_bytes``: bytes of activations of ``blocks`` blocks that are offloaded per micro-batch, during
+        ``forward`` seconds of computation, and copied back during ``backward`` seconds.
         """
         if not self.pricing.on_gpu:
             return 0.0
         choice, passes, seconds = self.choice, self.choice.gradient_accumulation_steps, 0.0
         if choice.activation_offload:
             # Copied during the computation, but for those of the last block, which are needed at once.
-            last = self._host("to", kept / max(1, blocks if self.stack.fetches_ahead else 1))
-            back = last + max(0.0, self._host("to", kept) - last - backward)
-            seconds += passes * (max(0.0, self._host("from", kept) - forward) + back)
+            last = self._host("to", activation_bytes / max(1, blocks if self.stack.fetches_ahead else 1))
+            back = last + max(0.0, self._host("to", activation_bytes) - last - backward)
+            seconds += passes * (max(0.0, self._host("from", activation_bytes) - forward) + back)
         if choice.offload_parameters:
-            kept = self.width if choice.spec.separate_masters else self.kept
-            shard = (kept * self.trainable + self.width * (self.parameters - self.trainable)) / choice.shards
+            activation_bytes = self.width if choice.spec.separate_masters else self.kept
+            shard = (
+                activation_bytes * self.trainable + self.width * (self.parameters - self.trainable)
+            ) / choice.shards
             times = 2 if choice.reshard_after_forward else 1
             seconds += passes * times * self._host("to", shard)
         if self.on_host:
@@ -146,11 +148,15 @@ class Update:
         """Return the seconds of copying gathered parameters and gradients, per micro-batch of FSDP and ZeRO-3."""
         choice, width = self.choice, self.width
         gathers = 2 if choice.reshard_after_forward else 1
-        kept = self.kept
-        cast = self._traffic("copy", (kept + width) * self.trainable / choice.shards) if width != kept else 0.0
+        master_width = self.kept
+        cast = (
+            self._traffic("copy", (master_width + width) * self.trainable / choice.shards)
+            if width != master_width
+            else 0.0
+        )
         placed = self._traffic("copy", 2 * width * self.parameters)
         laid_out = self._traffic("copy", (width + self.stack.exchanged) * self.trainable)
-        added = self._traffic("elementwise", 3 * kept * self.owned)
+        added = self._traffic("elementwise", 3 * master_width * self.owned)
         return gathers * (cast + placed) + laid_out + added
 
     def _traffic(self, kind: str, size: float) -> float:
@@ -208,10 +214,10 @@ class Exchange:
         choice = self.choice
         if choice.num_processes == 1:
             return 0.0
-        passes, told = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
+        passes, small_exchanges = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
         if choice.spec.shards:
-            told += self._all("all_reduce", _SMALL)  # the norm of sharded gradients
-        seconds = told + passes * self.between
+            small_exchanges += self._all("all_reduce", _SMALL)  # the norm of sharded gradients
+        seconds = small_exchanges + passes * self.between
         for one in choice.spec.collectives:
             if one.when == "buckets":
                 seconds += self._buckets(units)

@@ -30,7 +30,7 @@ _INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32", "tf32": "fp32"}
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """Seconds on the device by purpose, and the number of kernels that the host launches.
 
     ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary. ``host``: time of a CPU between its
@@ -49,8 +49,8 @@ class Work:
         """Seconds on the device, if a GPU's kernels run back to back."""
         return self.products + self.attention + self.traffic + self.loss + self.host
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: DeviceWork) -> DeviceWork:
+        return DeviceWork(
             self.products + other.products,
             self.attention + other.attention,
             self.traffic + other.traffic,
@@ -59,12 +59,12 @@ class Work:
             self.launches + other.launches,
         )
 
-    def __sub__(self, other: Work) -> Work:
+    def __sub__(self, other: DeviceWork) -> DeviceWork:
         return self + other * -1.0
 
-    def __mul__(self, times: float) -> Work:
+    def __mul__(self, times: float) -> DeviceWork:
         parts = (self.products, self.attention, self.traffic, self.loss, self.host, self.launches)
-        return Work(*(part * times for part in parts))
+        return DeviceWork(*(part * times for part in parts))
 
 
 class Pricing:
@@ -97,9 +97,9 @@ class Pricing:
         self._attention: dict[tuple[bool, int], float] = {}
         self._traffic: dict[tuple[str, int], float] = {}
 
-    def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
+    def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> DeviceWork:
         """Return the work of ``kernels``, all of a forward or all of a backward pass."""
-        products = attention = traffic = whole = 0.0
+        products = attention = traffic = elementwise = 0.0
         many = few = 0
         for kernel in kernels:
             if kernel.kind == "product":
@@ -111,7 +111,7 @@ class Pricing:
             elif kernel.operation == "loss":
                 few += 1  # counted as a whole, by the number of logits
             elif kernel.kind == "expansion" or (kernel.operation == "dispatch" and self.stack.experts == "permuted"):
-                whole += self.traffic(kernel.kind, kernel.read + kernel.written)
+                elementwise += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
             else:
                 traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
@@ -120,16 +120,16 @@ class Pricing:
             traffic *= _COMPILED_TRAFFIC
         launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
         more = self.in_step
-        return Work(
+        return DeviceWork(
             more.products * products,
             more.attention * attention,
-            more.traffic * (traffic + whole),
+            more.traffic * (traffic + elementwise),
             0.0,
             more.host * launches,
             launches,
         )
 
-    def pass_and_back(self, part: Pass) -> Work:
+    def pass_and_back(self, part: Pass) -> DeviceWork:
         """Return the work of both directions of a part of a model."""
         return self.work(part.forward, backward=False) + self.work(part.backward, backward=True)
 
@@ -153,10 +153,10 @@ class Pricing:
         end = "" if last is None else f"/{last}"
         if last == "expansion" and f"{group}/{precision}{end}" not in self.speeds.curves:  # not measured separately
             end = "/elementwise"
-        while (found := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
+        while (curve := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
             assert precision != "fp32", f"no rates of {group}"
             precision = _INSTEAD[precision] if self.on_gpu else "fp32"
-        return found
+        return curve
 
     def _product(self, kernel: Kernel, backward: bool) -> float:
         m, n, k, count = kernel.m, kernel.n, kernel.k, kernel.times

@@ -16,7 +16,7 @@ from trainwright.simulation.phases import WaitLog
 
 
 @dataclass(frozen=True)
-class Card:
+class SimulatedGpu:
     """The simulated GPU, as its driver would describe it, and how many of them a node has."""
 
     name: str
@@ -25,7 +25,7 @@ class Card:
     count: int
 
 
-class Memory(Protocol):
+class SimulatedMemory(Protocol):
     """Bytes of tensors on the device."""
 
     @property
@@ -99,7 +99,7 @@ def _on(stream: Any) -> Iterator[None]:
     yield
 
 
-def install(card: Card, memory: Memory, waits: WaitLog) -> None:
+def install(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) -> None:
     """Replace what of ``torch.cuda`` and ``torch.accelerator`` asks a driver."""
     _Event._waits = _Stream._waits = waits
     current = _Stream()
@@ -119,7 +119,7 @@ def install(card: Card, memory: Memory, waits: WaitLog) -> None:
     accelerator.synchronize = lambda *args: waits.note("waiting for the device")
 
 
-def _properties(card: Card, device: Any = None) -> SimpleNamespace:
+def _properties(card: SimulatedGpu, device: Any = None) -> SimpleNamespace:
     index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
     return SimpleNamespace(
         name=card.name,
@@ -134,7 +134,9 @@ def _properties(card: Card, device: Any = None) -> SimpleNamespace:
     )
 
 
-def _answers(card: Card, memory: Memory, waits: WaitLog, current: _Stream) -> dict[str, Callable[..., Any] | type]:
+def _answers(
+    card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog, current: _Stream
+) -> dict[str, Callable[..., Any] | type]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

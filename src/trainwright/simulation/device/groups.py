@@ -12,14 +12,14 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainwright.simulation.device.cuda import Card
+from trainwright.simulation.device.cuda import SimulatedGpu
 
 
 @dataclass
 class Rank:
     """The simulated rank: always rank 0 of ``world`` ranks, ``local`` of them on its node."""
 
-    card: Card
+    card: SimulatedGpu
     world: int = 1
     local: int = 1
 

@@ -33,15 +33,15 @@ class _Known:
 
 def known(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the value of a tensor on the CPU, or None if it is not known."""
-    found = _known(tensor)
-    return None if found is None else found.value
+    entry = _known(tensor)
+    return None if entry is None else entry.value
 
 
 def _known(tensor: torch.Tensor) -> _Known | None:
     if not isinstance(tensor, FakeTensor):
         return _Known(tensor, [True]) if type(tensor) is torch.Tensor and tensor.device.type == "cpu" else None
-    found: _Known | None = getattr(tensor, "_known_value", None)
-    return found if found is not None and found.valid[0] else None
+    entry: _Known | None = getattr(tensor, "_known_value", None)
+    return entry if entry is not None and entry.valid[0] else None
 
 
 def remember(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -59,13 +59,13 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
     schema = func._schema
     if not inputs and schema.name.rpartition("::")[2] not in _MADE:
         return
-    if not all(_small(made) for made in _results(out)):
+    if not all(_small(result_tensor) for result_tensor in _results(out)):
         return _forget(schema, args)
     if schema.name == "aten::cat":
         _complete(inputs)
     # Most operations work on weights or activations; the first input tells.
-    found = [_known(tensor) for tensor in inputs]
-    if None in found or torch.Tag.nondeterministic_seeded in func.tags:
+    entries = [_known(tensor) for tensor in inputs]
+    if None in entries or torch.Tag.nondeterministic_seeded in func.tags:
         return _forget(schema, args)
 
     kwargs = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "non_blocking")}
@@ -76,10 +76,10 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
             result = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         except (RuntimeError, NotImplementedError):  # no such kernel on the CPU
             return _forget(schema, args)
-    shared = {one.value.untyped_storage()._cdata: one.valid for one in found if one is not None}
-    for made, value in zip(_results(out), _results(result), strict=True):
-        if isinstance(made, FakeTensor):
-            made._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
+    shared = {one.value.untyped_storage()._cdata: one.valid for one in entries if one is not None}
+    for result_tensor, value in zip(_results(out), _results(result), strict=True):
+        if isinstance(result_tensor, FakeTensor):
+            result_tensor._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
 
 
 def _complete(parts: list[torch.Tensor]) -> None:
@@ -104,9 +104,9 @@ def sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list
         value = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
     if not isinstance(value, torch.Tensor):
         return None
-    made = torch.empty(value.shape, dtype=value.dtype, device=inputs[0].device)
-    remember(made, value)
-    return made
+    empty = torch.empty(value.shape, dtype=value.dtype, device=inputs[0].device)
+    remember(empty, value)
+    return empty
 
 
 def _on_host(value: Any) -> Any:

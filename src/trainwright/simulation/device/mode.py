@@ -59,11 +59,11 @@ class Simulated(TorchDispatchMode):
         if any(kind not in _OURS for kind in types):
             return NotImplemented  # a subclass, such as a DTensor, takes itself apart first
         inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-        if (found := collective_of(func, args, kwargs)) is not None:
-            self.logs.collectives.note(found)
+        if (collective := collective_of(func, args, kwargs)) is not None:
+            self.logs.collectives.note(collective)
             out = self._noted(func(*args, **kwargs))
             if func.namespace == "c10d":
-                known.exchanged(found.kind, args, found.ranks)
+                known.exchanged(collective.kind, args, collective.ranks)
             return out
         name = func._schema.name
         on_device = any(tensor.device.type == "cuda" for tensor in inputs)
@@ -194,7 +194,7 @@ def _pinning() -> None:
 
 
 def _assigning() -> None:
-    """Let ``tensor.data = other`` change the device too, which torch's own leaves as it was."""
+    """Let ``tensor.data = other`` change the device too, which torch's own does not."""
     plain = torch.Tensor.data
 
     def set_data(self: FakeTensor, value: torch.Tensor) -> None:

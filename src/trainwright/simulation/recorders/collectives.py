@@ -45,7 +45,7 @@ _FUNCTIONAL = {
 
 
 @dataclass(frozen=True)
-class Collective:
+class RecordedCollective:
     """A collective of a rank. ``bytes``: of the full tensor, which every rank gets or gives together."""
 
     kind: str
@@ -53,19 +53,19 @@ class Collective:
     ranks: int
 
 
-def collective_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
+def collective_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCollective | None:
     """Return the collective that an operation is; None for any other operation, and for barriers."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     if namespace == "_c10d_functional" and name in _FUNCTIONAL:
         ranks = next((value for value in args[1:] if isinstance(value, int)), 1)
         size = args[0].nbytes * (ranks if name == "all_gather_into_tensor" else 1)
-        return Collective(_FUNCTIONAL[name], size, ranks)
+        return RecordedCollective(_FUNCTIONAL[name], size, ranks)
     if namespace != "c10d" or name not in _KINDS:
         return None
     kind, full = _KINDS[name]
     group = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.ScriptObject)), None)
-    return Collective(kind, sum(tensor.nbytes for tensor in tensors_in(args[full])), _size(group))
+    return RecordedCollective(kind, sum(tensor.nbytes for tensor in tensors_in(args[full])), _size(group))
 
 
 def _size(group: Any) -> int:
@@ -87,17 +87,17 @@ class CollectiveLog:
     """Collectives by step and phase; step 0 is what comes before the first one."""
 
     def __init__(self, phases: Phases) -> None:
-        self.found: Counter[tuple[int, str, Collective]] = Counter()
+        self.counts: Counter[tuple[int, str, RecordedCollective]] = Counter()
         self._phases = phases
 
-    def note(self, collective: Collective) -> None:
+    def note(self, collective: RecordedCollective) -> None:
         """Add a collective."""
-        self.found[self._phases.step, self._phases.phase, collective] += 1
+        self.counts[self._phases.step, self._phases.phase, collective] += 1
 
     def of_step(self, step: int) -> dict[str, tuple[int, int]]:
         """Return number and bytes by kind, of the passes and the update of a step."""
         sums: dict[str, list[int]] = {}
-        for (when, phase, one), count in self.found.items():
+        for (when, phase, one), count in self.counts.items():
             if step == when and phase in STEP_PHASES:
                 total = sums.setdefault(one.kind, [0, 0])
                 total[0] += count
@@ -116,6 +116,6 @@ class RecordCollectives(TorchDispatchMode):
         """Note a collective and call it."""
         if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor takes itself apart first; it finds its layout with fake tensors
-        if (found := collective_of(func, args, kwargs or {})) is not None:
-            self._log.note(found)
+        if (collective := collective_of(func, args, kwargs or {})) is not None:
+            self._log.note(collective)
         return func(*args, **(kwargs or {}))

@@ -67,9 +67,9 @@ def _torch() -> Path:
 def _compiled(root: Path, source: Path) -> Path:
     """Return the compiled shim for the torch in ``root``, from the cache if it was compiled before."""
     identity = f"{installed_build()} {root} {sys.platform}".encode() + source.read_bytes()
-    made = cache_root() / "simulation" / f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
-    if made.exists():
-        return made
+    shared_object = cache_root() / "simulation" / f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    if shared_object.exists():
+        return shared_object
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))), None)
     if compiler is None:
         raise MachineError(
@@ -78,12 +78,12 @@ def _compiled(root: Path, source: Path) -> Path:
         )
     doing("compiling the simulated device")
     try:
-        made.parent.mkdir(parents=True, exist_ok=True)
+        shared_object.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(
-            f"--simulate: {made.parent} cannot be written: {error.strerror}; set TRAINWRIGHT_CACHE"
+            f"--simulate: {shared_object.parent} cannot be written: {error.strerror}; set TRAINWRIGHT_CACHE"
         ) from None
-    scratch = made.with_suffix(f".{secrets.token_hex(4)}")
+    scratch = shared_object.with_suffix(f".{secrets.token_hex(4)}")
     library = root / "lib"
     command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", str(source), f"-L{library}"]
     command += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}", "-o", str(scratch)]
@@ -93,5 +93,5 @@ def _compiled(root: Path, source: Path) -> Path:
         raise MachineError(
             f"--simulate: {compiler} could not compile {source.name} for {installed_build().version}: {first}"
         )
-    scratch.replace(made)
-    return made
+    scratch.replace(shared_object)
+    return shared_object

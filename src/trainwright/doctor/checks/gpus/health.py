@@ -110,11 +110,11 @@ def _described(gpu: _Gpu) -> str:
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     power = gpu.ask(pynvml.nvmlDeviceGetPowerUsage)
     clock = gpu.ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
-    most = gpu.ask(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
+    highest = gpu.ask(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
     parts = [f"{gpu.name}: {gpu.ask(pynvml.nvmlDeviceGetName)}"]
     parts += [] if heat is None else [f"{heat} °C"]
     parts += [] if power is None else [f"{power / 1000:.0f} W"]
-    parts += [] if clock is None or most is None else [f"{clock} of {most} MHz"]
+    parts += [] if clock is None or highest is None else [f"{clock} of {highest} MHz"]
     return ", ".join(parts)
 
 
@@ -123,8 +123,8 @@ def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
 
     def errors(counter: int) -> int | None:
         kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        found: int | None = gpu.ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, counter, what="ECC errors")
-        return found
+        count: int | None = gpu.ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, counter, what="ECC errors")
+        return count
 
     since_start = errors(pynvml.NVML_VOLATILE_ECC)
     if since_start:
@@ -161,8 +161,8 @@ def _clocks(gpu: _Gpu) -> Iterator[Finding]:
     bits = gpu.ask(functools.partial(clock_reasons, pynvml), what="throttling") or 0
     for bit, fix in _FIXES.items():
         if bits & bit:
-            found = f"{gpu.name}: throttled by {REASONS[bit]}"
-            yield Finding(Severity.WARNING, found, "all ranks wait for the slowest GPU", fix)
+            throttled = f"{gpu.name}: throttled by {REASONS[bit]}"
+            yield Finding(Severity.WARNING, throttled, "all ranks wait for the slowest GPU", fix)
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     if heat is not None and heat >= _HOT:
         why = "near its limit the driver lowers the clock"
@@ -207,13 +207,13 @@ def _links(gpu: _Gpu) -> Iterator[Finding]:
 def _slot(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
-    lanes, most = (
+    lanes, available = (
         gpu.ask(ask) for ask in (pynvml.nvmlDeviceGetCurrPcieLinkWidth, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
     )
-    if lanes and most and lanes < most:  # the generation is lowered while the GPU is idle, the width is not
+    if lanes and available and lanes < available:  # the generation is lowered while the GPU is idle, the width is not
         yield Finding(
             Severity.WARNING,
-            f"{gpu.name}: its slot uses {lanes} of {most} PCIe lanes",
+            f"{gpu.name}: its slot uses {lanes} of {available} PCIe lanes",
             "copies to and from the host are slower",
             "reseat the card, or move it to a slot with all lanes",
         )
@@ -247,16 +247,16 @@ def _of_kernel_log(facts: list[str]) -> Iterator[Finding]:
 
 def _xids(log: str) -> Iterator[Finding]:
     counts: dict[tuple[str, int], int] = {}
-    for found in _XID.finditer(log):
-        key = found[1], int(found[2])
+    for match in _XID.finditer(log):
+        key = match[1], int(match[2])
         counts[key] = counts.get(key, 0) + 1
-    for (place, number), count in counts.items():
+    for (address, number), count in counts.items():
         meaning = _XIDS.get(number, "see NVIDIA's list of Xid errors")
         often = f", {count} times" if count > 1 else ""
         of_program = number in _OF_PROGRAMS
         yield Finding(
             Severity.NOTE if of_program else Severity.WARNING,
-            f"the driver reported Xid {number} for the GPU at {place}{often}: {meaning}",
+            f"the driver reported Xid {number} for the GPU at {address}{often}: {meaning}",
             "an error of a program that ran" if of_program else "an error of the GPU, its memory or its links",
             "nothing, if that program is known; else run it under compute-sanitizer" if of_program else _RESET,
         )

@@ -51,7 +51,7 @@ def _measure(answer: Path) -> None:
     from trainwright.doctor.calibrate_cases import other_cases
 
     device = torch.device("cuda", 0)
-    found: dict[str, float] = {"wrong": _wrong_copies(device)}
+    figures: dict[str, float] = {"wrong": _wrong_copies(device)}
     for case in other_cases(device):
         kind, _, direction = case.curve.partition("/")
         if kind != "host" or case.sizes[0] != _BYTES:
@@ -64,8 +64,8 @@ def _measure(answer: Path) -> None:
             run()
         end.record()
         torch.cuda.synchronize()
-        found[direction] = _COPIES * _BYTES / (begin.elapsed_time(end) / 1e3)
-    answer.write_text(json.dumps(found), encoding="utf-8")
+        figures[direction] = _COPIES * _BYTES / (begin.elapsed_time(end) / 1e3)
+    answer.write_text(json.dumps(figures), encoding="utf-8")
 
 
 def _wrong_copies(device: object) -> int:

@@ -61,10 +61,10 @@ def check(context: CheckContext) -> CheckResult:
 def _interfaces() -> dict[str, Interface]:
     """Return the interfaces of this process's network namespace, which /sys may not show."""
     addresses, counters = psutil.net_if_addrs(), psutil.net_io_counters(pernic=True, nowrap=False)
-    found = {}
+    interfaces = {}
     for name, state in psutil.net_if_stats().items():
         flags, counts = state.flags.split(","), counters.get(name)
-        found[name] = Interface(
+        interfaces[name] = Interface(
             name=name,
             is_up="up" in flags,
             has_carrier="running" in flags,
@@ -74,7 +74,7 @@ def _interfaces() -> dict[str, Interface]:
             failed=0 if counts is None else counts.errin + counts.errout,
             packets=0 if counts is None else counts.packets_recv + counts.packets_sent,
         )
-    return found
+    return interfaces
 
 
 def _names(selection: str) -> list[str]:
@@ -100,17 +100,17 @@ def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface
             )
             continue
         for name in _names(text):
-            found = [
+            selected = [
                 one for one in interfaces.values() if one.name == name or (not exact and one.name.startswith(name))
             ]
             choose = f"set {variable} to one that is up ({_usable(interfaces) or 'there is none'}), or unset it"
-            if not found:
+            if not selected:
                 why = "processes fail to start with `no socket interface found` or `Unable to find address`"
                 yield Finding(Severity.BROKEN, f"{variable}={text}: there is no interface {name}", why, choose)
-            elif not any(one.is_alive for one in found):
+            elif not any(one.is_alive for one in selected):
                 why = "processes cannot connect through an interface that is down, and wait until a timeout"
-                what = f"{variable}={text}: dead interface: {found[0].describe()}"
-                yield Finding(Severity.BROKEN, what, why, f"`ip link set {found[0].name} up` (as root), or {choose}")
+                what = f"{variable}={text}: dead interface: {selected[0].describe()}"
+                yield Finding(Severity.BROKEN, what, why, f"`ip link set {selected[0].name} up` (as root), or {choose}")
 
 
 def _usable(interfaces: Mapping[str, Interface]) -> str:

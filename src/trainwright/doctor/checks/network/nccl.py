@@ -35,8 +35,8 @@ def check(context: CheckContext) -> CheckResult:
     """Explain every variable that is set, in the environment or in NCCL's files."""
     given = dict(_of_files(context.variables))
     given |= {name: (value, "") for name, value in context.variables.items() if _OURS.fullmatch(name)}
-    known = {name: place for name, place in given.items() if name in EFFECTS}
-    facts = [f"{name}={value}{place}: {EFFECTS[name]}" for name, (value, place) in sorted(known.items())]
+    known = {name: origin for name, origin in given.items() if name in EFFECTS}
+    facts = [f"{name}={value}{origin}: {EFFECTS[name]}" for name, (value, origin) in sorted(known.items())]
     findings = (*_unknown(given), *_costly(given))
     return CheckResult(tuple(facts) or ("none is set",), findings)
 
@@ -56,29 +56,29 @@ def _of_files(variables: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, st
 
 
 def _unknown(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
-    for name, (value, place) in sorted(given.items()):
+    for name, (value, origin) in sorted(given.items()):
         if name in EFFECTS or not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")):
             continue
         if name in OLD_NAMES:
             why = "torch reads the new name, and may ignore the old one"
             yield Finding(
-                Severity.WARNING, f"{name}={value}{place} is an old name", why, f"set {OLD_NAMES[name]} instead"
+                Severity.WARNING, f"{name}={value}{origin} is an old name", why, f"set {OLD_NAMES[name]} instead"
             )
             continue
         near = difflib.get_close_matches(name, EFFECTS, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else f"look it up in NCCL's user guide, or unset {name}"
         why = "NCCL ignores variables that it does not know, without a message"
-        yield Finding(Severity.WARNING, f"{name}={value}{place} is not a documented variable", why, hint)
+        yield Finding(Severity.WARNING, f"{name}={value}{origin} is not a documented variable", why, hint)
 
 
 def _costly(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
     for name, pattern, why in _COSTLY:
-        value, place = given.get(name, ("", ""))
+        value, origin = given.get(name, ("", ""))
         if value and re.fullmatch(pattern, value.strip()):
-            where = f"remove it from {place[5:-1]}" if place else f"unset {name}"
+            where = f"remove it from {origin[5:-1]}" if origin else f"unset {name}"
             yield Finding(
                 Severity.WARNING,
-                f"{name}={value}{place} slows training or hides failures",
+                f"{name}={value}{origin} slows training or hides failures",
                 why,
                 f"{where}, unless it is a workaround for a known problem",
             )

@@ -49,10 +49,12 @@ def _holder(port: int) -> str | None:
 
 def _program(port: int) -> str:
     try:
-        found = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"]
+        connections = [
+            c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"
+        ]
     except psutil.Error:
-        found = []
-    for pid in (connection.pid for connection in found if connection.pid):
+        connections = []
+    for pid in (connection.pid for connection in connections if connection.pid):
         try:
             process = psutil.Process(pid)
             words = " ".join(process.cmdline())[:100] or process.name()

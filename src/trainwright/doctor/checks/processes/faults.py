@@ -43,11 +43,11 @@ def _provoked(
     from trainwright.launch.supervisor import run_workers
 
     logs = context.work / fault.__name__
-    begun = time.monotonic()
+    started = time.monotonic()
     with watched(what, _SECONDS, context.end):
         entry = functools.partial(_entry, device, fault, logs)
         ended = run_workers(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
-    failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else begun
+    failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else started
     took = time.monotonic() - failed_at
     message = ended.message if isinstance(ended, Failure) else "the launch ended without an error"
     findings = []

@@ -60,8 +60,8 @@ def _entry(device: str, answer: Path) -> int:
         times.append(clock.time(add))
     rows = world.gather_floats([least(times).seconds, float(is_right)])
     if world.is_main:
-        found = {"seconds": max(row[0] for row in rows), "wrong": [r for r, row in enumerate(rows) if not row[1]]}
-        answer.write_text(json.dumps(found), encoding="utf-8")
+        figures = {"seconds": max(row[0] for row in rows), "wrong": [r for r, row in enumerate(rows) if not row[1]]}
+        answer.write_text(json.dumps(figures), encoding="utf-8")
     leave()
     return EXIT_FINISHED
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainwright.doctor.checks.check import Broken, CannotCheck, CheckContext, CheckResult, Finding, Severity
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckEnded, CheckResult, Finding, Severity
 from trainwright.doctor.checks.processes.starting import ready, two_devices
 from trainwright.launch.process import preload_worker, run_in_child
 from trainwright.text import span
@@ -55,12 +55,12 @@ def check(context: CheckContext) -> CheckResult:
             late.append(name)
             continue
         try:
-            fact, found = _compared(context, reference, name)
+            fact, new_findings = _compared(context, reference, name)
         except CannotCheck:
             late.append(name)
             continue
         facts.append(fact)
-        findings += found
+        findings += new_findings
     facts += [f"not run: {name}: {library.title} is not installed" for name, library in missing.items() if library]
     facts += [f"not run, time limit reached: {', '.join(late)}"] if late else []
     return CheckResult(tuple(facts), tuple(findings))
@@ -114,7 +114,7 @@ def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
     try:
         with watched(what, _SECONDS, context.end):
             run_side(side, _STEPS, context.stopping, is_shown=False)
-    except Broken as broken:
+    except CheckEnded as broken:
         return broken.finding
     except Stopped:
         raise
@@ -127,7 +127,7 @@ def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple
     from trainwright.doctor.comparison import TOLERANCES, Comparison
     from trainwright.errors import Stopped, TrainwrightError
 
-    begun, what = time.monotonic(), f"two ranks of {name}"
+    started, what = time.monotonic(), f"two ranks of {name}"
     try:
         side = _side(context, name, 2)
     except Stopped:
@@ -137,7 +137,7 @@ def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple
     if (finding := _run(context, side, what)) is not None:
         return f"{name}: failed", [finding]
     compared = Comparison.of_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
-    fact = f"{name}: {span(time.monotonic() - begun)}, with {_STEPS} steps whose losses differ by at most "
+    fact = f"{name}: {span(time.monotonic() - started)}, with {_STEPS} steps whose losses differ by at most "
     fact += f"{compared.worst('loss'):.0e} from those of one process"
     if compared.is_same:
         return fact, []

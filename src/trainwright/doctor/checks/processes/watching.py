@@ -11,7 +11,7 @@ from types import FrameType
 
 import psutil
 
-from trainwright.doctor.checks.check import Broken, CannotCheck, Finding, Severity
+from trainwright.doctor.checks.check import CannotCheck, CheckEnded, Finding, Severity
 
 _LOOKS = 0.25  # seconds between checks
 _STILL_SECONDS = 2.0  # seconds for which a process may be stopped
@@ -46,7 +46,7 @@ def watched(what: str, seconds: float, end: float) -> Iterator[None]:
     if watch.finding is not None:
         if watch.is_late and end < limit:
             raise CannotCheck("the time limit was reached before it finished; run it alone")
-        raise Broken(watch.finding)
+        raise CheckEnded(watch.finding)
 
 
 class _Watch:
@@ -91,7 +91,7 @@ class _Watch:
     def _end_with(self, finding: Finding) -> None:
         if self.finding is None:
             self.finding = finding
-            raise Broken(finding)
+            raise CheckEnded(finding)
 
 
 def _status(pid: int) -> str | None:

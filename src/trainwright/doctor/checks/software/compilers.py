@@ -71,22 +71,22 @@ def _compile(compiler: str, work: Path) -> Finding | None:
 
 
 def _of_cuda(facts: list[str]) -> Iterator[Finding]:
-    wanted = installed_build().cuda
+    required = installed_build().cuda
     nvcc = shutil.which("nvcc") or _existing(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc"))
     if nvcc is None:
         yield Finding(
             Severity.NOTE,
             "there is no nvcc",
             "only extensions that are built on this machine need it, such as DeepSpeed's fused optimizers",
-            f"install the CUDA toolkit {wanted} if you use one of them",
+            f"install the CUDA toolkit {required} if you use one of them",
         )
         return
-    found = re.search(r"release (\d+)\.", _version([nvcc, "--version"]))
-    facts.append(f"{nvcc}, CUDA {found[1] if found else 'unknown'}")
-    if wanted is not None and found is not None and found[1] != wanted.partition(".")[0]:
+    match = re.search(r"release (\d+)\.", _version([nvcc, "--version"]))
+    facts.append(f"{nvcc}, CUDA {match[1] if match else 'unknown'}")
+    if required is not None and match is not None and match[1] != required.partition(".")[0]:
         yield _warning(
-            f"nvcc is of CUDA {found[1]}, and torch of CUDA {wanted}",
-            f"install the CUDA toolkit {wanted} and set CUDA_HOME to it, or torch for CUDA {found[1]}",
+            f"nvcc is of CUDA {match[1]}, and torch of CUDA {required}",
+            f"install the CUDA toolkit {required} and set CUDA_HOME to it, or torch for CUDA {match[1]}",
         )
 
 
@@ -99,8 +99,8 @@ def _version(command: list[str]) -> str:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r"release \d+\.\d+|\d+\.\d+(?:\.\d+)?", ended.stdout)
-    return found[0] if found else ""
+    match = re.search(r"release \d+\.\d+|\d+\.\d+(?:\.\d+)?", ended.stdout)
+    return match[0] if match else ""
 
 
 def _warning(what: str, fix: str) -> Finding:

@@ -67,7 +67,7 @@ def _judged(row: dict[str, object], device: str) -> Finding | None:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ComparedKernel:
     """A kernel with the plain formula of its result. ``inputs``: random fp32 tensors on the CPU."""
 
     name: str
@@ -76,7 +76,7 @@ class Kernel:
     plain: Formula
 
 
-def kernels(device: torch.device) -> Iterator[Kernel]:
+def kernels(device: torch.device) -> Iterator[ComparedKernel]:
     """Yield the kernels that a training step uses."""
     import torch
     import torch.nn.functional as F
@@ -85,9 +85,9 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
 
     hidden, weight = torch.randn(_TOKENS, _HIDDEN), torch.randn(_VOCABULARY, _HIDDEN) / _HIDDEN**0.5
     targets = torch.randint(0, _VOCABULARY, (_TOKENS,))
-    yield Kernel("matrix products", (hidden, weight), F.linear, lambda x, w: (x[:, None] * w).sum(-1))
-    yield Kernel("RMS norms", (hidden, torch.rand(_HIDDEN)), _norm, _plain_norm)
-    yield Kernel(
+    yield ComparedKernel("matrix products", (hidden, weight), F.linear, lambda x, w: (x[:, None] * w).sum(-1))
+    yield ComparedKernel("RMS norms", (hidden, torch.rand(_HIDDEN)), _norm, _plain_norm)
+    yield ComparedKernel(
         "SiLU gates", (hidden, hidden.flip(0)), lambda x, y: F.silu(x) * y, lambda x, y: x / (1 + (-x).exp()) * y
     )
     for lengths in _SEQUENCES:
@@ -95,8 +95,10 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
         shapes = [(1, heads, tokens, _CHANNELS) for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)]
         parts = tuple(torch.randn(shape) for shape in shapes)
         attend, plain = functools.partial(_attention, lengths, device), functools.partial(_plain_attention, lengths)
-        yield Kernel(f"attention in sequences of {' and '.join(map(str, lengths))} tokens", parts, attend, plain)
-    yield Kernel(
+        yield ComparedKernel(
+            f"attention in sequences of {' and '.join(map(str, lengths))} tokens", parts, attend, plain
+        )
+    yield ComparedKernel(
         "cross-entropy",
         (hidden, weight),
         lambda x, w: linear_cross_entropy(Head(x, w, None), targets.to(x.device)),
@@ -125,14 +127,14 @@ def _compare_all(device_type: str, names: tuple[str, ...], answer: Path) -> None
     answer.write_text(json.dumps({"device": named, "rows": rows}), encoding="utf-8")
 
 
-def compare(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> float:
+def compare(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest relative difference of the result and the gradients."""
     import torch
 
     rounded = [each.to(dtype) for each in kernel.inputs]
-    found = _with_gradients(kernel.run, [each.to(device) for each in rounded])
+    actual = _with_gradients(kernel.run, [each.to(device) for each in rounded])
     expected = _with_gradients(kernel.plain, [each.float() for each in rounded])
-    differences = [(a.float().cpu() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    differences = [(a.float().cpu() - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)]
     return float(torch.stack(differences).max())
 
 

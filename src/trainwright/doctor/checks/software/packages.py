@@ -43,18 +43,18 @@ def _versions() -> Iterator[str]:
 def _findings(output: str) -> Iterator[Finding]:
     ours = _closure()
     for line in output.splitlines():
-        found = _DIFFERS.match(line) or _MISSING.match(line)
-        if found is None or found["of"].lower() not in ours:
+        match = _DIFFERS.match(line) or _MISSING.match(line)
+        if match is None or match["of"].lower() not in ours:
             continue  # not used in training
-        severity = Severity.BROKEN if found["of"] == _OWN else Severity.WARNING
-        has = f"{found['name']} {found['version']} is" if "name" in found.re.groupindex else "it is not"
+        severity = Severity.BROKEN if match["of"] == _OWN else Severity.WARNING
+        has = f"{match['name']} {match['version']} is" if "name" in match.re.groupindex else "it is not"
         yield Finding(
             severity,
-            f"{found['of']} needs {found['wanted']}, and {has} installed",
+            f"{match['of']} needs {match['wanted']}, and {has} installed",
             "code that was written for another version may fail, sometimes in the middle of a run",
-            f"pip install '{found['wanted']}'"
-            if found["of"] == _OWN
-            else f"pip install --upgrade {found['of']}, or pip install '{found['wanted']}' if no newer version fits",
+            f"pip install '{match['wanted']}'"
+            if match["of"] == _OWN
+            else f"pip install --upgrade {match['of']}, or pip install '{match['wanted']}' if no newer version fits",
         )
 
 
@@ -72,5 +72,5 @@ def _closure() -> set[str]:
             continue
         if name != _OWN:  # extras of others are not ours
             required = [text for text in required if "extra ==" not in text]
-        pending += [found[0].lower() for text in required if (found := re.match(r"[\w.-]+", text))]
+        pending += [match[0].lower() for text in required if (match := re.match(r"[\w.-]+", text))]
     return names

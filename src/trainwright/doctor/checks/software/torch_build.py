@@ -106,7 +106,7 @@ def _of_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
             "its CUDA cannot be initialized: the driver's library and its kernel module may differ after an update",
             "compare `nvidia-smi` with `cat /proc/driver/nvidia/version`, and restart the machine after an update",
         )
-    kernels = {int(found[1]) for name in values["kernels"] if (found := re.match(r"(?:sm|compute)_(\d+)", name))}
+    kernels = {int(match[1]) for name in values["kernels"] if (match := re.match(r"(?:sm|compute)_(\d+)", name))}
     for major, minor in sorted({tuple(each) for each in values["capabilities"]}):
         # Kernels of the same major version run, and intermediate code of any earlier one is compiled.
         if kernels and not any(k // 10 == major and k % 10 <= minor for k in kernels) and not _compiled(values, major):
@@ -116,8 +116,8 @@ def _of_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
                 "the first operation on the GPU fails with `no kernel image is available`",
                 f"install a build of torch whose list has sm_{major}{minor}: https://pytorch.org/get-started/locally",
             )
-    wanted = ("nccl",) if gpus > 1 else ("gloo",)
-    for name in wanted:
+    required = ("nccl",) if gpus > 1 else ("gloo",)
+    for name in required:
         if not values[name]:
             yield Finding(
                 Severity.BROKEN,

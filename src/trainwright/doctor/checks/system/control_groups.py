@@ -51,8 +51,8 @@ def _of_cores(limit: float | None) -> Iterator[Finding]:
         )
 
 
-def _of_pids(found: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
-    for used, limit in found:
+def _of_pids(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
+    for used, limit in pid_limits:
         if limit - used < _PIDS:
             yield Finding(
                 Severity.BROKEN,

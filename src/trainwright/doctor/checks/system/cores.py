@@ -30,9 +30,9 @@ def check(context: CheckContext) -> CheckResult:
         raise CannotCheck("this system does not bind processes to cores")
     cores = _chosen(sorted(os.sched_getaffinity(0)))
     heat, before = _heat(cores), CpuContention.now()
-    begun, used = time.perf_counter(), time.thread_time()
+    started, used = time.perf_counter(), time.thread_time()
     rates = _rates(cores)
-    ran = (time.thread_time() - used) / (time.perf_counter() - begun)
+    ran = (time.thread_time() - used) / (time.perf_counter() - started)
     shares = CpuContention.now().since(before)
     if "waited" in shares:  # the uncounted rest: the process was stopped
         shares["stopped"] = max(0.0, 1 - ran / max(1 - shares["waited"], 1e-6))
@@ -49,24 +49,24 @@ def _chosen(cores: list[int]) -> list[int]:
 def _rates(cores: list[int]) -> dict[int, float]:
     """Return hashed bytes per second of computing time on each core; time of other programs does not count."""
     allowed = os.sched_getaffinity(0)
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     try:
         for _ in range(_ROUNDS):
             for core in cores:
                 os.sched_setaffinity(0, {core})
-                found[core] = max(found.get(core, 0.0), _rate())
+                rates[core] = max(rates.get(core, 0.0), _rate())
     finally:
         os.sched_setaffinity(0, allowed)
-    return found
+    return rates
 
 
 def _rate() -> float:
     done, end = 0, time.perf_counter() + _SECONDS
-    begun = time.thread_time()
+    started = time.thread_time()
     while time.perf_counter() < end:
         hashlib.sha256(_BLOCK).digest()
         done += len(_BLOCK)
-    return done / max(time.thread_time() - begun, 1e-6)
+    return done / max(time.thread_time() - started, 1e-6)
 
 
 def _slow(rates: Mapping[int, float]) -> Iterator[Finding]:
@@ -133,9 +133,9 @@ def _capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
     capped = {}
     for core in cores:
         clock = root / f"cpu{core}" / "cpufreq"
-        most, allowed = read(clock / "cpuinfo_max_freq").strip(), read(clock / "scaling_max_freq").strip()
-        if most.isdigit() and allowed.isdigit() and int(allowed) < _CAPPED * int(most):
-            capped[core] = int(allowed) / int(most)
+        highest, allowed = read(clock / "cpuinfo_max_freq").strip(), read(clock / "scaling_max_freq").strip()
+        if highest.isdigit() and allowed.isdigit() and int(allowed) < _CAPPED * int(highest):
+            capped[core] = int(allowed) / int(highest)
     if capped:
         lowest = min(capped, key=lambda core: capped[core])
         yield Finding(
@@ -149,12 +149,12 @@ def _capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
 
 def _heat(cores: list[int], root: Path = _SYSTEM) -> dict[int, int]:
     """Return how often each core was throttled by heat since the machine started, where the kernel counts it."""
-    found = {}
+    counts = {}
     for core in cores:
         count = read(root / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").strip()
         if count.isdigit():
-            found[core] = int(count)
-    return found
+            counts[core] = int(count)
+    return counts
 
 
 def _facts(rates: Mapping[int, float], shares: Mapping[str, float]) -> Iterator[str]:

@@ -41,8 +41,8 @@ def check(context: CheckContext) -> CheckResult:
     """Write and read a temporary file in every directory, past the page cache where the file system can."""
     facts: list[str] = []
     findings: list[Finding] = []
-    for place, (directory, asked) in _by_file_system(context.directories).items():
-        named = " and ".join(map(str, asked))
+    for device, (directory, directories) in _by_file_system(context.directories).items():
+        named = " and ".join(map(str, directories))
         try:
             speed = measure(directory)
         except OSError as error:
@@ -51,7 +51,7 @@ def check(context: CheckContext) -> CheckResult:
         read_back = "" if speed.read is None else f", read {speed.read / 1e6:,.0f} MB/s"
         free = _free(directory)
         facts.append(
-            f"{named}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {size(free)} free; {_device(place, directory)}"
+            f"{named}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {size(free)} free; {_device(device, directory)}"
         )
         findings += [*_slow(named, speed), *_full(named, free)]
     return CheckResult(tuple(facts), tuple(findings))
@@ -69,11 +69,11 @@ def measure(directory: Path) -> Speed:
     descriptor = _opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
-            written, begun = 0, time.perf_counter()
-            while written < _MOST and time.perf_counter() - begun < _SECONDS:
+            written, started = 0, time.perf_counter()
+            while written < _MOST and time.perf_counter() - started < _SECONDS:
                 written += os.write(descriptor, chunk)
             os.fsync(descriptor)
-            write = written / (time.perf_counter() - begun)
+            write = written / (time.perf_counter() - started)
         finally:
             os.close(descriptor)
         return Speed(write, _read_rate(file, chunk))
@@ -89,10 +89,10 @@ def _read_rate(file: Path, chunk: mmap.mmap) -> float | None:
     except OSError:  # the file would be read from memory
         return None
     try:
-        done, begun = 0, time.perf_counter()
-        while time.perf_counter() - begun < _SECONDS and (count := os.readv(descriptor, [chunk])):
+        done, started = 0, time.perf_counter()
+        while time.perf_counter() - started < _SECONDS and (count := os.readv(descriptor, [chunk])):
             done += count
-        return done / (time.perf_counter() - begun)
+        return done / (time.perf_counter() - started)
     except OSError:
         return None
     finally:
@@ -112,11 +112,11 @@ def _opened(file: Path, flags: int) -> int:
 
 def _by_file_system(directories: tuple[Path, ...]) -> dict[int, tuple[Path, list[Path]]]:
     """Return for each file system, by its device, a directory that exists and the directories that are asked for."""
-    found: dict[int, tuple[Path, list[Path]]] = {}
+    by_device: dict[int, tuple[Path, list[Path]]] = {}
     for directory in dict.fromkeys(directories):
         existing = next(path for path in (directory, *directory.parents) if os.path.isdir(path))
-        found.setdefault(existing.stat().st_dev, (existing, []))[1].append(directory)
-    return found
+        by_device.setdefault(existing.stat().st_dev, (existing, []))[1].append(directory)
+    return by_device
 
 
 def _not_written(named: str, error: OSError) -> Finding:
@@ -153,13 +153,13 @@ def _full(named: str, free: int) -> Iterator[Finding]:
 
 
 def _free(directory: Path) -> int:
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
-def _device(place: int, directory: Path) -> str:
+def _device(device: int, directory: Path) -> str:
     """Return the kind of the disk, with the rate of its link if it is an NVMe disk."""
-    block = Path(f"/sys/dev/block/{os.major(place)}:{os.minor(place)}")
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     kind = _file_system(directory)
     if not block.exists():
         return kind
@@ -182,8 +182,8 @@ def _file_system(directory: Path) -> str:
 def _link_rate(device: Path) -> float | None:
     """Return bytes per second of the PCIe link of a device."""
     speed, lanes = read(device / "current_link_speed"), read(device / "current_link_width").strip()
-    found = re.match(r"[\d.]+", speed)
-    generation = _GENERATIONS.get(found[0]) if found else None
+    match = re.match(r"[\d.]+", speed)
+    generation = _GENERATIONS.get(match[0]) if match else None
     if generation is None or not lanes.isdigit():
         return None
     return pcie(generation, int(lanes)).bandwidth

@@ -24,7 +24,7 @@ def check(context: CheckContext) -> CheckResult:
         raise CannotCheck("this system does not use /dev/shm")
     gpus = len(context.machine.gpus)
     try:
-        found = os.statvfs(_SHARED)
+        status = os.statvfs(_SHARED)
     except OSError as error:
         finding = Finding(
             Severity.BROKEN,
@@ -33,13 +33,13 @@ def check(context: CheckContext) -> CheckResult:
             f"mount -t tmpfs tmpfs {_SHARED}",
         )
         return CheckResult((), (finding,))
-    whole, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    fact = f"{size(whole)}, {size(free)} free"
-    return CheckResult((fact,), tuple(_findings(whole, free, gpus)))
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    fact = f"{size(total)}, {size(free)} free"
+    return CheckResult((fact,), tuple(_findings(total, free, gpus)))
 
 
-def _findings(whole: int, free: int, gpus: int) -> Iterator[Finding]:
-    wanted = max(_AMPLE, gpus * _AMPLE_A_GPU)
+def _findings(total: int, free: int, gpus: int) -> Iterator[Finding]:
+    recommended = max(_AMPLE, gpus * _AMPLE_A_GPU)
     if not os.access(_SHARED, os.W_OK | os.X_OK):
         yield Finding(
             Severity.BROKEN,
@@ -50,17 +50,17 @@ def _findings(whole: int, free: int, gpus: int) -> Iterator[Finding]:
     elif (problem := shortage(None, free, 2, 2)) is not None:
         what, _, fix = problem.partition("; ")
         yield Finding(Severity.BROKEN, what, "nothing can be started", fix)
-    elif whole < wanted:
+    elif total < recommended:
         yield Finding(
             Severity.BROKEN if gpus > 1 else Severity.WARNING,
-            f"{_SHARED} has only {size(whole)}; {size(wanted)} are recommended here",
+            f"{_SHARED} has only {size(total)}; {size(recommended)} are recommended here",
             "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
             _FIX,
         )
-    elif free < wanted:
+    elif free < recommended:
         yield Finding(
             Severity.WARNING,
-            f"{size(free)} of {size(whole)} are free in {_SHARED}",
+            f"{size(free)} of {size(total)} are free in {_SHARED}",
             "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
             f"remove files of programs that have ended: `ls -lt {_SHARED}`",
         )
