@@ -280,12 +280,12 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     from trainwright.api.worker_group import counted
     from trainwright.inference.answer_file import write_answers
     from trainwright.inference.answering import answer_all
-    from trainwright.inference.finding import FoundModel
+    from trainwright.inference.finding import UnloadedModel
     from trainwright.inference.loading import DTYPES, load
     from trainwright.inference.stopping import stop_of
 
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
-    loaded = load(FoundModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
+    loaded = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
     done = counted(world, "answers", len(about["prompts"]))
     with loaded.lm.for_generation() as model:

@@ -28,7 +28,7 @@ from trainwright.evaluation.report import Report
 from trainwright.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
 from trainwright.evaluation.rows import EncodedRows, EvaluationRows, drawn, encode, joined, read
 from trainwright.inference.answering import Stage, answer_all
-from trainwright.inference.finding import FoundModel, find_model
+from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.generation import Sampling
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.scoring import score
@@ -94,7 +94,7 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
     """Measure this rank's part; rank 0 writes the results to ``work``. Every rank must call."""
     for side in (_MODEL, _AGAINST):
         if (work / side).is_dir():
-            loaded = load(FoundModel.open(work / side / "found.json"), DTYPES[request.dtype], world.device)
+            loaded = load(UnloadedModel.open(work / side / "found.json"), DTYPES[request.dtype], world.device)
             if request.on_rows:
                 _measure(request, work, side, loaded, world, stage)
             if request.tasks:
@@ -138,7 +138,7 @@ def _compared(measured: Measurement, against: Measurement | None) -> Report:
 def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, world: World, stage: Stage) -> None:
     about = json.loads((work / "about.json").read_text(encoding="utf-8"))
     rows, origins = EncodedRows.open(work / side), Origins(**about["origins"])
-    model = FoundModel.open(work / side / "found.json")
+    model = UnloadedModel.open(work / side / "found.json")
     measured = measure(
         loaded,
         rows,
@@ -176,7 +176,7 @@ def _harness(request: EvaluationRequest, side: Path, loaded: Loaded, world: Worl
         (side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
 
 
-def _rows(request: EvaluationRequest, model: FoundModel) -> tuple[EvaluationRows, str]:
+def _rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationRows, str]:
     """Return the rows, and their name in messages."""
     if request.data is not None:
         source = SourceSection.model_validate(
@@ -191,14 +191,14 @@ def _rows(request: EvaluationRequest, model: FoundModel) -> tuple[EvaluationRows
     return rows, "--data" if request.data is not None else _RUNS_OWN
 
 
-def _lengths(request: EvaluationRequest, model: FoundModel) -> tuple[int | None, str]:
+def _lengths(request: EvaluationRequest, model: UnloadedModel) -> tuple[int | None, str]:
     """Return the maximum row length, if limited, and how longer rows are handled, like ``data.long_documents``."""
     own = model.recipe.data if request.data is None and model.recipe is not None else None
     longest = request.max_length if own is None or request.max_length is not None else own.max_length
     return longest, "auto" if own is None else own.long_documents
 
 
-def _rows_of_run(model: FoundModel) -> EvaluationRows:
+def _rows_of_run(model: UnloadedModel) -> EvaluationRows:
     """Return the validation rows of the run."""
     recipe = model.recipe
     if recipe is None:

@@ -24,7 +24,7 @@ _abandoning = threading.Lock()
 
 
 @dataclass
-class Upload:
+class CheckpointUpload:
     """A checkpoint or the model to copy; its files are open, so they stay readable if they are removed."""
 
     path: Path
@@ -35,7 +35,7 @@ class Upload:
     last_tries: int = 0  # those that failed while the end of the run waited
 
     @classmethod
-    def of(cls, path: Path, stores: list[StoreState]) -> Upload:
+    def of(cls, path: Path, stores: list[StoreState]) -> CheckpointUpload:
         """Open the files below ``path``, a complete checkpoint or the model. Raises OSError."""
         stack = ExitStack()
         paths = sorted(file for file in path.rglob("*") if file.is_file())
@@ -144,7 +144,7 @@ class StoreState:
         """The directory of the run."""
         return self.checkpoints.parent
 
-    def copy(self, upload: Upload, retained: set[int]) -> None:
+    def copy(self, upload: CheckpointUpload, retained: set[int]) -> None:
         """Write a checkpoint, and remove earlier ones of other steps than ``retained``. Raises what the place raises.
 
         Later ones stay if they are complete: the run has gone on elsewhere, and this machine is behind.
@@ -163,7 +163,7 @@ class StoreState:
         others = {step: name for step, name in self.store.steps().items() if step not in retained}
         self.remove({name for step, name in others.items() if step < upload.step or not self.store.is_complete(name)})
 
-    def copy_model(self, upload: Upload) -> None:
+    def copy_model(self, upload: CheckpointUpload) -> None:
         """Write the model, unless the same is there. Raises what the place raises."""
         self._known_here()
         manifest = json.dumps({"files": upload.digests}, indent=1).encode()
@@ -233,7 +233,7 @@ def _measured(file: BinaryIO) -> dict[str, int | str]:
     return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
-def _sums(upload: Upload) -> dict[str, tuple[int, str]]:
+def _sums(upload: CheckpointUpload) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of the files of a checkpoint, which the run may have removed meanwhile."""
     manifest = next(file for name, file in upload.files if name == MANIFEST)
     manifest.seek(0)

@@ -12,7 +12,7 @@ from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in
 from trainwright.engine.checkpoints.remote_store import RemoteStore
 from trainwright.engine.checkpoints.stored_run import EVENTS, name_in_stores
-from trainwright.engine.checkpoints.upload_state import StoreState, Upload
+from trainwright.engine.checkpoints.upload_state import CheckpointUpload, StoreState
 from trainwright.errors import TrainwrightError, writes_to
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Copies:
         self.seconds: float | None = None  # how long the newest complete copy has taken
         self._problems: list[str] = []
         self._recovered: list[str] = []
-        self._waiting: Upload | None = None
-        self._model: Upload | None = None  # waits until the last checkpoint is copied
+        self._waiting: CheckpointUpload | None = None
+        self._model: CheckpointUpload | None = None  # waits until the last checkpoint is copied
         self._abandoned: int | None = None  # copies of this step and later ones are to be removed now
         self._closing = False
         self._changed = threading.Condition()
@@ -56,7 +56,7 @@ class Copies:
         """Copy a complete checkpoint once the one that is being copied is; a newer one takes its place until then."""
         if not self._stores:
             return
-        upload = Upload.of(checkpoint, self._stores)
+        upload = CheckpointUpload.of(checkpoint, self._stores)
         with self._changed:
             if self._waiting is not None:
                 self._waiting.stack.close()
@@ -67,7 +67,7 @@ class Copies:
         """Copy the trained model, a directory ``final``, after the last checkpoint."""
         if not self._stores:
             return
-        upload = Upload.of(final, self._stores)
+        upload = CheckpointUpload.of(final, self._stores)
         with self._changed:
             self._model = upload
             self._wake()
@@ -168,7 +168,7 @@ class Copies:
             self._thread.start()
 
     def _work(self) -> None:
-        upload: Upload | None = None
+        upload: CheckpointUpload | None = None
         while True:
             with self._changed:
                 if upload is not None and not self._should_retry(upload):
@@ -201,7 +201,7 @@ class Copies:
                     upload.stack.close()
                     upload = None
 
-    def _should_retry(self, upload: Upload) -> bool:
+    def _should_retry(self, upload: CheckpointUpload) -> bool:
         """Wait before a copy is tried again; return whether to. Call it with the lock."""
         closing = self._closing
         pause = 1.0 if closing else min(2.0 ** (upload.tries - 1), _LONGEST_PAUSE)
@@ -210,7 +210,7 @@ class Copies:
         )
         return self._waiting is None and not (self._closing and upload.last_tries >= _LAST_TRIES)
 
-    def _report_incomplete(self, upload: Upload) -> None:
+    def _report_incomplete(self, upload: CheckpointUpload) -> None:
         """Say where the last copy is not complete, also if the place was told to fail before. Call it with the lock."""
         for state in upload.stores:
             self._problems.append(
@@ -218,7 +218,7 @@ class Copies:
                 f"from {upload.path}"
             )
 
-    def _copied(self, state: StoreState, upload: Upload) -> bool:
+    def _copied(self, state: StoreState, upload: CheckpointUpload) -> bool:
         started_at = time.monotonic()
         with self._changed:
             if self._abandoned is not None and upload.belongs_after(self._abandoned):

@@ -24,7 +24,7 @@ _START = (
 )
 
 
-class Task:
+class BackgroundTask:
     """Work of a thread. ``outcome`` is its result, or why it failed; only valid when ``done``."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -84,9 +84,9 @@ class Writer:
         """Begin to allocate memory for the copy of ``size`` bytes; copying needs no allocation then."""
         if size and hasattr(os, "posix_fallocate"):
             memory = self._memory
-            Task(lambda: os.posix_fallocate(memory, 0, size))
+            BackgroundTask(lambda: os.posix_fallocate(memory, 0, size))
 
-    def write(self, path: Path, tensors: Mapping[str, torch.Tensor], changing: Set[int]) -> Task:
+    def write(self, path: Path, tensors: Mapping[str, torch.Tensor], changing: Set[int]) -> BackgroundTask:
         """Begin to copy tensors and then to write them to ``path``; the outcome is ``{"size": …, "sha256": …}``.
 
         They must not change before ``copied`` is set, except those whose addresses are in ``changing``: these are
@@ -126,7 +126,7 @@ class Writer:
                 self.copied.set()
             return self.ask(job="part", path=str(path), head=base64.b64encode(begin).decode(), size=end)
 
-        return Task(work)
+        return BackgroundTask(work)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Return the answer of the process. Raises OSError if the process could not do it, or has ended."""

@@ -63,7 +63,7 @@ class Straggler(NamedTuple):
     gain: float
 
 
-class Comparison:
+class RankComparison:
     """Compare the seconds of ranks over the last steps.
 
     Args:
@@ -177,7 +177,7 @@ class Stragglers(StepPolicy):
         super().__init__(training)
         world = training.world
         on_cpu = world.device.type == "cpu"
-        self._comparison, self._since = Comparison(processors_exchange=on_cpu), time.monotonic()
+        self._comparison, self._since = RankComparison(processors_exchange=on_cpu), time.monotonic()
         self._found: Straggler | None = None
         self._process = OwnProcess(torch.get_num_threads(), world.local_size, None if on_cpu else world.device.index)
         self._before = self._process.counters(), heartbeat.in_collectives()

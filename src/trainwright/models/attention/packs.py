@@ -25,7 +25,17 @@ from trainwright.models.attention import plain
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
 from trainwright.models.attention.installed import missing_kernels
-from trainwright.models.attention.kernels import CPU, KERNELS, REQUESTED, Dtype, Kernel, Needs, Platform, Vendor, choose
+from trainwright.models.attention.kernels import (
+    CPU,
+    KERNELS,
+    REQUESTED,
+    AttentionKernel,
+    AttentionNeeds,
+    Dtype,
+    Platform,
+    Vendor,
+    choose,
+)
 from trainwright.models.attention.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -136,7 +146,7 @@ def kernel_name(
     key = device, index, dtype, size, value_size, flags, deterministic, attention
     if key not in _chosen:
         softcap, sinks, dropout, window = flags
-        needs = Needs(
+        needs = AttentionNeeds(
             size,
             value_size,
             DTYPES.get(dtype, "fp32"),
@@ -193,7 +203,7 @@ def _flex(call: Call, sequences: Sequences | None) -> torch.Tensor:
     return attend(call, _on_host(sequences, call.boundaries, call.longest).block_mask(call.window))
 
 
-_KERNELS: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
+_KERNELS: Mapping[str, AttentionKernel] = {kernel.name: kernel for kernel in KERNELS}
 # Maps a kernel's name to its function, which takes padded heads and returns [1, T, H, V].
 _RUNS: Mapping[str, Callable[[Call, Sequences | None], torch.Tensor]] = {
     "flash_attn_3": lambda call, sequences: third(call),
