@@ -18,7 +18,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from trainwright.data.check import check_data
-from trainwright.data.rows.preparing import prepare_raw
+from trainwright.data.rows.preparing import SplitSettings, prepare_raw
 from trainwright.data.rows.texts import pieces
 from trainwright.data.sources import opening
 from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows, source_notes
@@ -302,5 +302,5 @@ def test_names_that_are_no_utf8_are_read_and_printed(tmp_path: Path) -> None:
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")
     write(Path(name), rows("a"))
     assert questions(name) == names("a")
-    prepare_raw([name], tmp_path / "out", renamed={}, validation=0, test=0, seed=0, deduplicate="none")
+    prepare_raw([name], tmp_path / "out", SplitSettings(0, 0, 0, "none"), renamed={})
     assert json.loads((tmp_path / "out" / "statistics.json").read_text())["sources"][0]["source"] == name

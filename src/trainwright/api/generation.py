@@ -279,7 +279,7 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     """Answer this rank's share of the rows; rank 0 writes all answers, or nothing."""
     from trainwright.api.worker_group import counted
     from trainwright.inference.answer_file import write_answers
-    from trainwright.inference.answering import answer_all
+    from trainwright.inference.answering import AnswerSettings, answer_all
     from trainwright.inference.finding import UnloadedModel
     from trainwright.inference.loading import DTYPES, load
     from trainwright.inference.stopping import stop_of
@@ -293,11 +293,9 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
             model,
             loaded.tokenizer,
             about["prompts"],
-            request.sampling(),
-            stop,
+            AnswerSettings(request.sampling(), stop, request.batch_size),
             world,
-            rows=request.batch_size,
-            done=done,
+            done,
         )
     if world.is_main:
         texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]

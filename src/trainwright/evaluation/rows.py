@@ -359,7 +359,7 @@ def encode(
 
     Args:
         max_length: of a row; longer ones are split or truncated, like ``data.long_documents`` of a recipe.
-        asked: indices of the rows to answer, which are conversations.
+        questions: indices of the rows to answer, which are conversations.
 
     Raises:
         RequestError: the template rejects a row, or nothing of its answer remains after truncation; with file and line.

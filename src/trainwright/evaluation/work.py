@@ -22,12 +22,12 @@ from trainwright.data.rows.bounded import tokenized
 from trainwright.data.stream.dataset_cache import prepare as prepare_data
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
-from trainwright.evaluation.measure import Measurement, Origins, compare, measure
+from trainwright.evaluation.measure import Measurement, MeasurementSettings, Origins, compare, measure
 from trainwright.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
 from trainwright.evaluation.report import Report
 from trainwright.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
 from trainwright.evaluation.rows import EncodedRows, EvaluationRows, drawn, encode, joined, read
-from trainwright.inference.answering import Stage, answer_all
+from trainwright.inference.answering import AnswerSettings, Stage, answer_all
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.generation import Sampling
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
@@ -143,12 +143,14 @@ def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, 
         loaded,
         rows,
         origins,
-        about["names"],
-        judges(about["names"], request.answer_pattern, request.json_schema),
-        Sampling(max_new_tokens=request.max_new_tokens),
+        MeasurementSettings(
+            model.origin,
+            about["names"],
+            judges(about["names"], request.answer_pattern, request.json_schema),
+            Sampling(max_new_tokens=request.max_new_tokens),
+            request.batch_size,
+        ),
         world,
-        origin=model.origin,
-        batch=request.batch_size,
         scored=stage(f"scoring with {model.origin}", len(rows.dataset)),
         answered=stage(f"answers of {model.origin}", about["answered"]),
     )
@@ -325,9 +327,9 @@ class _Shared:
     def _answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
         tokenizer, lm = self.loaded.tokenizer, self.loaded.lm
         stop = stop_of(lm.model, tokenizer, chat=False).with_texts(until)
-        done = self._stage("answers", len(prompts))
+        settings, done = AnswerSettings(Sampling(**sampling), stop), self._stage("answers", len(prompts))
         with lm.for_generation() as model:
-            answers = answer_all(model, tokenizer, prompts, Sampling(**sampling), stop, self._world, done=done)
+            answers = answer_all(model, tokenizer, prompts, settings, self._world, done)
         return [answer.text for answer in answers]
 
 

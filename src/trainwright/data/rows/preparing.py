@@ -194,15 +194,36 @@ class Statistics:
     deduplicate: str
 
 
+@dataclass(frozen=True)
+class SplitSettings:
+    """How rows are divided.
+
+    Attributes:
+        validation, test: the fractions of the remaining rows that are held out.
+        deduplicate: exact, near or none. Rows are equal if all their written fields are.
+    """
+
+    validation: float
+    test: float
+    seed: int
+    deduplicate: str
+
+    def check(self) -> None:
+        """Raise RequestError for an unknown value, or if nothing remains to train on."""
+        if self.deduplicate not in DUPLICATES:
+            choices = ", ".join(DUPLICATES)
+            raise RequestError(f"--deduplicate: unknown value {self.deduplicate!r}; choose from {choices}")
+        if self.validation + self.test >= 1:
+            fractions = f"--validation {self.validation:g} and --test {self.test:g}"
+            raise RequestError(f"{fractions} leave nothing to train on; lower them")
+
+
 def prepare_raw(
     sources: Sequence[str],
     out: Path,
+    split: SplitSettings,
     *,
     renamed: Mapping[str, str],
-    validation: float,
-    test: float,
-    seed: int,
-    deduplicate: str,
     keep: Sequence[str] = (),
     skip_wrong: bool = False,
 ) -> Statistics:
@@ -210,8 +231,6 @@ def prepare_raw(
 
     Args:
         renamed: maps a field of the sources (dots select nested fields) to its new name.
-        validation, test: the fractions of the remaining rows that are held out.
-        deduplicate: exact, near or none. Rows are equal if all their written fields are.
         keep: columns to write in addition to the layout's; ``all`` keeps every column.
         skip_wrong: leave out and count invalid rows.
 
@@ -221,20 +240,17 @@ def prepare_raw(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"--out: {out} already exists; choose a new directory")
-    if deduplicate not in DUPLICATES:
-        raise RequestError(f"--deduplicate: unknown value {deduplicate!r}; choose from {', '.join(DUPLICATES)}")
-    if validation + test >= 1:
-        raise RequestError(f"--validation {validation:g} and --test {test:g} leave nothing to train on; lower them")
+    split.check()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        statistics = Statistics([], {}, seed, deduplicate)
-        with RowIndex(scratch / "index", deduplicate) as index:
+        statistics = Statistics([], {}, split.seed, split.deduplicate)
+        with RowIndex(scratch / "index", split.deduplicate) as index:
             count = _normalize_all(
-                sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, statistics, seed
+                sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, statistics, split.seed
             )
-            borders = index.borders(round(test * count), round((test + validation) * count))
-        _divide(scratch / "rows", scratch, borders, statistics, seed)
+            borders = index.borders(round(split.test * count), round((split.test + split.validation) * count))
+        _divide(scratch / "rows", scratch, borders, statistics, split.seed)
         (scratch / "rows").unlink()
         text = json.dumps(statistics, default=vars, indent=2, ensure_ascii=False)
         # A file name may not be valid UTF-8; its surrogate escapes are written as JSON escapes.
