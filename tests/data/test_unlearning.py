@@ -11,7 +11,7 @@ import torch
 
 from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import lengths_of
 from trainwright.tasks.unlearn.losses import only, places
@@ -33,7 +33,7 @@ def pairs(tmp_path: Path) -> TokenDataset:
 
 def stream(dataset: TokenDataset, **settings: object) -> Stream:
     asked = {"global_batch_size": 4, "seed": 3, "rows": 2, "total_examples": 60, "example_weight": 1.0, **settings}
-    return Stream(dataset, **asked)  # type: ignore[arg-type]
+    return Stream(dataset, StreamSettings(**asked))  # type: ignore[arg-type]
 
 
 def first_tokens(dataset: TokenDataset, example: int) -> list[int]:

@@ -18,7 +18,7 @@ from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.sources.reading import location_of
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
-from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream
+from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember, rows_of
 from trainwright.engine.forward_only import ForwardOnly
@@ -342,13 +342,15 @@ def stream_of(
     assert parallel.processes != "auto", "the recipe is resolved"
     return Stream(
         dataset,
-        global_batch_size=train.global_batch_size,
-        seed=train.seed,
-        rows=None if rows == "auto" else rows,
-        passes=1 if steps == "auto" else steps * parallel.processes,
-        pack_length=recipe.data.pack_length,
-        total_examples=total,
-        shuffle=shuffle,
-        example_weight=example_weight,
-        warm_up=batch_sizes(recipe) if training else None,
+        StreamSettings(
+            global_batch_size=train.global_batch_size,
+            seed=train.seed,
+            rows=None if rows == "auto" else rows,
+            passes=1 if steps == "auto" else steps * parallel.processes,
+            pack_length=recipe.data.pack_length,
+            total_examples=total,
+            shuffle=shuffle,
+            example_weight=example_weight,
+            warm_up=batch_sizes(recipe) if training else None,
+        ),
     )

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -274,7 +274,7 @@ def tokenize_source(
     location = functools.partial(location_of, name, documents=documents, key=key)
     start = 0
     for batch in _batches(rows):
-        _take_in(batch, start, kind, token_rows, encoder, location, key, each_turn=data.example_per_turn)
+        _take_in(enumerate(batch, start), kind, token_rows, encoder, location, key, each_turn=data.example_per_turn)
         start += len(batch)
         progress(start, len(rows))
     if not len(token_rows):
@@ -299,8 +299,7 @@ def _batches(rows: Dataset) -> Iterator[list[Row]]:
 
 
 def _take_in(
-    rows: list[Row],
-    start: int,
+    rows: Iterable[tuple[int, Row]],
     kind: RowReader,
     token_rows: TokenRows,
     encoder: ChatEncoder | TextEncoder,
@@ -309,11 +308,11 @@ def _take_in(
     *,
     each_turn: bool,
 ) -> None:
-    """Encode rows into ``token_rows``; the first of them is row ``start`` of the source."""
+    """Encode rows, with their indices in the source, into ``token_rows``."""
     texts: list[Any] = []
     owners: list[int] = []  # for each text, the index of its row in the source
     roles: dict[int, list[int]] = {}
-    for index, row in enumerate(rows, start):
+    for index, row in rows:
         try:
             sequences = kind.sequences(row, token_rows.format, token_rows.remarks)
         except NoTarget as reason:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
@@ -67,6 +67,25 @@ def packed_name(attention: str) -> str:
     return PACKED if attention == "auto" else f"{PACKED}_{attention}"
 
 
+class PackArguments(TypedDict, total=False):
+    """What transformers passes to an attention implementation, and what packs add to it; others are ignored.
+
+    ``cu_seq_lens_q``: boundaries of the sequences on the device. ``sequences``: the same on the host; without it, a
+    GPU's kernels that need it read the boundaries.
+    """
+
+    cu_seq_lens_q: torch.Tensor | None
+    max_length_q: int | None
+    sequences: Sequences | None
+    dropout: float
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    s_aux: torch.Tensor | None
+    is_causal: bool | None
+    position_bias: torch.Tensor | None
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -74,35 +93,27 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    sequences: Sequences | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     attention: str = "auto",
-    **kwargs: Any,
+    **arguments: Unpack[PackArguments],
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] within each sequence.
 
     Args:
-        cu_seq_lens_q: boundaries of the sequences on the device.
-        sequences: the same on the host; without it, a GPU's kernels that need it read the boundaries.
+        attention: the value of ``model.attention``.
 
     Returns:
         ``(output [1, T, H, D], None)``, as required by transformers.
     """
+    cu_seq_lens_q, max_length_q = arguments.get("cu_seq_lens_q"), arguments.get("max_length_q")
     if cu_seq_lens_q is None or max_length_q is None:
         raise UnpackableError(f"{type(module).__name__} does not know where packed sequences begin")
-    if kwargs.get("position_bias") is not None or is_causal is False:
+    if arguments.get("position_bias") is not None or arguments.get("is_causal") is False:
         raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
-    chunk = _chunk_of(module)
+    chunk, sequences = _chunk_of(module), arguments.get("sequences")
     if chunk is not None and chunk < max_length_q:
         sequences = _on_host(sequences, cu_seq_lens_q, max_length_q).in_chunks(chunk)
         cu_seq_lens_q, max_length_q = sequences.boundaries, chunk
+    scaling, window = arguments.get("scaling"), arguments.get("sliding_window")
     call = Call(
         query,
         key,
@@ -110,10 +121,10 @@ def packed_attention(
         cu_seq_lens_q,
         max_length_q,
         scaling if scaling is not None else query.shape[-1] ** -0.5,
-        sliding_window if sliding_window is not None and sliding_window < max_length_q else None,
-        dropout,
-        softcap,
-        s_aux,
+        window if window is not None and window < max_length_q else None,
+        arguments.get("dropout", 0.0),
+        arguments.get("softcap"),
+        arguments.get("s_aux"),
     )
     name = _kernel(call, attention)
     padded = call.padded(*_KERNELS[name].widths(query.shape[-1], value.shape[-1]))
