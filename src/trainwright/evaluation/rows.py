@@ -206,13 +206,13 @@ class EvaluationRows:
         """Return the indices of the rows that ask something."""
         return [index for index, example in enumerate(self.examples) if not isinstance(example, str)]
 
-    def chosen(self, places: Sequence[int]) -> EvaluationRows:
+    def chosen(self, indices: Sequence[int]) -> EvaluationRows:
         """Return some of the rows."""
         return EvaluationRows(
             self.sources,
-            [self.examples[index] for index in places],
-            [self.numbers[index] for index in places],
-            [self.parts[index] for index in places],
+            [self.examples[index] for index in indices],
+            [self.numbers[index] for index in indices],
+            [self.parts[index] for index in indices],
             self.notes,
         )
 

@@ -108,25 +108,27 @@ def _of_run(run: Path, checkpoint: str | None) -> UnloadedModel:
     has_final = (run / _FINAL).is_dir()
     if checkpoint == "final" or (checkpoint is None and has_final):
         if not has_final:
-            raise RequestError(f"--checkpoint final: {run} is not finished; {_held(steps)}")
+            raise RequestError(f"--checkpoint final: {run} is not finished; {_describe_steps(steps)}")
         return _final(run)
     if checkpoint is not None and checkpoint.isdigit():
         if int(checkpoint) not in steps:
-            raise RequestError(f"--checkpoint {checkpoint}: {run} has no such step; {_held(steps)}")
+            raise RequestError(f"--checkpoint {checkpoint}: {run} has no such step; {_describe_steps(steps)}")
         return _checkpoint(_opened(checkpoints.path(int(checkpoint))))
     if checkpoint not in (None, "best", "newest"):
-        raise RequestError(f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_held(steps)}")
+        raise RequestError(
+            f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_describe_steps(steps)}"
+        )
     newest, refused = checkpoints.latest()
     if newest is None:
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
     progress = newest.state.get("progress")
     best = progress.get("best_step") if isinstance(progress, dict) else None
     if checkpoint == "best" and best is None:
-        raise RequestError(f"--checkpoint best: {run} has no validation results; {_held(steps)}")
+        raise RequestError(f"--checkpoint best: {run} has no validation results; {_describe_steps(steps)}")
     if checkpoint != "newest" and best in steps:
         return _checkpoint(_opened(checkpoints.path(best)))
     if checkpoint == "best":
-        raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_held(steps)}")
+        raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_describe_steps(steps)}")
     return _checkpoint(newest.path)
 
 
@@ -151,7 +153,7 @@ def _opened(path: Path) -> Path:
         raise RequestError(str(error)) from error
 
 
-def _held(steps: list[int]) -> str:
+def _describe_steps(steps: list[int]) -> str:
     return f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
 
 

@@ -87,7 +87,7 @@ def facts_of(recipe: Recipe) -> Facts:
             copies_state=recipe.checkpoint.background is True,
             batch_tokens=train.global_batch_size * lengths.mean,
             fresh=recipe.model.config is not None,
-            most_batch_tokens=lengths.most_tokens(train.global_batch_size),
+            most_batch_tokens=lengths.max_batch_tokens(train.global_batch_size),
             optimizer=recipe.optimizer.name,
             lengths=lengths.spread() if data.pack_length is not None else (),
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),

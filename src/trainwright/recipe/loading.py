@@ -22,7 +22,7 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_m
 from trainwright.registries import TASKS
 from trainwright.text import quoted
 
-_MOST_LINES = 100  # of a message
+_MAX_LINES = 100  # of a message
 # The largest number of includes in total, counting repeats, and their depth: nested includes multiply.
 _MOST_INCLUDED, _DEEPEST_INCLUDE = 100, 20
 
@@ -97,8 +97,8 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     if problems:
         problems.sort(key=lambda problem: (problem.origin.source, problem.origin.line or 0))
         lines = list(dict.fromkeys(map(str, problems)))
-        more = [f"and {len(lines) - _MOST_LINES:,} more problems"] if len(lines) > _MOST_LINES else []
-        raise RequestError("\n".join([*lines[:_MOST_LINES], *more]))
+        more = [f"and {len(lines) - _MAX_LINES:,} more problems"] if len(lines) > _MAX_LINES else []
+        raise RequestError("\n".join([*lines[:_MAX_LINES], *more]))
     return LoadedRecipe(recipe, tree.origins)
 
 

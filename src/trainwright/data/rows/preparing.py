@@ -49,7 +49,7 @@ _CACHE_KIB = 16 * 1024
 _COEFFICIENTS = np.random.default_rng(0).integers(1, 1 << 31, size=(2, _BANDS * _ROWS), dtype=np.uint64)
 
 
-class Seen(Enum):
+class Repetition(Enum):
     """Whether a row repeats an earlier one; DIFFERENT: it does, except for its dropped columns."""
 
     NEW = "new"
@@ -78,18 +78,18 @@ class RowIndex:
         self._database.close()
         self._file.unlink(missing_ok=True)
 
-    def add(self, rank: bytes, text: str, row: Row, rest: str = "") -> Seen:
+    def add(self, rank: bytes, text: str, row: Row, rest: str = "") -> Repetition:
         """Add a row with its rank in the split, unless it repeats an earlier one; return whether it does.
 
         Args:
             rest: the columns of the row that are not in ``text``, as JSON.
         """
-        if self._deduplicate != "none" and (seen := self._seen(text, rest)) is not Seen.NEW:
-            return seen
+        if self._deduplicate != "none" and (repetition := self._repetition(text, rest)) is not Repetition.NEW:
+            return repetition
         if self._deduplicate == "near" and self._is_like_another(row):
-            return Seen.REPEATED
+            return Repetition.REPEATED
         self._database.execute("INSERT INTO ranks VALUES (?)", (rank,))
-        return Seen.NEW
+        return Repetition.NEW
 
     def borders(self, *counts: int) -> tuple[bytes, bytes]:
         """Return, for each of two counts, the rank below which that many rows are; fewer if equal ranks cross it."""
@@ -100,12 +100,12 @@ class RowIndex:
             ranks.append(query.fetchone()[0])
         return ranks[0], ranks[1]
 
-    def _seen(self, text: str, rest: str) -> Seen:
+    def _repetition(self, text: str, rest: str) -> Repetition:
         digest, others = (hashlib.blake2b(part.encode(), digest_size=16).digest() for part in (text, rest))
         if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (digest, others)).rowcount == 1:
-            return Seen.NEW
+            return Repetition.NEW
         (first,) = self._database.execute("SELECT rest FROM seen WHERE digest = ?", (digest,)).fetchone()
-        return Seen.REPEATED if first == others else Seen.DIFFERENT
+        return Repetition.REPEATED if first == others else Repetition.DIFFERENT
 
     def _is_like_another(self, row: Row) -> bool:
         signature = _signature(" ".join(_texts(row)))
@@ -276,10 +276,10 @@ def _normalize_all(
             for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
                 text = as_json(row)
-                seen = index.add(_rank(text, seed), text, row, rest)
-                if seen is not Seen.NEW:
+                repetition = index.add(_rank(text, seed), text, row, rest)
+                if repetition is not Repetition.NEW:
                     counts.duplicates += 1
-                    counts.differing += seen is Seen.DIFFERENT
+                    counts.differing += repetition is Repetition.DIFFERENT
                     continue
                 written += 1
                 rows.write(text + "\n")

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import hub_rows, is_hub_id
-from trainwright.data.sources.local_files import FoundFiles, find, missing
+from trainwright.data.sources.local_files import SourceFiles, find, missing
 from trainwright.data.sources.opening import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.registry import registered_rows, registered_source
 from trainwright.data.sources.row_files import (
@@ -182,7 +182,7 @@ def source_notes(source: str, key: str = "data.train", documents: bool = False) 
     return [] if source_files is None else [*source_files.notes, *source_files.left_out()]
 
 
-def files_of(source: str, key: str = "data.train", documents: bool = False) -> FoundFiles | None:
+def files_of(source: str, key: str = "data.train", documents: bool = False) -> SourceFiles | None:
     """Return the files of a local source (of a file: itself), or None for registered sources and Hub datasets.
 
     Raises:
@@ -205,7 +205,7 @@ def _refuse_shards(source: str, key: str) -> None:
             raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
 
 
-def _nothing_usable(source_files: FoundFiles, key: str) -> RequestError:
+def _nothing_usable(source_files: SourceFiles, key: str) -> RequestError:
     why = source_files.left_out() or [f"{file} has no rows" for file in source_files.files]
     return RequestError(f"{key}: no readable files: {'; '.join(why[:8])}")
 

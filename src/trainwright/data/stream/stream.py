@@ -254,8 +254,8 @@ class Stream(Generic[Data]):
             self.dataset.will_need(self.examples(step + 1))  # prefetch while this step is computed
         return self.divide(examples)
 
-    def divide(self, examples: Sequence[int], most_rows: int | None = None) -> GlobalBatch:
-        """Divide any examples of the dataset into micro-batches of at most ``most_rows`` rows.
+    def divide(self, examples: Sequence[int], max_rows: int | None = None) -> GlobalBatch:
+        """Divide any examples of the dataset into micro-batches of at most ``max_rows`` rows.
 
         Each example is in exactly one row: none is split or dropped. With packing, the packs are made here, for each
         global batch.
@@ -269,11 +269,11 @@ class Stream(Generic[Data]):
             packs = best_fit_decreasing(lengths, self._settings.pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
         sizes = dict(zip(examples, lengths, strict=True))
-        groups = enumerate(self._groups(rows, most_rows))
+        groups = enumerate(self._groups(rows, max_rows))
         return GlobalBatch(tuple(self._micro_batch(i, group, sizes) for i, group in groups))
 
-    def _groups(self, rows: list[tuple[int, ...]], most_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
-        size = min(self._rows or math.ceil(len(rows) / self._settings.passes), most_rows or len(rows))
+    def _groups(self, rows: list[tuple[int, ...]], max_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
+        size = min(self._rows or math.ceil(len(rows) / self._settings.passes), max_rows or len(rows))
         return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> MicroBatch:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
-_MOST_SAMPLED = 4096  # examples
+_MAX_SAMPLED = 4096  # examples
 _PLACES = 64
 # For English text and code with vocabularies of 30,000 to 150,000 tokens; and the tokens a chat template adds per turn.
 _CHARACTERS_PER_TOKEN = 3.8
@@ -70,11 +70,11 @@ class Lengths:
             packs = best_fit_decreasing(lengths, pack_length)
             counts += len(packs)
             fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
-        return counts / len(sample) * max(1.0, global_batch_size / _MOST_SAMPLED), fullest
+        return counts / len(sample) * max(1.0, global_batch_size / _MAX_SAMPLED), fullest
 
-    def most_tokens(self, global_batch_size: int) -> float:
+    def max_batch_tokens(self, global_batch_size: int) -> float:
         """Return the most tokens of a global batch, over random batches."""
-        return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MOST_SAMPLED)
+        return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MAX_SAMPLED)
 
     def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
         """Return the longest example lengths over random global batches, at up to 64 ranks in descending order.
@@ -101,8 +101,8 @@ class Lengths:
     def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
         """Yield the example lengths of random global batches; large batches need fewer of them."""
         draw = random.Random(0)
-        for _ in range(max(2, min(_SAMPLED_BATCHES, _MOST_SAMPLED // global_batch_size))):
-            yield draw.choices(self.quantiles, k=min(global_batch_size, _MOST_SAMPLED))
+        for _ in range(max(2, min(_SAMPLED_BATCHES, _MAX_SAMPLED // global_batch_size))):
+            yield draw.choices(self.quantiles, k=min(global_batch_size, _MAX_SAMPLED))
 
 
 def lengths_of(dataset: TokenDataset) -> Lengths:

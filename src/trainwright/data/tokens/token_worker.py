@@ -21,7 +21,7 @@ from trainwright.errors import RequestError
 
 # The pattern of the ByteLevel pre-tokenizer, from GPT-2 (github.com/openai/gpt-2, src/encoder.py).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_MOST_WORDS = 1_000_000
+_MAX_WORDS = 1_000_000
 _CHECKED = 100_000  # characters
 Encoded = tuple[bytes, list[int]]  # concatenated tokens of pieces, and the number of tokens of each
 
@@ -71,7 +71,7 @@ class WordTokens:
             return None
         known = self._known
         if missing := [word for word in set(words) if word not in known]:
-            if len(known) > _MOST_WORDS:
+            if len(known) > _MAX_WORDS:
                 known.clear()
                 missing = list(set(words))
             encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)

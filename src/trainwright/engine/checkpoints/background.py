@@ -55,7 +55,7 @@ class _InFlight:
     state: dict[str, Any]
     recipe: str
     part: BackgroundTask | str
-    begun: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     parts_complete: bool = False
     completion: BackgroundTask | None = None  # on rank 0
 
@@ -196,7 +196,7 @@ class Background:
         except CheckpointError:
             self.usable = all(self._world.gather(self._writer is not None and self._writer.usable))
             raise
-        return SavedCheckpoint(self._checkpoints.path(flight.step), time.monotonic() - flight.begun)
+        return SavedCheckpoint(self._checkpoints.path(flight.step), time.monotonic() - flight.started_at)
 
 
 class BackgroundChoice:

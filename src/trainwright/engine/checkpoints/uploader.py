@@ -31,17 +31,17 @@ class Copies:
     A copy that fails is tried again, until a newer checkpoint takes its place; this is told once for each place.
 
     Args:
-        places: values of ``checkpoint.copies``.
+        urls: values of ``checkpoint.copies``.
         checkpoints: directory of the run's checkpoints. What is no longer there is removed from the places too.
 
     Raises:
         RequestError: see ``RemoteStore``.
     """
 
-    def __init__(self, places: Sequence[str], checkpoints: Path) -> None:
+    def __init__(self, urls: Sequence[str], checkpoints: Path) -> None:
         self._directory, self._run = checkpoints, checkpoints.parent
-        name = name_in_stores(self._run) if places else ""
-        self._stores = [StoreState(RemoteStore(where, name), checkpoints) for where in places]
+        name = name_in_stores(self._run) if urls else ""
+        self._stores = [StoreState(RemoteStore(where, name), checkpoints) for where in urls]
         self.seconds: float | None = None  # how long the newest complete copy has taken
         self._problems: list[str] = []
         self._recovered: list[str] = []

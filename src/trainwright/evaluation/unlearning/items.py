@@ -67,7 +67,7 @@ def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> Item
     style, build = evaluation_set.style, _BUILDERS.get(evaluation_set.style)
     rows = _rows(evaluation_set.source, limit, key)
     if build is None:
-        style, layout = _found_style(evaluation_set.source, rows, key)
+        style, layout = _detect_style(evaluation_set.source, rows, key)
         items = [
             _located(evaluation_set.source, n, key, lambda row=row: _own(row, layout)) for n, row in enumerate(rows)
         ]
@@ -131,7 +131,7 @@ def _choice(row: Row) -> Item:
 _BUILDERS = {"chat": _question, "few_shot": _question, "continue": _passage, "choices": _choice}
 
 
-def _found_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
+def _detect_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
     """Return how a user's own rows are asked, and their layout."""
     columns = list(dict.fromkeys(name for row in rows[:8] for name in row))
     try:

@@ -91,9 +91,9 @@ class AttentionKernel:
     """An attention kernel and its limits.
 
     ``memory``: how much memory it takes. "flash": a number for each query; "sequences": the same, sequence by sequence;
-    "scores": all scores of a sequence. ``vendors``: of the devices it runs on. ``least``, ``most``: compute
-    capabilities of NVIDIA. ``least_bf16``: the one from which it computes in bf16. ``multiple``: heads are padded with
-    zeros to a multiple of it, which changes no result. ``values``: their width: "any"; "padded": made as wide as keys
+    "scores": all scores of a sequence. ``vendors``: of devices. ``min_capability``, ``max_capability``: of NVIDIA's.
+    ``least_bf16``: the one from which it computes in bf16. ``multiple``: heads are padded with zeros to a
+    multiple of it, which changes no result. ``values``: their width: "any"; "padded": made as wide as keys
     with zeros; "equal": only as wide as keys. ``largest``: width of a padded head. ``gaps``: widths that fail.
     ``features``: fields of ``AttentionNeeds`` that it can compute. ``apart``: pairs that it cannot compute together.
     ``always_deterministic``: also without asking. ``largest_deterministic``: width of a padded head. ``generation``: of
@@ -106,8 +106,8 @@ class AttentionKernel:
     memory: Literal["flash", "sequences", "scores"]
     vendors: frozenset[Vendor]
     dtypes: frozenset[Dtype] = _ALL
-    least: Capability = (0, 0)
-    most: Capability | None = None
+    min_capability: Capability = (0, 0)
+    max_capability: Capability | None = None
     least_bf16: Capability = (0, 0)
     multiple: int = 1
     values: Literal["any", "padded", "equal"] = "any"
@@ -145,8 +145,8 @@ KERNELS = (
         memory="flash",
         vendors=_NVIDIA,
         dtypes=_HALVES,
-        least=(9, 0),
-        most=(9, 0),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
         multiple=8,
         values="padded",
         largest=256,
@@ -161,7 +161,7 @@ KERNELS = (
         memory="flash",
         vendors=_GPU,
         dtypes=_HALVES,
-        least=(8, 0),
+        min_capability=(8, 0),
         multiple=8,
         values="padded",
         largest=256,
@@ -175,7 +175,7 @@ KERNELS = (
         memory="flash",
         vendors=_NVIDIA,
         dtypes=_HALVES,
-        least=(8, 0),
+        min_capability=(8, 0),
         multiple=8,
         values="padded",
         largest=256,
@@ -189,7 +189,7 @@ KERNELS = (
         packed=True,
         memory="sequences",
         vendors=_GPU,
-        least=(5, 0),
+        min_capability=(5, 0),
         least_bf16=(8, 0),
         multiple=8,
         features=frozenset({"dropout"}),
@@ -200,7 +200,7 @@ KERNELS = (
         packed=True,
         memory="flash",
         vendors=_NVIDIA,
-        least=(8, 0),
+        min_capability=(8, 0),
         multiple=16,
         largest=256,
         features=frozenset({"softcap", "sinks", "window"}),
@@ -349,8 +349,11 @@ def _reasons_against(kernel: AttentionKernel, needs: AttentionNeeds, platform: P
 
 def _reasons_of_the_device(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
     own = f"this GPU has {_dotted(platform.capability)}"
-    if platform.vendor == "NVIDIA" and not kernel.least <= platform.capability <= (kernel.most or platform.capability):
-        yield f"needs compute capability {_dotted(kernel.least)}{'' if kernel.most else ' or higher'}, {own}"
+    if platform.vendor == "NVIDIA" and not kernel.min_capability <= platform.capability <= (
+        kernel.max_capability or platform.capability
+    ):
+        or_higher = "" if kernel.max_capability else " or higher"
+        yield f"needs compute capability {_dotted(kernel.min_capability)}{or_higher}, {own}"
     if needs.dtype not in kernel.dtypes:
         yield f"does not compute in {needs.dtype}"
     if needs.dtype == "bf16" and platform.vendor == "NVIDIA" and platform.capability < kernel.least_bf16:

@@ -132,7 +132,7 @@ class UnlearnLosses:
         self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, sums: LossSums
     ) -> torch.Tensor:
         """Return the losses that are functions of the targets' negative log-likelihoods."""
-        chosen = places(batch, roles)
+        chosen = target_indices(batch, roles)
         head, targets = _at(head, chosen), batch.targets.index_select(0, chosen)
 
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -181,7 +181,7 @@ class UnlearnLosses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss over the targets of sequences with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
-        chosen = places(batch, {role}, skip)
+        chosen = target_indices(batch, {role}, skip)
         teacher = None
         if loss is _divergence or self._section.facts.reference == "logits":
             teacher = lm.reference_head(only(batch, {role}))
@@ -197,7 +197,7 @@ class UnlearnLosses:
         needs_logits = self._retain_loss in ("nll", "kl")
         head = lm.head(batch) if needs_logits else None
         at = lm.taken(batch) if needs_logits else lm.activations(batch)
-        chosen = places(batch, {FORGET})
+        chosen = target_indices(batch, {FORGET})
         direction = self._direction.to(at.device, at.dtype)
         steered = self._formula(activations=lambda: at.index_select(0, chosen), direction=lambda: direction)
         forgotten = _means(batch, steered, FORGET)
@@ -205,7 +205,9 @@ class UnlearnLosses:
         total = forget * forgotten
         if self._retain_loss == "activations":
             frozen = lm.reference_activations(only(batch, {RETAIN}))
-            retained = _means(batch, activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
+            retained = _means(
+                batch, activation_distance(at.index_select(0, target_indices(batch, {RETAIN})), frozen), RETAIN
+            )
             sums.retain = retained.detach()
             total = total + retain * retained
         elif self._retain_loss == "kl":
@@ -298,7 +300,7 @@ def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
     return torch.stack([part.mean() for part in parts]).sum()
 
 
-def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
+def target_indices(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
     """Return indices of targets, int64 [n]: those of sequences with one of ``roles``, without each one's first
     ``skip``.
     """
@@ -315,7 +317,7 @@ def only(batch: Batch, roles: Collection[int]) -> Batch:
     selected = [index for index, role in enumerate(batch.roles) if role in roles]
     if len(selected) == len(batch.roles):
         return batch
-    chosen = places(batch, roles)
+    chosen = target_indices(batch, roles)
     part = replace(
         batch,
         targets=batch.targets.index_select(0, chosen),
