@@ -201,7 +201,7 @@ def _cpu_flash(call: Call, sequences: Sequences | None) -> torch.Tensor:
     if not converted and plain.are_equal(call):
         return plain.equal_sequences(call)
     inputs = call.query, call.key, call.value
-    return flash_cpu(*inputs, call.boundaries, call.scale, call.longest)[0].transpose(1, 2)
+    return flash_cpu(*inputs, call.boundaries, call.scale)[0].transpose(1, 2)
 
 
 def _sequences(call: Call, sequences: Sequences | None) -> torch.Tensor:
