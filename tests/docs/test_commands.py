@@ -16,8 +16,8 @@ import typer
 from tests.docs.doc_commands import GUIDES, NOT_RUN, TUTORIALS, Command, commands_of
 from tests.support.commands import ROOT, environment, trainwright
 from trainwright.cli.main import app
-from trainwright.evaluation.unlearning.study.file import load_study
 from trainwright.recipe.loading import load_recipe, recipe_of
+from trainwright.tasks.unlearn.evaluation.study.file import load_study
 
 ALL = [command for file in [*GUIDES, *TUTORIALS] for command in commands_of(file)]
 IN_GUIDES = {command.text: command for file in GUIDES for command in commands_of(file)}

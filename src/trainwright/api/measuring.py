@@ -162,7 +162,7 @@ def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
 
 def _module(request: EvaluationRequest) -> str:
     """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
-    return "trainwright.evaluation.unlearning.work" if request.on_benchmark else "trainwright.evaluation.work"
+    return "trainwright.tasks.unlearn.evaluation.work" if request.on_benchmark else "trainwright.evaluation.work"
 
 
 def _of_benchmarks(named: str | None) -> bool:
@@ -170,15 +170,15 @@ def _of_benchmarks(named: str | None) -> bool:
     if named is None:
         return False
     from trainwright.evaluation.metrics import LIKELIHOODS
-    from trainwright.evaluation.unlearning.registry import METRICS
     from trainwright.registries import METRICS as OF_ANSWERS
+    from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
     return bool({*_split(named)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
 
 
 def _benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
     """Return the metrics by name; empty: those that lack nothing. Raises RequestError."""
-    from trainwright.evaluation.unlearning.registry import METRICS
+    from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
     others: dict[str, object] = {"data": options.data, "against": options.against, "lm-eval": options.lm_eval}
     others |= {"answer-pattern": options.answer_pattern, "json-schema": options.json_schema}

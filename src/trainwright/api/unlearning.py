@@ -16,9 +16,9 @@ from trainwright.paths import user_path
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.study.file import StudyFile
-    from trainwright.evaluation.unlearning.study.results import Results
     from trainwright.recipe.benchmarks import Benchmark
+    from trainwright.tasks.unlearn.evaluation.study.file import StudyFile
+    from trainwright.tasks.unlearn.evaluation.study.results import Results
 
 
 _RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
@@ -53,8 +53,8 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
         trainwright.errors.RequestError: nowhere.yaml: ...
     """
     from trainwright.evaluation.libraries import require
-    from trainwright.evaluation.unlearning.study.file import load_study
     from trainwright.launch.group.environment import refuse_worker
+    from trainwright.tasks.unlearn.evaluation.study.file import load_study
 
     refuse_worker("unlearn-study")
     loaded = load_study(Path(study), overrides)
@@ -64,7 +64,7 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
     results_by_split = {name: _StudySteps(split, progress).walk() for name, split in loaded.splits().items()}
     if not loaded.study.splits:
         return results_by_split[""]
-    from trainwright.evaluation.unlearning.study.results import Results, draw
+    from trainwright.tasks.unlearn.evaluation.study.results import Results, draw
 
     directory, results = user_path(loaded.study.directory).resolve(), Results.joined(results_by_split)
     results.write(directory)
@@ -83,8 +83,8 @@ class _StudySteps:
 
     def walk(self) -> Results:
         """Run the parts that are not finished, and return the results of all."""
-        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
-        from trainwright.evaluation.unlearning.study.results import Results, draw
+        from trainwright.tasks.unlearn.evaluation.study.file import FULL, RETAIN
+        from trainwright.tasks.unlearn.evaluation.study.results import Results, draw
 
         (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
         benchmark = self._rows()
@@ -106,7 +106,7 @@ class _StudySteps:
 
     def _rows(self) -> Benchmark:
         """Return the training and evaluation rows, in the study's directory."""
-        from trainwright.evaluation.unlearning.study.file import rows_of, write_rows
+        from trainwright.tasks.unlearn.evaluation.study.file import rows_of, write_rows
 
         study, directory = self._study.study, self._directory / "benchmark"
         chosen = study.model_dump(include={"benchmark", "subset", "known"})
@@ -120,8 +120,8 @@ class _StudySteps:
         """Return the metrics that are asked for, or all that lack nothing. Raises the errors that would otherwise come
         later.
         """
-        from trainwright.evaluation.unlearning.items import read_sets
-        from trainwright.evaluation.unlearning.registry import METRICS, missing, usual
+        from trainwright.tasks.unlearn.evaluation.items import read_sets
+        from trainwright.tasks.unlearn.evaluation.registry import METRICS, missing, usual
 
         key = f"{self._study.origin('evaluate', 'metrics')}: evaluate.metrics"
         sets = read_sets(benchmark, benchmark.sets, None, "benchmark")
@@ -138,8 +138,8 @@ class _StudySteps:
         """Return the recipes of all runs. Each is checked before the first starts, and the rows to forget for
         overlaps.
         """
-        from trainwright.evaluation.unlearning.study.file import FULL, requests_of
         from trainwright.recipe.loading import load_recipe
+        from trainwright.tasks.unlearn.evaluation.study.file import FULL, requests_of
         from trainwright.tasks.unlearn.stream import refuse_overlap
 
         study, training = self._study, benchmark.training
@@ -165,7 +165,7 @@ class _StudySteps:
 
     def _given(self) -> dict[str, str | None]:
         """Return the full and the retain-only model that are named, in place of fine-tuning them."""
-        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
+        from trainwright.tasks.unlearn.evaluation.study.file import FULL, RETAIN
 
         return {FULL: self._study.study.full, RETAIN: self._study.study.retain}
 
@@ -184,7 +184,7 @@ class _StudySteps:
             self._do(f"trains {name}", lambda: train(file, override_of(run), progress=self._progress))
 
     def _evaluate(self, name: str, benchmark: Benchmark, metrics: Sequence[str]) -> None:
-        from trainwright.evaluation.unlearning.study.file import RETAIN
+        from trainwright.tasks.unlearn.evaluation.study.file import RETAIN
 
         out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
         given = self._given()
@@ -249,7 +249,7 @@ class _StudySteps:
 
 def _references(metrics: Sequence[str], log: Path, model: Path | str) -> dict[str, str]:
     """Return the references to the retain-only model, if a metric needs them."""
-    from trainwright.evaluation.unlearning.registry import METRICS
+    from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
     taken = {METRICS[name].option for name in metrics}
     options = {"reference_log": log, "reference_model": model}

@@ -14,7 +14,7 @@ from trainwright.errors import RequestError
 from trainwright.text import say, table, table_width
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.study.results import Results
+    from trainwright.tasks.unlearn.evaluation.study.results import Results
 
 
 def ablate(

@@ -17,7 +17,7 @@ from tests.evaluation.unlearning.benchmark import write_model, write_tofu
 from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import Finished, Runs
 from trainwright.data.rows.chat_encoding import encode_messages
-from trainwright.evaluation.unlearning.registry import METRICS
+from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
 _MOST = [name for name in METRICS if name not in ("verbatim_memorisation", "choice_accuracy")]
 

@@ -15,11 +15,11 @@ from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER
 from trainwright.data.rows.bounded import TokenizerError
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.encoding import ANSWER, WRONG, ItemEncoder
-from trainwright.evaluation.unlearning.items import Item, read_sets
-from trainwright.evaluation.unlearning.log import read_reference
-from trainwright.evaluation.unlearning.registry import METRICS, missing, sets_of, usual
 from trainwright.recipe.benchmarks import find_benchmark
+from trainwright.tasks.unlearn.evaluation.encoding import ANSWER, WRONG, ItemEncoder
+from trainwright.tasks.unlearn.evaluation.items import Item, read_sets
+from trainwright.tasks.unlearn.evaluation.log import read_reference
+from trainwright.tasks.unlearn.evaluation.registry import METRICS, missing, sets_of, usual
 
 
 def write(file: Path, rows: list[Any]) -> None:

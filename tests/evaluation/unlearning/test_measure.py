@@ -12,21 +12,21 @@ from torch.nn.functional import cross_entropy
 
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER, model_of
-from trainwright.evaluation.unlearning.encoding import ItemEncoder, ItemSequences
-from trainwright.evaluation.unlearning.items import read_sets
-from trainwright.evaluation.unlearning.measure import (
+from trainwright.inference.loading import Loaded
+from trainwright.inference.scoring import score_standardized
+from trainwright.models.causal_lm import CausalLM
+from trainwright.parallel.world import World
+from trainwright.recipe.benchmarks import find_benchmark
+from trainwright.tasks.unlearn.evaluation.encoding import ItemEncoder, ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import read_sets
+from trainwright.tasks.unlearn.evaluation.measure import (
     Relearning,
     gradient_norms,
     probability,
     quantized_probability,
     relearn,
 )
-from trainwright.evaluation.unlearning.watch import Watch
-from trainwright.inference.loading import Loaded
-from trainwright.inference.scoring import score_standardized
-from trainwright.models.causal_lm import CausalLM
-from trainwright.parallel.world import World
-from trainwright.recipe.benchmarks import find_benchmark
+from trainwright.tasks.unlearn.evaluation.watch import Watch
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import hmean, ks_2samp
 from sklearn.metrics import roc_auc_score
 
-from trainwright.evaluation.unlearning import statistics
+from trainwright.tasks.unlearn.evaluation import statistics
 
 
 def test_truth_ratio_by_hand() -> None:

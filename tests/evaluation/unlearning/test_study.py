@@ -15,8 +15,8 @@ from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
 from trainwright.cli.studies import show
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.study.file import load_study, requests_of, write_rows
-from trainwright.evaluation.unlearning.study.results import Results, draw
+from trainwright.tasks.unlearn.evaluation.study.file import load_study, requests_of, write_rows
+from trainwright.tasks.unlearn.evaluation.study.results import Results, draw
 
 STUDY = """\
 benchmark: {benchmark}

@@ -25,7 +25,6 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters.attaching import lora_layers, switched_off
 from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
@@ -39,6 +38,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
+from trainwright.tasks.unlearn.evaluation.watch import Watch
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection

@@ -1,0 +1,290 @@
+"""Slurm's own commands, and what they answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.clusters.slurm.job import COMMENT
+from trainwright.clusters.slurm.sbatch_variables import overriding, without_own_job
+from trainwright.errors import RequestError
+from trainwright.launch.run_directory import SUBMITTED
+from trainwright.text import say
+
+_SECONDS = 60
+_SUBMIT_SECONDS = 180  # sbatch itself tries for two minutes
+_FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
+_NOT_SET = ("N/A", "")
+# What Slurm's commands say while its controller restarts or is overloaded.
+_AWAY = re.compile(r"unable to contact|timed out|zero bytes", re.IGNORECASE)
+# What they say of a job that Slurm has put back into the queue itself.
+_PENDING = re.compile(r"job is pending", re.IGNORECASE)
+# What they say of a job that has ended meanwhile.
+_OVER = re.compile(r"invalid job id|already (finished|complet)", re.IGNORECASE)
+
+
+class SchedulerUnreachable(RequestError):
+    """The scheduler does not answer now; it may later."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job of this user that trains a run.
+
+    Attributes:
+        name: the job's number, and with an array its index or indices: ``12``, ``12_3``, ``12_[4-9]``.
+        run: the run directory; of an array whose elements wait, the directory of their runs.
+        state: such as ``PENDING``, ``RUNNING`` or ``COMPLETING``.
+        reason: why it waits.
+        array: of an array, the directory of the runs of its elements.
+    """
+
+    name: str
+    run: Path
+    state: str
+    reason: str
+    nodes: str
+    array: Path | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has not been started, or not again."""
+        return self.state == "PENDING"
+
+
+@dataclass(frozen=True)
+class Grace:
+    """What Slurm gives a job between the first signal and the one that kills it.
+
+    Attributes:
+        seconds: after scancel, a requeue and the time limit.
+        preempted: after a preemption.
+    """
+
+    seconds: float
+    preempted: float
+
+    def warning(self, needed: float) -> str | None:
+        """Return a warning if a run that needs ``needed`` seconds to stop is not given them; otherwise None."""
+        if needed <= self.seconds:
+            return None
+        also = "" if needed > self.preempted else f" ({self.preempted:g} s when it preempts it, which is enough)"
+        return (
+            f"a stop takes about {needed:.0f} s (step, checkpoint, end), and Slurm kills a job {self.seconds:g} "
+            f"s after its first signal{also}: what was done since the last checkpoint is done again after a requeue; "
+            "set checkpoint.every or faults.mean_time_between so that this is little, or have the administrator raise "
+            "KillWait"
+        )
+
+
+def submit(file: Path, after: str | None = None) -> str:
+    """Submit a job's file; return the number of the job, which starts when job ``after`` has ended in any way.
+
+    No variable of the environment counts that overrides the file, nor one of the job of this process. Raises
+    RequestError with sbatch's words, Unreachable if Slurm has not answered: it may have taken the job.
+    """
+    left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
+    if left_out:
+        overrides = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
+        say(f"note: sbatch is run without {overrides}, which would override what {file} asks for", file=sys.stderr)
+    variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
+    dependency = [] if after is None else [f"--dependency=afterany:{after}"]
+    done = _run("sbatch", "--parsable", *dependency, str(file), variables=variables, seconds=_SUBMIT_SECONDS)
+    _check_reachable(done)
+    if done.returncode:
+        raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def queue(*, each: bool = False) -> list[QueuedJob]:
+    """Return the jobs of this user that train a run. Raises RequestError if there is no answer.
+
+    Args:
+        each: have the elements of an array that wait one by one, and not together.
+    """
+    done = _run("squeue", "--me", "--noheader", *(["--array"] if each else []), f"--format={_FIELDS}")
+    if done.returncode:
+        raise RequestError(f"squeue does not answer: {_words(done.stderr)}")
+    lines = (line.split("|", 7) for line in done.stdout.splitlines())
+    return [_queued(fields) for fields in lines if len(fields) == 8 and fields[7].startswith(COMMENT)]
+
+
+def shown(job: str) -> dict[str, str]:
+    """Return what scontrol shows of a job, by its keys; empty if it does not know the job. Raises Unreachable."""
+    done = _run("scontrol", "show", "job", "--oneliner", job)
+    _check_reachable(done)
+    return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
+
+
+def requeue(job: str) -> None:
+    """Put a job back into the queue, if Slurm has not.
+
+    Raises RequestError with Slurm's words, Unreachable if there is no answer.
+    """
+    done = _run("scontrol", "requeue", job)
+    _check_reachable(done)
+    if done.returncode and not _PENDING.search(done.stderr):
+        raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
+
+
+def jobs_of(run: Path) -> list[QueuedJob]:
+    """Return the jobs in the queue that train a run, or the runs of an array in this directory.
+
+    Slurm is asked only if something was submitted for the run.
+    """
+    if not any((directory / SUBMITTED).is_dir() for directory in (run, run.parent)):
+        return []
+    at = run.absolute()
+    return [job for job in queue(each=True) if at in (job.run, job.array) and job.state != "COMPLETING"]
+
+
+def cancel(jobs: Sequence[QueuedJob]) -> None:
+    """Cancel jobs: those that wait do not begin, and the others are sent a signal. Raises RequestError with Slurm's
+    words.
+    """
+    _change(jobs, "scancel", *_elements_together(jobs))
+
+
+def forbid_requeue(jobs: Sequence[QueuedJob]) -> None:
+    """Have jobs that run not requeued when they end. Raises RequestError with Slurm's words."""
+    _change(jobs, "scontrol", "update", f"JobId={','.join(job.name for job in jobs)}", "Requeue=0")
+
+
+def grace(partition: str | None) -> Grace | None:
+    """Return the grace of jobs in a partition, the first of several; None if Slurm does not say."""
+    try:
+        config = _run("scontrol", "show", "config").stdout
+        named = [] if partition is None else [partition.partition(",")[0]]
+        partitions = _run("scontrol", "show", "partition", "--oneliner", *named).stdout.splitlines()
+    except RequestError:
+        return None
+    match = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
+    if match is None:
+        return None
+    own = (line for line in partitions if partition is not None or re.search(r"\bDefault=YES\b", line))
+    preempted = re.search(r"\bGraceTime=(\d+)", next(own, ""))
+    wait = float(match[1])
+    return Grace(wait, wait + (0.0 if preempted is None else float(preempted[1])))
+
+
+def job_warning(needed: float) -> str | None:
+    """Return a warning if the job of this process is killed before a run that needs ``needed`` seconds has stopped."""
+    if "SLURM_JOB_ID" not in os.environ or (given := grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
+        return None
+    return given.warning(needed)
+
+
+def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
+    """Return the CPUs of a partition's smallest node, or the share of them that belongs to ``gpus`` of its GPUs; None
+    if Slurm does not say. Nodes with fewer GPUs do not count, if any has enough.
+    """
+    nodes = _nodes(partition) or _nodes_of_sinfo(partition)
+    if gpus is None:
+        return min((cpus for cpus, _ in nodes), default=None)
+    most_gpus = max((there for _, there in nodes), default=0)
+    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most_gpus))]
+    return min((max(1, int(cpus * min(1.0, gpus / there))) for cpus, there in counted), default=None)
+
+
+def _nodes(partition: str | None) -> list[tuple[int, int]]:
+    """Return CPUs and GPUs of each node of a partition, without the CPUs that no job of it can have: those that are
+    reserved for the system (CoreSpecCount, CpuSpecList) and those above MaxCPUsPerNode.
+    """
+    partitions = {each.get("PartitionName", ""): each for each in _records("partition")}
+    default = [name for name, each in partitions.items() if each.get("Default") == "YES"]
+    nodes = []
+    for node in _records("node"):
+        cpus = node.get("CPUEfctv", node.get("CPUTot", ""))  # the first: since Slurm 22.05
+        for name in {*(default if partition is None else partition.split(","))} & {
+            *node.get("Partitions", "").split(",")
+        }:
+            limit = partitions.get(name, {}).get("MaxCPUsPerNode", "")
+            if cpus.isdigit():
+                nodes.append((min(int(each) for each in (cpus, limit) if each.isdigit()), _gpus(node.get("Gres", ""))))
+    return nodes
+
+
+def _nodes_of_sinfo(partition: str | None) -> list[tuple[int, int]]:
+    """Return CPUs and GPUs of each kind of node of a partition."""
+    only = [] if partition is None else [f"--partition={partition}"]
+    nodes = []
+    for line in _run("sinfo", "--noheader", "--format=%P|%c|%G", *only).stdout.splitlines():
+        name, cpus, devices = (*line.split("|"), "", "")[:3]
+        if (partition is not None or name.endswith("*")) and cpus.rstrip("+").isdigit():
+            nodes.append((int(cpus.rstrip("+")), _gpus(devices)))
+    return nodes
+
+
+def _records(kind: str) -> list[dict[str, str]]:
+    shown = _run("scontrol", "show", kind, "--oneliner").stdout
+    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.splitlines()]
+
+
+def _gpus(devices: str) -> int:
+    """Return the number of GPUs of all kinds, such as 8 of ``gpu:a100:2(S:0),gpu:v100:6``."""
+    return sum(map(int, re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", devices)))
+
+
+def _queued(fields: Sequence[str]) -> QueuedJob:
+    number, array, index, state, reason, _, nodes, comment = fields
+    run = Path(comment.removeprefix(COMMENT))
+    if index in _NOT_SET:
+        return QueuedJob(number, run, state, reason, nodes)
+    if index.isdigit():
+        return QueuedJob(f"{array}_{index}", run / index, state, reason, nodes, run)
+    return QueuedJob(f"{array}_[{index}]", run, state, reason, nodes, run)
+
+
+def _change(jobs: Sequence[QueuedJob], *command: str) -> None:
+    done = _run(*command) if jobs else None
+    if done is None or done.returncode == 0:
+        return
+    wrong = [line for line in done.stderr.splitlines() if line.strip() and not _OVER.search(line)]
+    if wrong:
+        raise RequestError(f"{command[0]} refuses: {_words(chr(10).join(wrong))}")
+
+
+def _elements_together(jobs: Sequence[QueuedJob]) -> list[str]:
+    """Return the names of jobs, one for all elements of an array: ``12_[4,7]``, which is one request."""
+    arrays: dict[str, list[QueuedJob]] = {}
+    for job in jobs:
+        arrays.setdefault(job.name.partition("_")[0], []).append(job)
+    several = {number: ",".join(job.name.partition("_")[2] for job in each) for number, each in arrays.items()}
+    return [each[0].name if len(each) == 1 else f"{number}_[{several[number]}]" for number, each in arrays.items()]
+
+
+def _check_reachable(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode and _AWAY.search(done.stderr):
+        raise SchedulerUnreachable(f"{done.args[0]} does not answer: {_words(done.stderr)}")
+
+
+def _there() -> str:
+    done = _run("sinfo", "--noheader", "--format=%R")
+    names = sorted(set(done.stdout.split()))
+    return f"; partitions here: {', '.join(names)}" if names else ""
+
+
+def _words(text: str) -> str:
+    return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip())
+
+
+def _run(
+    *command: str, variables: Mapping[str, str] | None = None, seconds: float = _SECONDS
+) -> subprocess.CompletedProcess[str]:
+    if variables is None:  # without SQUEUE_STATES, SCANCEL_INTERACTIVE and so on, which change what is asked and done
+        own = (f"{command[0].upper()}_", "SLURM_TIME_FORMAT")
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables)
+    except FileNotFoundError:
+        raise RequestError(
+            f"no scheduler found: there is no {command[0]} here; run this on a login node of the cluster, or only show "
+            "the job's file with --print"
+        ) from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SchedulerUnreachable(f"{command[0]} does not answer: {error}") from None

@@ -1,0 +1,268 @@
+"""The metrics of benchmarks by name: what each needs, and how to compute it from the findings about a model.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainwright.errors import RequestError
+from trainwright.evaluation.metrics import Overlap, rouge_l
+from trainwright.tasks.unlearn.evaluation import statistics
+
+if TYPE_CHECKING:
+    from trainwright.tasks.unlearn.evaluation.items import ItemSet
+    from trainwright.tasks.unlearn.evaluation.report import Findings, Floats, SetScores
+
+# By set; metrics of several sets together are under "all".
+Values = dict[str, float]
+
+QUESTIONS = ("forget", "retain", "real_authors", "world_facts")
+# Sets whose probability is relative to the other options, as in TOFU.
+OPTIONS = ("real_authors", "world_facts")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How to compute a metric.
+
+    Attributes:
+        compute: from the findings.
+        sets: the sets it uses, if the benchmark has them.
+        needs: those of them that it requires.
+        wrong: whether items must have wrong answers.
+        answers: whether the model must generate answers.
+        attacked: additional findings for each item; see ``Findings.attacked``.
+        option: the command's option that must be given.
+        attack: whether the model is modified, and then measured.
+    """
+
+    compute: Callable[[Findings], Values]
+    sets: tuple[str, ...]
+    needs: tuple[str, ...] = ("forget",)
+    wrong: bool = False
+    answers: bool = False
+    attacked: str | None = None
+    option: str | None = None
+    attack: bool = False
+
+
+def _probability(findings: Findings) -> Values:
+    def of(name: str, scores: SetScores) -> float:
+        if name in OPTIONS and scores.wrong:
+            return float(statistics.option_probabilities(scores.losses, scores.wrong_losses).mean())
+        return float(np.exp(-scores.losses).mean())
+
+    return {name: of(name, findings.scores[name]) for name in (*QUESTIONS, "holdout") if name in findings.scores}
+
+
+def _rouge(pick: Callable[[Overlap], float], sets: tuple[str, ...]) -> Callable[[Findings], Values]:
+    def compute(findings: Findings) -> Values:
+        values = {}
+        for name in sets:
+            if name in findings.answers:
+                stem = findings.sets[name].style == "chat"  # TOFU's authors count word stems, MUSE's do not
+                pairs = zip(findings.references[name], findings.answers[name], strict=True)
+                values[name] = float(np.mean([pick(rouge_l(*pair, stem=stem)) for pair in pairs]))
+        return values
+
+    return compute
+
+
+def _truth_ratio(findings: Findings) -> Values:
+    values = {}
+    for name in QUESTIONS:
+        if name in findings.scores and findings.scores[name].wrong:
+            aggregate = statistics.forget_truth_ratio if name == "forget" else statistics.utility_truth_ratio
+            values[name] = aggregate(findings.scores[name].truth_ratios)
+    return values
+
+
+def _forget_quality(findings: Findings) -> Values:
+    assert findings.reference is not None
+    if findings.reference.truth_ratios is None:
+        raise RequestError(f"--metrics forget_quality: {findings.reference.file} has no truth ratios of the forget set")
+    return {
+        "forget": statistics.forget_quality(findings.scores["forget"].truth_ratios, findings.reference.truth_ratios)
+    }
+
+
+def _model_utility(findings: Findings) -> Values:
+    recall = _rouge(lambda overlap: overlap.recall, QUESTIONS)
+    parts = (_probability(findings), recall(findings), _truth_ratio(findings))
+    return {"all": statistics.model_utility([part[name] for part in parts for name in QUESTIONS[1:]])}
+
+
+def _memorised(measure: Callable[[statistics.Bools], float]) -> Callable[[Findings], Values]:
+    def compute(findings: Findings) -> Values:
+        name = "verbatim" if "verbatim" in findings.scores else "forget"
+        scores = findings.scores[name]
+        each = [measure(scores.text_correct(number)) for number in range(len(scores.answers))]
+        return {"forget": float(np.mean(each))}
+
+    return compute
+
+
+def _auc(findings: Findings, attack: Callable[[str, int], float]) -> float:
+    members = member_set(findings.sets)
+    each = [
+        np.array([attack(name, number) for number in range(len(findings.sets[name].items))])
+        for name in (members, "holdout")
+    ]
+    return statistics.auc(*each)
+
+
+def _on_losses(attack: Callable[[Floats, str], float]) -> Callable[[Findings], Values]:
+    def compute(findings: Findings) -> Values:
+        def of(name: str, number: int) -> float:
+            return attack(findings.scores[name].text_losses(number), findings.sets[name].items[number].answer.strip())
+
+        return {"forget": _auc(findings, of)}
+
+    return compute
+
+
+def _on_attacked(what: str, attack: Callable[[Floats], float]) -> Callable[[Findings], Values]:
+    def compute(findings: Findings) -> Values:
+        return {"forget": _auc(findings, lambda name, number: attack(findings.attacked[what][name][number]))}
+
+    return compute
+
+
+def _mia_reference(findings: Findings) -> Values:
+    def of(name: str, number: int) -> float:
+        others = findings.attacked["other_losses"][name][number]
+        return statistics.reference_attack(findings.scores[name].text_losses(number), others)
+
+    return {"forget": _auc(findings, of)}
+
+
+_min_k = _on_losses(lambda losses, text: statistics.min_k_attack(losses))
+
+
+def _privleak(findings: Findings) -> Values:
+    assert findings.reference is not None
+    if findings.reference.min_k is None:
+        raise RequestError(
+            f"--metrics privleak: {findings.reference.file} has no AUC of Min-K; measure that model with "
+            "--metrics mia_min_k, too"
+        )
+    return {"forget": statistics.privleak(_min_k(findings)["forget"], findings.reference.min_k)}
+
+
+def _of_answers(measure: Callable[[str], float]) -> Callable[[Findings], Values]:
+    def compute(findings: Findings) -> Values:
+        names = [name for name in ("forget", "retain") if name in findings.answers]
+        return {name: float(np.mean([measure(answer) for answer in findings.answers[name]])) for name in names}
+
+    return compute
+
+
+def _choice_accuracy(findings: Findings) -> Values:
+    """Return the fraction of questions whose right letter is the most probable; a tie of two counts half."""
+    scores = findings.scores["choices"]
+    pairs = zip(scores.losses, scores.wrong_losses, strict=True)
+    return {"choices": float(np.mean([(loss < wrong.min()) + 0.5 * (loss == wrong.min()) for loss, wrong in pairs]))}
+
+
+def _changed(findings: Findings) -> Values:
+    raise AssertionError("an attack is measured separately")
+
+
+_UTILITY = QUESTIONS[1:]
+_MEMBERS = ("forget", "members", "holdout")
+_TEXTS = ("forget", "verbatim")
+
+METRICS: dict[str, Metric] = {
+    "answer_probability": Metric(_probability, (*QUESTIONS, "holdout")),
+    "rouge_l_recall": Metric(_rouge(lambda overlap: overlap.recall, QUESTIONS), QUESTIONS, answers=True),
+    "rouge_l": Metric(_rouge(lambda overlap: overlap.f1, QUESTIONS), QUESTIONS, answers=True),
+    "truth_ratio": Metric(_truth_ratio, QUESTIONS, wrong=True),
+    "forget_quality": Metric(_forget_quality, ("forget",), wrong=True, option="--reference-log"),
+    "model_utility": Metric(_model_utility, _UTILITY, _UTILITY, wrong=True, answers=True),
+    "verbatim_memorisation": Metric(
+        _rouge(lambda overlap: overlap.f1, ("verbatim",)), ("verbatim",), ("verbatim",), answers=True
+    ),
+    "knowledge_memorisation": Metric(
+        _rouge(lambda overlap: overlap.f1, QUESTIONS[:2]), QUESTIONS[:2], ("forget", "retain"), answers=True
+    ),
+    "exact_memorisation": Metric(_memorised(statistics.exact_memorisation), _TEXTS),
+    "extraction_strength": Metric(_memorised(statistics.extraction_strength), _TEXTS),
+    "mia_loss": Metric(
+        _on_losses(lambda losses, text: statistics.loss_attack(losses)), _MEMBERS, ("forget", "holdout")
+    ),
+    "mia_zlib": Metric(_on_losses(statistics.zlib_attack), _MEMBERS, ("forget", "holdout")),
+    "mia_reference": Metric(
+        _mia_reference, _MEMBERS, ("forget", "holdout"), attacked="other_losses", option="--reference-model"
+    ),
+    "mia_gradient_norm": Metric(
+        _on_attacked("gradient_norm", lambda norm: float(norm[0])),
+        _MEMBERS,
+        ("forget", "holdout"),
+        attacked="gradient_norm",
+    ),
+    "mia_min_k": Metric(_min_k, _MEMBERS, ("forget", "holdout")),
+    "mia_min_k_plus_plus": Metric(
+        _on_attacked("standardized", statistics.min_k_plus_plus_attack),
+        _MEMBERS,
+        ("forget", "holdout"),
+        attacked="standardized",
+    ),
+    "privleak": Metric(_privleak, _MEMBERS, ("forget", "holdout"), option="--reference-log"),
+    "gibberish": Metric(
+        _of_answers(lambda answer: float(statistics.is_gibberish(answer))), QUESTIONS[:2], answers=True
+    ),
+    "fluency": Metric(_of_answers(statistics.fluency), QUESTIONS[:2], answers=True),
+    "choice_accuracy": Metric(_choice_accuracy, ("choices",), ("choices",), wrong=True),
+    "relearning": Metric(_changed, ("forget",), attack=True),
+    "quantisation": Metric(_changed, ("forget",), attack=True),
+}
+# Slow, or with a library of their own: measured only if named.
+_NOT_USUAL = ("mia_gradient_norm", "relearning", "quantisation")
+
+
+def member_set(sets: Mapping[str, ItemSet]) -> str:
+    """Return the set for membership inference."""
+    return "members" if "members" in sets else "forget"
+
+
+def sets_of(name: str, available: Sequence[str]) -> list[str]:
+    """Return the sets that a metric uses in a benchmark with the sets ``available``."""
+    metric = METRICS[name]
+    used = [each for each in metric.sets if each in available]
+    superseded = {"members": "forget", "verbatim": "forget"}  # if the benchmark has a separate set for the purpose
+    dropped = {superseded[each] for each in used if each in superseded and set(metric.sets) & {superseded[each]}}
+    return [each for each in used if each not in dropped]
+
+
+def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:
+    """Return what a metric lacks, as text; None if nothing.
+
+    Args:
+        sets: the available sets.
+        options: of the command, by name; None or False if not given.
+    """
+    metric = METRICS[name]
+    if absent := [each for each in metric.needs if each not in sets]:
+        return f"the benchmark has no set {' and '.join(absent)}"
+    if metric.wrong and (bare := [each for each in metric.needs if not sets[each].has_wrong]):
+        return f"the rows of {' and '.join(bare)} have no wrong answers (perturbed_answer)"
+    if metric.answers and (mute := [each for each in metric.needs if not _asks(sets[each])]):
+        return f"the rows of {' and '.join(mute)} are texts without prompts"
+    if metric.option is not None and not options.get(metric.option):
+        return f"it needs {metric.option}"
+    return None
+
+
+def usual(sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> list[str]:
+    """Return the metrics that lack nothing, except slow ones."""
+    return [name for name in METRICS if name not in _NOT_USUAL and missing(name, sets, options) is None]
+
+
+def _asks(each: ItemSet) -> bool:
+    return each.style != "choices" and all(item.prompt for item in each.items)

@@ -1,0 +1,19 @@
+"""Warnings about a stop that takes longer than a cluster or a launcher waits before it kills."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.launch.ending.exit_code import torchrun_warning
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch"])
+def test_torchrun_that_kills_before_the_last_checkpoint_is_warned_of(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    warning = str(torchrun_warning(31.0, launcher))
+    assert f"{launcher} kills the processes 30 s after a signal" in warning and "trainwright under" in warning
+    assert torchrun_warning(30.0, launcher) is None and torchrun_warning(31.0, "srun") is None
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
+    assert torchrun_warning(31.0, launcher) is None and "3600 s" in str(torchrun_warning(3601.0, launcher))
