@@ -18,7 +18,7 @@ from tests.support.runs import events
 from tests.support.unlearning import write_rows
 
 PACKAGE = Path(__file__).parent / "plugin"
-NAMES = ("focal", "at_once", "sums", "bounded_ascent", "length_ratio", "losses")
+NAMES = ("focal", "at_once", "sgd", "square_root", "sums", "bounded_ascent", "length_ratio", "losses")
 ON_SUMS = ("data.train=sums", "data.limit=null", "train.max_steps=2", "checkpoint.every=null")
 
 
@@ -111,6 +111,61 @@ def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(i
     assert len(of_steps(tmp_path / "focal", "loss")) == 3
     asked = ("--data", "sums", "--metrics", "length_ratio", "--limit", "2", "--max-new-tokens", "2")
     assert "length_ratio" in run(installed, tmp_path, "eval", "focal", *asked)
+
+
+def test_an_optimizer_and_a_schedule_are_the_same_everywhere_and_resume(installed: Path, tmp_path: Path) -> None:
+    """By ddp and fsdp on two processes, and resumed, as by one process; the rates and the first step by hand."""
+    asked = ("optimizer.name=sgd", "optimizer.schedule=square_root", "optimizer.options.nesterov=true")
+    asked = (*asked, "optimizer.momentum=0.9", "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0")
+    asked = (*asked, *ON_SUMS, "train.max_steps=4", "data.validation=null", "train.mixed_precision=no")
+    file = recipe(tmp_path, "sft", model={"dropout": 0.0})
+
+    def train(name: str, *words: str, code: int = 0) -> None:
+        run(installed, tmp_path, "train", file, *asked, f"logging.run_directory={name}", *words, code=code)
+
+    train("one", "parallel.num_processes=1")
+    rates = [0.1 * (1 - step / 4) ** 0.5 for step in range(4)]
+    assert of_steps(tmp_path / "one", "learning_rate") == pytest.approx(rates, rel=1e-12)
+    losses = of_steps(tmp_path / "one", "loss")
+    for strategy in ("ddp", "fsdp"):
+        train(
+            strategy,
+            "parallel.num_processes=2",
+            f"parallel.strategy={strategy}",
+            "checkpoint.every=2",
+            "train.max_steps=4",
+        )
+        assert of_steps(tmp_path / strategy, "loss") == pytest.approx(losses, rel=1e-5)
+    train("stopped", "parallel.num_processes=1", "--until", "step 2", code=75)
+    run(installed, tmp_path, "train", "--resume", "stopped")
+    assert of_steps(tmp_path / "stopped", "loss") == losses
+    state = {name: _state_bytes(installed, tmp_path, file, f"optimizer.name={name}") for name in ("sgd", "adamw")}
+    assert state["sgd"] == pytest.approx(state["adamw"] / 2, rel=0.01)
+
+
+def _state_bytes(installed: Path, cwd: Path, file: str, *words: str) -> float:
+    plan = run(installed, cwd, "plan", file, *ON_SUMS, "parallel.num_processes=1", *words, "--json")
+    return float(json.loads(plan)["chosen"]["memory"]["parts"]["optimizer state"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("optimizer.momentum=0.5",), "optimizer.momentum: has no effect with optimizer adamw"),
+        (("optimizer.options.nesterov=true",), "optimizer.options: has no effect with optimizer adamw"),
+        (("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"), "optimizer.betas: has no effect with optimizer sgd"),
+        (
+            ("optimizer.name=sgd", "parallel.strategy=zero2", "parallel.num_processes=2"),
+            "use parallel.strategy ddp or fsdp",
+        ),
+        (("optimizer.name=sgdd",), "did you mean sgd?"),
+        (("optimizer.schedule=square_rot",), "did you mean square_root?"),
+    ],
+)
+def test_keys_that_an_optimizer_does_not_read_are_refused(
+    installed: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    assert said in run(installed, tmp_path, "recipe", "check", recipe(tmp_path, "sft"), *ON_SUMS, *words, code=2)
 
 
 @pytest.mark.slow

@@ -77,6 +77,8 @@ def test_a_module_beside_a_recipe_is_found_from_elsewhere_and_not_executed(
 KEYS = {
     "task": "task=evil:SPEC",
     "strategy": "parallel.strategy=evil:SPEC",
+    "optimizer": "optimizer.name=evil:SPEC",
+    "schedule": "optimizer.schedule=evil:SPEC",
     "source": "data.train=evil:SOURCE",
     "metric": "evaluate.metrics=['evil:score']",
     "observer": "logging.observers=['evil:score']",
@@ -97,7 +99,14 @@ def test_no_key_of_a_recipe_makes_a_check_execute_anything(folder: Path, key: st
     asked = ("recipe", "check", str(ROOT / "recipes" / RECIPES.get(key, "sft") / "tiny.yaml"), KEYS[key])
     refused = trainwright(*asked, cwd=folder)
     assert not (folder / "executed").exists()
-    if key in ("task", "strategy", "source", "objective"):  # without which the rest cannot be checked
+    if key in (
+        "task",
+        "strategy",
+        "optimizer",
+        "schedule",
+        "source",
+        "objective",
+    ):  # without which the rest cannot be checked
         assert refused.returncode == 2 and "--trust-code" in refused.stderr, refused.stderr
     elif key == "step policy":
         assert refused.returncode == 2 and f"{folder / 'evil.py'} has no Policy" in refused.stderr

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.extensions import Registry
 
 if TYPE_CHECKING:
+    from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
 
@@ -77,6 +78,30 @@ OBJECTIVES: Registry[Any] = Registry(
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
 )
 
+# Each is a recipe.optimizer_spec.OptimizerSpec.
+OPTIMIZERS: Registry[OptimizerSpec] = Registry(
+    "trainwright.optimizers",
+    {
+        "adamw": "trainwright.recipe.optimizer_spec:ADAMW",
+        "muon": "trainwright.recipe.optimizer_spec:MUON",
+    },
+    kind="optimizer",
+    required=("summary", "implementation", "reads", "state", "whole_matrices"),
+)
+
+# Each is a recipe.optimizer_spec.ScheduleSpec.
+SCHEDULES: Registry[ScheduleSpec] = Registry(
+    "trainwright.schedules",
+    {
+        "constant": "trainwright.recipe.optimizer_spec:CONSTANT",
+        "linear": "trainwright.recipe.optimizer_spec:LINEAR",
+        "cosine": "trainwright.recipe.optimizer_spec:COSINE",
+        "warmup_stable_decay": "trainwright.recipe.optimizer_spec:WARMUP_STABLE_DECAY",
+    },
+    kind="schedule",
+    required=("factor", "in_decay_steps", "falls"),
+)
+
 # Simpler ones first: of equally fast ones the first is chosen.
 STRATEGIES: Registry[StrategySpec] = Registry(
     "trainwright.strategies",
@@ -143,6 +168,8 @@ STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
 KEYS: dict[str, Registry[Any]] = {
     "task": TASKS,
     "parallel.strategy": STRATEGIES,
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.schedule": SCHEDULES,
     "data.train": SOURCES,
     "unlearn.objective": OBJECTIVES,
     "evaluate.metrics": METRICS,

@@ -18,6 +18,7 @@ from trainwright.recipe.schema import OptimizerSection, Recipe
 from trainwright.recipe.sections.faults import FaultsSection
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 from trainwright.recipe.yaml_text import Tree
+from trainwright.registries import SCHEDULES
 
 _SHORT = (
     "train.epochs=null",
@@ -119,7 +120,7 @@ def _without_dropout(section: dict[str, Any], prefix: str) -> Iterator[str]:
 def _schedule(optimizer: OptimizerSection) -> Iterator[str]:
     """Yield overrides for a warm-up and a decay that fit in the short run; fractions of the run stay as they are."""
     lengths = {"warmup_steps": optimizer.warmup_steps}
-    if optimizer.schedule == "warmup_stable_decay":
+    if SCHEDULES.get(optimizer.schedule).in_decay_steps:
         lengths["decay_steps"] = optimizer.decay_steps
     left = int(phases.STEPS * (1 - sum(length for length in lengths.values() if isinstance(length, float))))
     for key, length in lengths.items():

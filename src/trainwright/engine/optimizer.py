@@ -15,36 +15,39 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from trainwright.extensions import load
 from trainwright.parallel.matrix_exchange import MatrixExchange
 from trainwright.parallel.matrix_owners import ITERATIONS
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.recipe.schema import OptimizerSection
+from trainwright.registries import OPTIMIZERS, SCHEDULES
 
 
 def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
     """Return the function with which a strategy makes the recipe's optimizer over its parameters.
 
-    Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful. `Strategy.step`
-    sets the learning rate of each step.
+    `Strategy.step` sets the learning rate of each step. Raises RequestError if an optimizer of one's own cannot be
+    imported.
     """
+    entry_point, described = OPTIMIZERS.get(section.name).implementation, OPTIMIZERS.describe(section.name)
+    make = load(entry_point, f"{described}: its implementation {entry_point}")
+    return lambda named: make(named, section)
 
-    def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        if section.name == "muon":
-            return Muon(named, section)
-        parameters = [parameter for _, parameter in named]
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        return AdamW(
-            [group for group in groups if group["params"]],
-            lr=section.learning_rate,
-            betas=section.betas,
-            eps=section.eps,
-            fused=True,
-        )
 
-    return make
+def adamw(named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> Optimizer:
+    """Return torch's AdamW. Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful."""
+    parameters = [parameter for _, parameter in named]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        fused=True,
+    )
 
 
 class Schedule:
@@ -59,12 +62,12 @@ class Schedule:
 
     def __init__(self, section: OptimizerSection, max_steps: int) -> None:
         self._peak = section.learning_rate
-        self._kind = section.schedule
+        self._schedule = SCHEDULES.get(section.schedule)
         self._floor = section.final_learning_rate_ratio
         self._last = max_steps
         self._warmup = steps_of(section.warmup_steps, max_steps)
         self._decay = max_steps - self._warmup
-        if self._kind == "warmup_stable_decay":
+        if self._schedule.in_decay_steps:
             self._decay = min(self._decay, steps_of(section.decay_steps, max_steps))
 
     def __call__(self, step: int) -> float:
@@ -72,10 +75,9 @@ class Schedule:
         if step <= self._warmup:
             return self._peak * step / (self._warmup + 1)
         progress = 1.0 - (self._last - (step - 1)) / self._decay
-        if self._kind == "constant" or progress <= 0:
+        if not self._schedule.falls or progress <= 0:
             return self._peak
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if self._kind == "cosine" else 1.0 - progress
-        return self._peak * (self._floor + (1.0 - self._floor) * remaining)
+        return self._peak * (self._floor + (1.0 - self._floor) * self._schedule.factor(progress))
 
 
 def steps_of(value: int | float, max_steps: int) -> int:

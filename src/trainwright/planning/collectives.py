@@ -13,6 +13,7 @@ from trainwright.planning.memory.fsdp import ShardedUnit, units
 from trainwright.planning.memory.inventory import OUTSIDE, Inventory, inventory, partly_trained
 from trainwright.planning.memory.strategies import exchanged_width, orthogonalized
 from trainwright.planning.workload import Choice, Workload
+from trainwright.registries import OPTIMIZERS
 
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 _REDUCED = 4  # bytes of an element whose gradient is reduced
@@ -35,7 +36,7 @@ def collectives(workload: Workload, choice: Choice) -> dict[str, Count] | None:
     width = _WIDTHS[choice.mixed_precision]
     full = inventory(workload.architecture, width, workload.adapter is None, workload.adapter, workload.quantisation)
     trained_inventory = partly_trained(full, workload.trained)
-    updates = {} if workload.optimizer == "adamw" else _updates(trained_inventory, choice)
+    updates = _updates(trained_inventory, choice) if OPTIMIZERS.get(workload.optimizer).whole_matrices else {}
     if choice.spec.gathers_blocks:
         return {**_sharded(trained_inventory, choice, width), **updates}
     if any(one.when == "buckets" for one in choice.spec.collectives):

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.model import ModelSection
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
-OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "full", "selective"] | int
 # "nf4_single": with scales in fp32, without double quantization.
 Quantization = Literal["none", "nf4", "nf4_single", "int8"]
@@ -102,7 +101,7 @@ class Workload:
     windows: bool = False
     adapter: AdapterShape | None = None
     quantisation: Quantization = "none"
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     steps: int | None = None
     evaluates: bool = True
     copies_state: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainwright.recipe import parallel_checks
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.sections.model import absurd_sizes
-from trainwright.registries import TASKS
+from trainwright.registries import OPTIMIZERS, SCHEDULES, TASKS
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -207,16 +207,22 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
-    decays = optimizer.schedule == "warmup_stable_decay"
+    read = OPTIMIZERS.get(optimizer.name).reads
+    for key in ("momentum", "betas", "eps", "options"):
+        if key in optimizer.changed() and key not in read:
+            why = f"has no effect with optimizer {optimizer.name}; remove it or choose another optimizer"
+            yield Contradiction((f"optimizer.{key}", "optimizer.name"), why)
+    schedule = SCHEDULES.get(optimizer.schedule)
+    decays = schedule.in_decay_steps
     if not decays and "decay_steps" in optimizer.changed():
         yield Contradiction(
             ("optimizer.decay_steps", "optimizer.schedule"),
             f"has no effect with schedule {optimizer.schedule}, only with warmup_stable_decay",
         )
-    if optimizer.schedule == "constant" and optimizer.final_learning_rate_ratio:
+    if not schedule.falls and optimizer.final_learning_rate_ratio:
         yield Contradiction(
             ("optimizer.final_learning_rate_ratio", "optimizer.schedule"),
-            "has no effect with schedule constant; remove it or choose another schedule",
+            f"has no effect with schedule {optimizer.schedule}; remove it or choose another schedule",
         )
     parts = [optimizer.warmup_steps, optimizer.decay_steps if decays else 0]
     total = recipe.train.max_steps

@@ -42,18 +42,17 @@ from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.sections.train import TrainSection
 from trainwright.recipe.task_spec import TaskSpec
-from trainwright.registries import METRICS, OBSERVERS, TASKS
+from trainwright.registries import METRICS, OBSERVERS, OPTIMIZERS, SCHEDULES, TASKS
+
+
+def _with_summaries(schema: dict[str, Any]) -> None:
+    schema["description"] = ". ".join([*(OPTIMIZERS.get(name).summary for name in OPTIMIZERS.names()), ""]).strip()
 
 
 class OptimizerSection(Section):
     """Settings of the optimizer."""
 
-    name: Literal["adamw", "muon"] = Field(
-        "adamw",
-        description="adamw (Loshchilov and Hutter, arXiv 1711.05101). muon: orthogonalized momentum for the matrices "
-        "of the blocks (Jordan et al., 2024; scaled as in arXiv 2502.16982) and AdamW for all other parameters, with "
-        "one learning rate.",
-    )
+    name: Annotated[str, Registered(OPTIMIZERS)] = Field("adamw", json_schema_extra=_with_summaries)
     momentum: BelowOne = Field(0.95, description="muon: momentum coefficient.")
     learning_rate: Positive = Field(2e-5, description="Peak learning rate of the schedule.")
     betas: tuple[BelowOne, BelowOne] = Field(
@@ -61,7 +60,8 @@ class OptimizerSection(Section):
     )
     eps: Positive = Field(1e-8, description="Added to the denominator of the update for numerical stability.")
     weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, applied to matrices only.")
-    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
+    options: dict[str, Any] = Field({}, description="Keys of an optimizer of your own, which gets them as they are.")
+    schedule: Annotated[str, Registered(SCHEDULES)] = Field(
         "cosine",
         description="Learning rate schedule after the warm-up. With step k from 0 to n - 1 and w warm-up steps, step w "
         "has learning_rate, and the rate falls with the progress p = (k - w) / (n - w): by 1 - p (linear) or "

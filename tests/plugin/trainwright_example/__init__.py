@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic import Field
 from trainwright.data.sources.registry import Source
 from trainwright.extensions import extension
 from trainwright.parallel.replicated.spec import DDP
+from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
 from trainwright.recipe.sections.fields import NotNegative, Section
 from trainwright.recipe.task_spec import TaskSpec
 from trainwright.tasks.unlearn.objective import Objective
@@ -40,6 +42,15 @@ BOUNDED_ASCENT = Objective(
     "trainwright_example.training:bounded_ascent",
     defaults={"beta": 5.0},
 )
+
+SGD = OptimizerSpec(
+    summary="sgd: gradient descent with momentum",
+    implementation="trainwright_example.training:sgd",
+    reads=("momentum", "options"),
+    state=1,
+)
+
+SQUARE_ROOT = ScheduleSpec(lambda progress: math.sqrt(1.0 - progress))
 
 
 @extension("metric")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
 from trainwright.models.load import load_tokenizer
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import OptimizerSection, Recipe
 from trainwright.tasks.language_model import prepare_data, prepare_once
 from trainwright.tasks.sft.task import SupervisedFineTuning
 from trainwright_example import FocalSection
@@ -41,3 +42,10 @@ class Focal(SupervisedFineTuning):
 def bounded_ascent(losses: torch.Tensor, beta: float) -> torch.Tensor:
     """Return log p of every forget token, and -beta where it is below that."""
     return -losses.clamp(max=beta)
+
+
+def sgd(named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> torch.optim.Optimizer:
+    """Return torch's SGD. ``section.options`` may have ``nesterov``."""
+    parameters = [parameter for _, parameter in named]
+    decay = section.weight_decay
+    return torch.optim.SGD(parameters, section.learning_rate, section.momentum, weight_decay=decay, **section.options)

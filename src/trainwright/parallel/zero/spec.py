@@ -35,8 +35,8 @@ ZERO1 = StrategySpec(
         Limit(
             "optimizer.name",
             ("adamw",),
-            "Muon needs whole matrices, but DeepSpeed shards flat; set parallel.strategy to ddp or fsdp",
-            "Muon needs whole matrices, but DeepSpeed shards flat",
+            "DeepSpeed shards the state of adamw, flat (Muon needs whole matrices); use parallel.strategy ddp or fsdp",
+            "only adamw: DeepSpeed shards its state, flat, and Muon needs whole matrices",
         ),
     ),
     library=DEEPSPEED,

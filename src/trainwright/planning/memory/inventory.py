@@ -11,7 +11,8 @@ from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations import block_kinds, block_weights, end_weights
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import AdapterShape, OptimizerName, Quantization
+from trainwright.planning.workload import AdapterShape, Quantization
+from trainwright.registries import OPTIMIZERS
 
 OUTSIDE = -1  # the unit of parameters outside the blocks
 EXPERTS = "experts."
@@ -40,17 +41,19 @@ class Weight(NamedTuple):
 
     @property
     def is_orthogonalized(self) -> bool:
-        """Whether Muon updates it (engine/optimizer.py); AdamW updates all others."""
+        """Whether an optimizer of whole matrices updates it as one (`Muon` in engine/optimizer.py)."""
         return self.unit != OUTSIDE and self.columns > 1 and _STACKED.isdisjoint(self.name.split("."))
 
     def ranks(self, shards: int, expert_parallel: int) -> int:
         """Return how many of ``shards`` ranks share its rows, if ``expert_parallel`` of them have different experts."""
         return shards // expert_parallel if self.name.startswith(EXPERTS) else shards
 
-    def state(self, optimizer: OptimizerName, shards: int = 1) -> int:
+    def state(self, optimizer: str, shards: int = 1) -> int:
         """Return this parameter's optimizer-state elements on the fullest of ``shards`` ranks that share its rows."""
         own = -(-self.rows // shards) * self.columns
-        return own if optimizer == "muon" and self.is_orthogonalized else 2 * own + 1  # AdamW also has a step count
+        spec = OPTIMIZERS.get(optimizer)
+        # And a count of steps, as AdamW has.
+        return own if spec.whole_matrices and self.is_orthogonalized else spec.state * own + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +145,7 @@ def experts_by_unit(inventory: Inventory) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=64)
-def optimizer_state(inventory: Inventory, optimizer: OptimizerName, shards: int = 1, expert_parallel: int = 1) -> int:
+def optimizer_state(inventory: Inventory, optimizer: str, shards: int = 1, expert_parallel: int = 1) -> int:
     """Return the optimizer-state elements of all trained parameters on the fullest rank."""
     return sum(w.state(optimizer, w.ranks(shards, expert_parallel)) for w in inventory.weights if w.trainable)
 

@@ -25,6 +25,7 @@ from trainwright.planning.operations import BatchShape, PassSettings, passes
 from trainwright.planning.operations.launches import excess_when_pinned
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, Workload
+from trainwright.registries import OPTIMIZERS
 
 # models/quantization.py: number of elements that are quantized at once, and the approximate bytes that each needs.
 _QUANTIZED, _QUANTIZING = 2**20, 23
@@ -165,7 +166,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     excess = 0 if cluster.device == "cpu" else sum(map(excess_when_pinned, model.pinned()))
     between = sum(base.values())
     norm = 4 * min(CACHED_ELEMENTS, trained_inventory.largest_trained) if cluster.device == "cpu" else 0
-    extra = 0 if workload.optimizer == "adamw" else orthogonalizing(trained_inventory, choice, cluster.device == "cuda")
+    whole = OPTIMIZERS.get(workload.optimizer).whole_matrices
+    extra = orthogonalizing(trained_inventory, choice, cluster.device == "cuda") if whole else 0
     step = max(model.step() + extra, flow.held.total + norm)
     phases = {
         "load": _load(trained_inventory, workload, choice, cluster, base, host),

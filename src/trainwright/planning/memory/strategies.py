@@ -17,7 +17,7 @@ from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.walk import Allocated, Flow
 from trainwright.planning.operations import PassSettings
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import Choice, OptimizerName
+from trainwright.planning.workload import Choice
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 
@@ -32,7 +32,7 @@ class StrategyMemory(ABC):
     held: Inventory
     setting: PassSettings
     choice: Choice
-    optimizer: OptimizerName
+    optimizer: str
 
     @abstractmethod
     def lasting(self) -> Mapping[str, int]:

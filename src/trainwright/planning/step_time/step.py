@@ -31,6 +31,7 @@ from trainwright.planning.step_time.rates import Group, Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import DeviceWork, Pricing
 from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
+from trainwright.registries import OPTIMIZERS
 
 # Matrices of a block: query, key, value, output; gate, up and down, or the router.
 _ATTENTION_AND_MLP, _ATTENTION_AND_ROUTER = 7, 5
@@ -304,7 +305,7 @@ class _Step:
         )
 
     def _orthogonalized(self) -> tuple[tuple[int, int], ...]:
-        return () if self.workload.optimizer == "adamw" else orthogonalized(self._inventory())
+        return orthogonalized(self._inventory()) if OPTIMIZERS.get(self.workload.optimizer).whole_matrices else ()
 
     def _data(self) -> float:
         """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap."""
