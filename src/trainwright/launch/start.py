@@ -116,20 +116,9 @@ def _as_node(
         return bool(resolved.usable) and number * here >= resolved.usable[0]
 
     with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
-        rendezvous_address = rendezvous.host, rendezvous.port
         directory = request.recipe.logging.run_directory
         shared = folder_of(directory) if request.run is None else request.run.absolute().parent
-        nodes = Nodes.meet(
-            rendezvous.node_rank,
-            rendezvous.nodes,
-            rendezvous_address,
-            rendezvous.seconds,
-            mine,
-            linked,
-            rules,
-            enough,
-            shared,
-        )
+        nodes = Nodes.meet(rendezvous, mine, linked, rules, enough, shared)
     with taking_part(nodes):
         return _Launch(request, resolved, linked, here, machine, nodes).train()
 

@@ -287,9 +287,8 @@ def run_as_node(
     """
     mine = NodeInfo.here(processes, gpus, command, resume=False)
     rules = NodeRules(may_lose=False, on_hang="warn")
-    address = met.host, met.port
-    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(*address)}"):
-        nodes = Nodes.meet(met.node_rank, met.nodes, address, met.seconds, mine, stopping, rules)
+    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(met.host, met.port)}"):
+        nodes = Nodes.meet(met, mine, stopping, rules)
     with taking_part(nodes):
         logs = nodes.open(lambda: (make(), command), _made)
         crew = Crew(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
