@@ -200,7 +200,7 @@ GPU = {"GetPowerUsage": 700_000, "GetClockInfo": 1200, "GetMaxClockInfo": 1980, 
     ],
 )
 def test_a_gpu_tells_what_lowers_its_clock(bits: int, name: str, limited: list[str]) -> None:
-    state = gpu.asked(Library(**GPU, **{name: bits}), None)
+    state = gpu.gpu_state(Library(**GPU, **{name: bits}), None)
     expected = {"power": 700.0, "clock": 1200, "highest_clock": 1980, "temperature": 88, "limited": limited}
     assert state == expected  # what it does not tell is left out
     causes = causes_of({"asleep": 0.9}, gpu=state)

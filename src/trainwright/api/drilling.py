@@ -257,7 +257,7 @@ def _possible(
     return moved(trials, refused, cases), refused
 
 
-def _left(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
+def _remaining(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
     """Return the trials without a verdict, and those that did not hold."""
     from trainwright.drilling.campaign import BROKEN, MISSED
 
@@ -284,7 +284,7 @@ def _perform(
     def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _possible(trials, recipe, setting)
-        return [trial for trial in _left(possible, results) if (trial.name, str(trial.case)) not in done]
+        return [trial for trial in _remaining(possible, results) if (trial.name, str(trial.case)) not in done]
 
     if not (remaining := still_left()):
         return

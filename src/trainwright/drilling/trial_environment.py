@@ -20,7 +20,7 @@ from trainwright.drilling.commands import TRAINWRIGHT, Command, CommandResult
 from trainwright.drilling.invariants import InvariantBroken, Missed, Undisturbed, require
 from trainwright.drilling.kinds import KINDS, DrillTrial, FaultCase, Spread
 from trainwright.drilling.trial_settings import TrialSettings
-from trainwright.drilling.undisturbed import REFERENCE, forget_refusals, made_once
+from trainwright.drilling.undisturbed import REFERENCE, forget_refusals, make_once
 from trainwright.launch.run_directory import override_of, with_directory
 
 FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
@@ -248,7 +248,7 @@ class Scene:
 
     def _once(self, name: str, overrides: Sequence[str], make: Callable[[Path, Sequence[str]], None]) -> Path:
         files = [self.work / name for name in self.setting.files]
-        return made_once(self.setting, files, self.case.spread, name, overrides, make)
+        return make_once(self.setting, files, self.case.spread, name, overrides, make)
 
     def _variables(self, cache: Path) -> dict[str, str]:
         """Return the environment of a command: the campaign's variables, and over them the trial's own directories.

@@ -212,7 +212,7 @@ _KEPT = "kept"  # the token of what a later call goes on with
 _OLD_SECONDS = 24 * 3600.0
 
 
-def made_once(
+def build_once(
     directory: Path,
     find: Callable[[], _Found | None],
     make: Callable[[Path], object],
@@ -245,7 +245,7 @@ def made_once(
         existing = retried(find)
         if existing is not None:
             return existing
-        _remove_left(directory, alone=alone, keep=goes_on)
+        _remove_remnants(directory, alone=alone, keep=goes_on)
         token = _KEPT if alone and goes_on else secrets.token_hex(4)
         scratch = directory.with_name(f"{_prefix(directory)}{token}")
         complete = False
@@ -259,7 +259,7 @@ def made_once(
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def remove_left_files(file: Path) -> None:
+def remove_remnants(file: Path) -> None:
     """Remove what processes that were killed have left of writing ``file`` with `paths.write_file`.
 
     Call it while nobody else writes the file.
@@ -289,7 +289,7 @@ def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]
     return existing
 
 
-def _remove_left(directory: Path, *, alone: bool, keep: bool) -> None:
+def _remove_remnants(directory: Path, *, alone: bool, keep: bool) -> None:
     """Remove what calls that were interrupted have left: those of this host if no other process of it is here now."""
     own = _prefix(directory)
     for left in directory.parent.glob(f".*{_literal(directory.name)}.*"):

@@ -382,6 +382,6 @@ def scheduler_job() -> str | None:
     return next((os.environ[name] for name in _JOBS if os.environ.get(name)), None)
 
 
-def is_started_again() -> bool:
+def is_restart() -> bool:
     """Return whether what has started this process may start it again when a machine has failed (exit code 5)."""
     return scheduler_job() is not None or bool(os.environ.get(STARTS_AGAIN))

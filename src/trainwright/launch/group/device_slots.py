@@ -51,7 +51,7 @@ class DeviceSlot:
     local_size: int = 1
 
 
-def places(members: Sequence[Member]) -> list[DeviceSlot]:
+def device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
     """Return a place for every rank. Raises MachineError if the processes do not fit on their machines."""
     _same_version(members)
     slots: dict[int, DeviceSlot] = {}

@@ -400,7 +400,7 @@ def _expand(part: str) -> list[str]:
     return names
 
 
-_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -436,13 +436,13 @@ class NodeRendezvous:
             raise RequestError(f"--nodes {nodes} needs --node-rank: 0 to {nodes - 1}, another one on every node")
         if node_rank >= nodes:
             raise RequestError(f"--node-rank: nodes are counted from 0, so with {nodes} nodes the last is {nodes - 1}")
-        host, port = parse_place(rendezvous)
+        host, port = parse_address(rendezvous)
         return cls(nodes, node_rank, host, port, seconds or 600.0)
 
 
-def parse_place(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Parse `--rendezvous host:port`. Raises RequestError."""
-    match = _PLACE.fullmatch(text)
+    match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[3]) < 2**16:
         raise RequestError(
             f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500, or [fd00::1]:29500 with IPv6"

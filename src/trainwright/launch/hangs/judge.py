@@ -182,7 +182,7 @@ def _verdict(
     active: Mapping[int, RankState], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
 ) -> Verdict:
     first = active[late[0]]
-    parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_place(first.beat)}"]
+    parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_position(first.beat)}"]
     others = {rank: seen.beat for rank, seen in active.items() if rank not in late}
     ahead = [rank for rank, beat in others.items() if beat.entered > first.beat.entered]
     waiting = [rank for rank, beat in others.items() if beat.waiting]
@@ -206,7 +206,7 @@ def _state(seen: RankState) -> str:
     return f"made no progress for {span(seen.quiet)}{took}{using}:"
 
 
-def _place(beat: Beat) -> str:
+def _position(beat: Beat) -> str:
     step = f" of step {beat.step}" if beat.step >= 0 else ""
     micro = f", micro-batch {beat.micro_batch}" if beat.micro_batch >= 0 else ""
     inside = f", inside {_last(beat)}" if beat.waiting else ""

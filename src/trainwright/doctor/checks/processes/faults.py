@@ -54,7 +54,7 @@ def _provoked(
     if not isinstance(ended, Failure) or not is_named(ended):
         findings.append(_not_named(what, message))
     if left := [child.pid for child in multiprocessing.active_children()]:
-        findings.append(_left(what, left))
+        findings.append(_remaining(what, left))
     return CheckResult((f"reported after {span(took)}: {_in_short(message)}",), tuple(findings))
 
 
@@ -113,7 +113,7 @@ def _not_named(what: str, message: str) -> Finding:
     )
 
 
-def _left(what: str, left: list[int | None]) -> Finding:
+def _remaining(what: str, left: list[int | None]) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what}: process {', '.join(map(str, left))} is left over",
