@@ -131,7 +131,7 @@ class _Remote:
         return "its connection was lost" if code == SSH_FAILED else f"its command was killed (exit code {code})"
 
     def _has_reported_end(self) -> bool:
-        """Return whether the host has reported the exit code of its command, which then is that of the connection too."""
+        """Return whether the host has reported its command's exit code, which then is that of the connection too."""
         if not self._ended and self._threads[1].is_alive():
             self._threads[1].join(_TELLS_SECONDS)
         return self._ended
