@@ -146,6 +146,10 @@ class Registry(Generic[T]):
             self._found[name] = extension
         return self._found[name]
 
+    def present(self) -> list[T]:
+        """Return all objects but those of built-in names whose module is not there, as its folder was deleted."""
+        return [self.get(name) for name in self.names() if name not in self._builtin or _is_there(self._builtin[name])]
+
     def find(self, name: str) -> T | None:
         """Return the object like ``get``; None if ``name`` is not registered and not a place in an existing module."""
         if name not in self.names() and not _is_place(name):
@@ -334,6 +338,13 @@ def _is_place(name: str) -> bool:
     module, attribute = _split(name)
     parts = (*([] if is_file(name) else module.split(".")), *attribute.split("."))
     return all(part.isidentifier() for part in parts) and _file_of(module) is not None
+
+
+def _is_there(place: str) -> bool:
+    try:
+        return find_spec(_split(place)[0]) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def _split(place: str) -> tuple[str, str]:

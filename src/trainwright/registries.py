@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainwright.extensions import Registry
@@ -124,6 +125,18 @@ OBSERVERS: Registry[Any] = Registry(
     kind="observer",
     required=("__call__",),
     marked=True,
+)
+
+# Each is called with the seconds that a stop of the run takes, and returns a warning if what runs this job gives it
+# less time, or None.
+STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
+    "trainwright.stop_warnings",
+    {
+        "cluster": "trainwright.clusters.job:stop_warning",
+        "slurm": "trainwright.clusters.slurm.scheduler:job_warning",
+    },
+    kind="stop warning",
+    required=("__call__",),
 )
 
 # The keys of a recipe that name a registered object.

@@ -273,7 +273,7 @@ def test_a_script_on_two_nodes(tmp_path: Path, place: str, words: tuple[str, ...
 
 @pytest.mark.parametrize(("words", "code"), [(("a b", "$(touch pwned)"), 0), (("exit",), 7)])
 def test_a_script_on_two_hosts(tmp_path: Path, words: tuple[str, ...], code: int) -> None:
-    """What stands for ssh runs the commands here; tests/launch/hosts/test_ssh.py has a real one."""
+    """What stands for ssh runs the commands here; tests/clusters/hosts/test_ssh.py has a real one."""
     (tmp_path / "nodes.py").write_text(NODES)
     (tmp_path / "ssh").write_text('#!/bin/sh\nfor last in "$@"; do :; done\nexec sh -c "$last"\n')
     (tmp_path / "ssh").chmod(0o755)

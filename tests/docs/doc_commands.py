@@ -27,7 +27,7 @@ NOT_RUN = {
     r"s3://": "a bucket: tests/launch/test_stored_runs.py runs such commands",
     r"--compute": "a process that has not imported torch: tests/simulation runs it",
     r"--rendezvous|--hosts |^trainwright launch --host": "several nodes: tests/launch and tests/cli run them",
-    r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/launch/slurm runs the page",
+    r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/clusters/slurm runs the page",
     r"--to (pods|sky|sky-nodes|spot-pods) ": "a cluster of clusters.yaml: tests/docs/test_clusters.py runs them",
     r"<name>|\b(RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
     r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|documents/|[ =]recipe\.yaml": (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.launch.clusters.job import captured
-from trainwright.launch.hosts.starting import exports
+from trainwright.clusters.hosts.starting import exports
+from trainwright.clusters.job import captured
 
 NEEDED = {
     "HF_HOME": "/data/hf",

@@ -20,10 +20,10 @@ from trainwright.text import quoted, say
 if TYPE_CHECKING:
     from trainwright.api.planning import Plan
     from trainwright.api.training import TrainingRequest
-    from trainwright.launch.clusters.job import Job
-    from trainwright.launch.hosts.names import Host
+    from trainwright.clusters.hosts.names import Host
+    from trainwright.clusters.job import Job
+    from trainwright.clusters.slurm.scheduler import QueuedJob
     from trainwright.launch.scripts.starting import NodeOptions
-    from trainwright.launch.slurm.scheduler import QueuedJob
     from trainwright.observe.reader import EventRecord
 
 
@@ -44,9 +44,9 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
         FaultError: a host was lost, and the run cannot go on with those that are left.
         Stopped: a stop was requested after a host was lost, before the run was started again.
     """
+    from trainwright.clusters.hosts.names import ask, processes_of
+    from trainwright.clusters.hosts.starting import exports, run_on
     from trainwright.launch import run_directory
-    from trainwright.launch.hosts.names import ask, processes_of
-    from trainwright.launch.hosts.starting import exports, run_on
     from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.request import request_of
     from trainwright.recipe.sections.parallel import ProcessRange
@@ -87,7 +87,7 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
         stopped = ended.stopped or stop_was_requested(run, within=process_age())
         if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and host_list[0] not in ended.lost):
             break
-        from trainwright.launch.hosts.starting import HostRestarts  # imports torch
+        from trainwright.clusters.hosts.starting import HostRestarts  # imports torch
 
         restarts = restarts or HostRestarts(run, request.recipe.faults.restarts, may_lose, started_at)
         try:
@@ -125,8 +125,8 @@ def launch_on_hosts(
         RequestError: the request is wrong or a host unknown; nothing is started.
         MachineError: a host cannot take part; nothing is started.
     """
-    from trainwright.launch.hosts.names import ask, processes_of
-    from trainwright.launch.hosts.starting import exports, run_on
+    from trainwright.clusters.hosts.names import ask, processes_of
+    from trainwright.clusters.hosts.starting import exports, run_on
     from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.scripts.starting import check_script, make_logs
 
@@ -150,8 +150,8 @@ def _hosts_of(
     hosts: str | None, hostfile: Path | None, nodes: int | None, node_rank: int | None, rendezvous: str | None
 ) -> list[Host]:
     """Return the hosts of ``--hosts`` or ``--hostfile``. Raises RequestError, also for options that these set."""
+    from trainwright.clusters.hosts.names import parse_hosts, read_hostfile
     from trainwright.launch.group.addresses import is_loopback
-    from trainwright.launch.hosts.names import parse_hosts, read_hostfile
 
     options = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
     if given := [name for name, value in options.items() if value is not None]:
@@ -269,7 +269,7 @@ def _queue() -> list[QueuedJob]:
     """Return the jobs in Slurm's queue; none, with a note, if it does not answer."""
     from shutil import which
 
-    from trainwright.launch.slurm.scheduler import queue
+    from trainwright.clusters.slurm.scheduler import queue
 
     try:
         return [] if which("squeue") is None else queue()
@@ -315,10 +315,10 @@ def _expected_end(last: int, steps: Sequence[EventRecord]) -> float | None:
 
 
 _WRITERS = {
-    "slurm": "trainwright.launch.slurm.job",
-    "kubernetes": "trainwright.launch.clusters.kubernetes",
-    "skypilot": "trainwright.launch.clusters.skypilot",
-    "ray": "trainwright.launch.clusters.ray",
+    "slurm": "trainwright.clusters.slurm.job",
+    "kubernetes": "trainwright.clusters.kubernetes",
+    "skypilot": "trainwright.clusters.skypilot",
+    "ray": "trainwright.clusters.ray",
 }
 # What takes a file that is printed.
 _USE = {
@@ -423,9 +423,9 @@ def submit(
         >>> "#SBATCH --time=4:00:00" in made.script.splitlines()
         True
     """
-    from trainwright.launch.clusters.job import first_overrides, job_of
-    from trainwright.launch.clusters.settings import SLURM
-    from trainwright.launch.slurm import submission
+    from trainwright.clusters.job import first_overrides, job_of
+    from trainwright.clusters.settings import SLURM
+    from trainwright.clusters.slurm import submission
     from trainwright.recipe.sections.launch import job_seconds
 
     options = {

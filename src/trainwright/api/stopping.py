@@ -18,7 +18,7 @@ from trainwright.machine.sharing import is_locked
 from trainwright.paths import run_path
 
 if TYPE_CHECKING:
-    from trainwright.launch.slurm.scheduler import QueuedJob
+    from trainwright.clusters.slurm.scheduler import QueuedJob
 
 _LOOK_SECONDS, _ASK_SECONDS = 0.2, 2.0  # the second: the scheduler
 
@@ -93,7 +93,7 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
             ...
         trainwright.errors.RequestError: runs/tiny is not being trained here; for another machine, create runs/tiny/stop
     """
-    from trainwright.launch.slurm import scheduler
+    from trainwright.clusters.slurm import scheduler
 
     directory = run.directory if isinstance(run, Run) else run_path(run)
     end = time.monotonic() + timeout
@@ -121,7 +121,7 @@ def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
         directory: of the run, or of an array's runs.
         end: how long to wait, by the monotonic clock.
     """
-    from trainwright.launch.slurm import scheduler
+    from trainwright.clusters.slurm import scheduler
 
     ends: dict[Path, str] = {}
     stopped_before: set[tuple[str, bool]] = set()

@@ -243,9 +243,10 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     from trainwright.launch.request import check_nodes, check_request, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
-    from trainwright.simulation.computing import compute_on
 
     if options.on_simulated is not None:
+        from trainwright.simulation.computing import compute_on
+
         compute_on(options.on_simulated)
     overrides, translation = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]

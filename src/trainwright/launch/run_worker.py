@@ -28,8 +28,7 @@ from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.clusters.job import stop_warning, torchrun_warning
-from trainwright.launch.ending.exit_code import ATTEMPT
+from trainwright.launch.ending.exit_code import ATTEMPT, torchrun_warning
 from trainwright.launch.ending.requests import STATE_BYTES, Deadline, StopRequests
 from trainwright.launch.ending.stop import resize_requested, take_save_to_resize
 from trainwright.launch.group.contract import agree, check_layout, usable_device
@@ -46,7 +45,6 @@ from trainwright.launch.process import (
     threads_allowed,
 )
 from trainwright.launch.relaunch import is_replan_requested
-from trainwright.launch.slurm.scheduler import job_warning
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
@@ -71,7 +69,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Auto, seconds_of
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
-from trainwright.registries import OBSERVERS, STEP_POLICIES
+from trainwright.registries import OBSERVERS, STEP_POLICIES, STOP_WARNINGS
 from trainwright.tasks.registry import task_module
 from trainwright.text import say
 
@@ -156,7 +154,8 @@ def train(worker: Worker) -> int:
 
 
 def _stop_warning(launcher: str, needed: float) -> str | None:
-    return torchrun_warning(needed, launcher) or stop_warning(needed) or job_warning(needed)
+    warnings = (torchrun_warning(needed, launcher), *(warning(needed) for warning in STOP_WARNINGS.present()))
+    return next((warning for warning in warnings if warning is not None), None)
 
 
 def _say_to_user(line: str) -> None:

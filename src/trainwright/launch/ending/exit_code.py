@@ -87,3 +87,23 @@ def refuse_stopped(run: Path, seconds_before: float, deadline: Deadline | None, 
 
 def _is_repeated() -> bool:
     return os.environ.get(ATTEMPT, "0") != "0"
+
+
+_SHUTDOWN_SECONDS = "30"  # torch/distributed/launcher/api.py, LaunchConfig
+
+
+def torchrun_warning(needed: float, launcher: str) -> str | None:
+    """Return a warning if ``launcher`` is torchrun, or starts it, and gives its processes less time than a stop needs;
+    otherwise None.
+
+    Args:
+        needed: the seconds from a signal to the end of the run, with a step and a checkpoint.
+    """
+    own = os.environ.get(SHUTDOWN_TIMEOUT, _SHUTDOWN_SECONDS)
+    if launcher not in ("torchrun", "accelerate launch") or not own.isdigit() or needed <= int(own):
+        return None
+    return (
+        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and {launcher} kills the processes {own} s after "
+        f"a signal, before the last checkpoint is written; start it with trainwright under, or set {SHUTDOWN_TIMEOUT} "
+        "to more seconds"
+    )

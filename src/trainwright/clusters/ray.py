@@ -1,6 +1,6 @@
 """New.
 
-    python -m trainwright.launch.clusters.ray --nodes 2 --gpus-per-node 8 RUN -- WORDS OF trainwright train
+    python -m trainwright.clusters.ray --nodes 2 --gpus-per-node 8 RUN -- WORDS OF trainwright train
 
 Each attempt has a placement group with a bundle on each node, all on different nodes. A lost node, 5 and 75 are
 followed by another attempt. Needs Ray, which runs it.
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainwright.clusters.job import Job
+from trainwright.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
-from trainwright.launch.clusters.job import Job
-from trainwright.launch.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.launch.program import started
 from trainwright.launch.run_directory import override_of
 from trainwright.text import say
@@ -30,7 +30,7 @@ _PAUSE_SECONDS = 2.0  # in which Ray notices that a node is lost
 
 def main() -> None:
     """Train until the run is done; exit with its code."""
-    parser = argparse.ArgumentParser(prog="python -m trainwright.launch.clusters.ray", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainwright.clusters.ray", description=__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=0)
     parser.add_argument("--cpus-per-node", type=int, default=1)
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     main()
 
 
-ENTRY = "trainwright.launch.clusters.ray"
+ENTRY = "trainwright.clusters.ray"
 _TEXT = '''\
 """Train {recipe} on a Ray cluster, at RAY_ADDRESS. Written by trainwright submit."""
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
+from trainwright.clusters.job import Job
+from trainwright.clusters.job_attempts import MODULE
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
-from trainwright.launch.clusters.job import Job
-from trainwright.launch.clusters.job_attempts import MODULE
 from trainwright.launch.run_directory import override_of
 from trainwright.recipe.loading import load_recipe
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.commands import all_gone, descendants, environment, started, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
-from trainwright.launch.clusters.job_attempts import MODULE, ending, variables_of_node
+from trainwright.clusters.job_attempts import MODULE, ending, variables_of_node
 
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
 SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "checkpoint.every=1000", SLOW)

@@ -9,8 +9,8 @@ import pytest
 import trainwright as tw
 from tests.support.fake_slurm import commands
 from tests.support.runs import ON_ROWS, TINY
+from trainwright.clusters.slurm import scheduler
 from trainwright.errors import RequestError
-from trainwright.launch.slurm import scheduler
 
 SLOW = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
 

@@ -16,7 +16,7 @@ from tests.support.commands import ROOT, wait_for
 from tests.support.runs import Runs, column, events
 from tests.support.slurm import Slurm, why_not
 from tests.support.slurm_jobs import SETTINGS, log, submit, trainwright, wait_for_step
-from trainwright.launch.slurm import scheduler
+from trainwright.clusters.slurm import scheduler
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.clusters.slurm.job import COMMENT
+from trainwright.clusters.slurm.sbatch_variables import overriding, without_own_job
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import SUBMITTED
-from trainwright.launch.slurm.job import COMMENT
-from trainwright.launch.slurm.sbatch_variables import overriding, without_own_job
 from trainwright.text import say
 
 _SECONDS = 60

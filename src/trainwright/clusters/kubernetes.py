@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from trainwright.clusters.job import GRACE, Job
+from trainwright.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, RequestError
-from trainwright.launch.clusters.job import GRACE, Job
-from trainwright.launch.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.launch.run_directory import override_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds

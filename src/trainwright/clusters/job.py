@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainwright.clusters.settings import ClusterSettings, settings_of
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.clusters.settings import ClusterSettings, settings_of
-from trainwright.launch.ending.exit_code import SHUTDOWN_TIMEOUT
 from trainwright.recipe.loading import load_recipe
 
 ELEMENT = "{element}"
@@ -141,7 +140,6 @@ def captured(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 GRACE = "TRAINWRIGHT_GRACE_SECONDS"
-_SHUTDOWN_SECONDS = "30"  # torch/distributed/launcher/api.py, LaunchConfig
 
 
 def stop_warning(needed: float) -> str | None:
@@ -157,21 +155,4 @@ def stop_warning(needed: float) -> str | None:
         f"a stop takes about {needed:.0f} s (step, checkpoint, end), and the cluster kills the run {own} s after its "
         "signal: what was done since the last checkpoint is done again; submit with a longer launch.grace, or set "
         "checkpoint.every so that this is little"
-    )
-
-
-def torchrun_warning(needed: float, launcher: str) -> str | None:
-    """Return a warning if ``launcher`` is torchrun, or starts it, and gives its processes less time than a stop needs;
-    otherwise None.
-
-    Args:
-        needed: the seconds from a signal to the end of the run, with a step and a checkpoint.
-    """
-    own = os.environ.get(SHUTDOWN_TIMEOUT, _SHUTDOWN_SECONDS)
-    if launcher not in ("torchrun", "accelerate launch") or not own.isdigit() or needed <= int(own):
-        return None
-    return (
-        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and {launcher} kills the processes {own} s after "
-        f"a signal, before the last checkpoint is written; start it with trainwright under, or set {SHUTDOWN_TIMEOUT} "
-        "to more seconds"
     )

@@ -16,9 +16,9 @@ import trainwright as tw
 from tests.support.commands import ROOT, environment, wait_for
 from tests.support.fake_slurm import clusters, commands
 from tests.support.runs import ON_ROWS, ROWS, TINY
+from trainwright.clusters.job_attempts import failures_in_a_row, may_continue
+from trainwright.clusters.slurm import requeue, scheduler
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.clusters.job_attempts import failures_in_a_row, may_continue
-from trainwright.launch.slurm import requeue, scheduler
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
 

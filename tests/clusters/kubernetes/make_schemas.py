@@ -1,6 +1,6 @@
 """Make crds.json, the JSON schemas of what `trainwright submit --to kubernetes` writes, from the projects' own CRDs.
 
-    python tests/launch/kubernetes/make_schemas.py CRD.yaml ...
+    python tests/clusters/kubernetes/make_schemas.py CRD.yaml ...
 
 All of them are published under the Apache License 2.0:
 - github.com/kubernetes-sigs/jobset, config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml

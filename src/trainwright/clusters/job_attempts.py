@@ -1,6 +1,6 @@
 """Whether a run that has ended is worth another start, and how often it has had one without getting further.
 
-    python -m trainwright.launch.clusters.job_attempts RUN [--node-rank N] [--add CODE] [--count-in PLACE] -- WORDS
+    python -m trainwright.clusters.job_attempts RUN [--node-rank N] [--add CODE] [--count-in PLACE] -- WORDS
 
 A run that its user asked to stop ends with 0, as the job is over; after several attempts in a row without a new
 checkpoint the code is that of a run that would fail again. Other codes are those of the run.
@@ -92,7 +92,7 @@ def _remote_store(where: str, run: Path) -> Iterator[Place]:
         say(f"warning: attempts are counted on this machine only: {error}", file=sys.stderr)
 
 
-MODULE = "trainwright.launch.clusters.job_attempts"
+MODULE = "trainwright.clusters.job_attempts"
 RESTARTS = "TRAINWRIGHT_JOB_RESTARTS"  # how often the cluster has started the job again
 # Operators set these for a process of torch; here is the command that starts such processes.
 _OF_WORKERS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|PET_\w+")

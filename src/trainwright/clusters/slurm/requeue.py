@@ -1,6 +1,6 @@
 """The end of a job: put it back into the queue if the run is to go on, otherwise end with the run's exit code.
 
-    python -m trainwright.launch.slurm.requeue RUN CODE [--until-done] [--series]
+    python -m trainwright.clusters.slurm.requeue RUN CODE [--until-done] [--series]
 
 Slurm itself requeues no job that ends within the grace of a preemption: it counts as failed, unless its code is 0.
 """
@@ -16,12 +16,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from trainwright.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, may_continue
+from trainwright.clusters.slurm import scheduler
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.launch.ending.requests import STOP_FILE, stop_was_requested
 from trainwright.launch.ending.stop import scheduler_job
 from trainwright.launch.run_directory import SUBMITTED
-from trainwright.launch.slurm import scheduler
 from trainwright.observe.reader import status_of
 from trainwright.text import say
 
@@ -32,7 +32,7 @@ _AGAIN_SECONDS, _PATIENCE_SECONDS = 5.0, 900.0  # while Slurm's controller does 
 
 def main() -> None:
     """Requeue the job, or exit with the code of the run."""
-    parser = argparse.ArgumentParser(prog="python -m trainwright.launch.slurm.requeue", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainwright.clusters.slurm.requeue", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("code", type=int)
     parser.add_argument("--until-done", action="store_true", help="also after a time limit")

@@ -15,8 +15,8 @@ import trainwright as tw
 from tests.support.commands import ROOT, all_gone, descendants, environment, started, wait_for
 from tests.support.packages import environment_with
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
+from trainwright.clusters.ray import command
 from trainwright.errors import RequestError
-from trainwright.launch.clusters.ray import command
 
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
 SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "checkpoint.every=1000")
@@ -54,7 +54,7 @@ def test_the_entry_point_survives_rays_shell(here: Path) -> None:
     done = subprocess.run([sys.executable, "job.py"], cwd=here, capture_output=True, text=True, check=False)
     assert done.stdout == f"job raysubmit_1\nrun {here}/runs/two\n", done.stderr
     words = (here / "words.txt").read_text().splitlines()
-    assert words[:5] == ["python", "-m", "trainwright.launch.clusters.ray", "--nodes=2", "--gpus-per-node=8"]
+    assert words[:5] == ["python", "-m", "trainwright.clusters.ray", "--nodes=2", "--gpus-per-node=8"]
     train = words[words.index("--") + 1 :]
     assert train[0] == str(odd / 'r """.yaml') and prompt in train
     assert not [*here.rglob("pwned")]
@@ -69,14 +69,14 @@ def test_nodes_have_the_gpus_of_the_machine_that_is_planned_for(here: Path) -> N
 def test_each_node_gets_its_place() -> None:
     words = command(Path("/runs/r"), ["r.yaml"], 2, 1, "10.0.0.1:999")
     assert words[1:] == [
-        *("trainwright.launch.clusters.job_attempts", "--node-rank", "1", "/runs/r", "--", "r.yaml"),
+        *("trainwright.clusters.job_attempts", "--node-rank", "1", "/runs/r", "--", "r.yaml"),
         *("--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:999"),
     ]
     assert command(Path("/r"), ["r.yaml"], 1, 0, None)[2:] == ["/r", "--", "r.yaml"]
 
 
 def test_what_a_task_runs_does_not_outlive_the_process_of_ray(here: Path) -> None:
-    code = "from trainwright.launch.clusters.ray import _train; _train('.', ['-c', 'import time; time.sleep(600)'], 0)"
+    code = "from trainwright.clusters.ray import _train; _train('.', ['-c', 'import time; time.sleep(600)'], 0)"
     with started("-c", code, cwd=here) as task:
         family = wait_for(lambda: descendants(task.pid))
         task.kill()

@@ -11,7 +11,7 @@ import trainwright as tw
 from tests.support.fake_slurm import commands
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.api import stopping
-from trainwright.launch.slurm import requeue
+from trainwright.clusters.slurm import requeue
 
 ENDED = "Slurm says that it is completing, as after scancel"
 PREEMPTED = "PreemptTime=2026-03-01T06:12:00"

@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainwright.clusters.job import Job
+from trainwright.clusters.slurm import scheduler
+from trainwright.clusters.slurm.job import directory_of, file_of, text
 from trainwright.errors import RequestError
-from trainwright.launch.clusters.job import Job
 from trainwright.launch.ending.requests import (
     STATE_BYTES,
     forget_stops,
@@ -16,8 +18,6 @@ from trainwright.launch.ending.requests import (
     seconds_to_write,
     stop_was_requested,
 )
-from trainwright.launch.slurm import scheduler
-from trainwright.launch.slurm.job import directory_of, file_of, text
 from trainwright.machine.sharing import lock_directory, remove_locked
 from trainwright.paths import write_file
 from trainwright.text import quoted

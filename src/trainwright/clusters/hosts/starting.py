@@ -20,12 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
+from trainwright.clusters.hosts.names import SSH_FAILED, Host, HostAnswer, answers_of, in_shell, ssh
+from trainwright.clusters.job import captured
 from trainwright.engine.event_log import append_event
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError
-from trainwright.launch.clusters.job import captured
 from trainwright.launch.ending.failure import Cause, Failure
 from trainwright.launch.ending.stop import STOP_SIGNALS
-from trainwright.launch.hosts.names import SSH_FAILED, Host, HostAnswer, answers_of, in_shell, ssh
 from trainwright.launch.relaunch import Restarts
 from trainwright.text import encodable, quoted, say
 

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainwright.clusters.job import ELEMENT, Job, captured
 from trainwright.errors import RequestError
-from trainwright.launch.clusters.job import ELEMENT, Job, captured
 from trainwright.launch.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
 from trainwright.recipe.sections.launch import job_seconds
 
 COMMENT = "trainwright:"  # and the run directory, as squeue shows it
 _SCRIPT = "job.sbatch"
-_REQUEUE = "trainwright.launch.slurm.requeue"
+_REQUEUE = "trainwright.clusters.slurm.requeue"
 _NO_ARRAY = f"unset SLURM_ARRAY_JOB_ID {ARRAY_ELEMENT}  # of a job that has submitted this one"
 # Of the time before the limit; a run stops by itself as early as its steps and checkpoints need.
 _WARNING_SECONDS, _SHORTEST_WITH_WARNING = 120, 1200

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from trainwright.clusters.hosts.names import Host, check_clocks, parse_hosts, processes_of, read_hostfile
+from trainwright.clusters.hosts.starting import exit_code
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, MachineError, RequestError
-from trainwright.launch.hosts.names import Host, check_clocks, parse_hosts, processes_of, read_hostfile
-from trainwright.launch.hosts.starting import exit_code
 
 
 @pytest.mark.parametrize(
