@@ -75,7 +75,7 @@ def test_the_members_of_a_job_meet(first: Rendezvous, place: tuple[str, int]) ->
 def test_messages_to_a_member_that_does_not_read_arrive_whole_and_in_order(place: tuple[str, int]) -> None:
     first = meet("rank", Membership(0, 2, place, 10), JOB, FIX)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(meet, "rank", 1, 2, place, JOB, 10, FIX)
+        joining = pool.submit(meet, "rank", Membership(1, 2, place, 10), JOB, FIX)
         wait_for(lambda: first.listen() or first.peers.connected())
         second = joining.result()
     for number in range(2000):  # more than the buffers of the sockets hold
@@ -206,7 +206,7 @@ def test_members_meet_over_ipv6() -> None:
     assert interface_of("::1") in ("lo", "lo0")
     first = meet("rank", Membership(0, 2, place, 10), JOB, FIX)
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(meet, "rank", 1, 2, place, JOB, 10, FIX)
+        coming = pool.submit(meet, "rank", Membership(1, 2, place, 10), JOB, FIX)
         while not coming.done():
             first.listen()
         second = coming.result()
