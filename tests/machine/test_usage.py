@@ -223,8 +223,8 @@ def test_a_gpu_near_its_highest_clock_is_not_limited() -> None:
 @pytest.mark.parametrize(("visible", "shown"), [("0", "gpu 97%  4/80 GiB  350 W  91 °C"), ("", "cpu ")])
 def test_a_rank_samples_its_gpu_unless_it_runs_on_the_cpu(tmp_path: Path, visible: str, shown: str) -> None:
     program = """if True:
-        from trainwright.machine.usage.sample import UsageUsageSampler, figures_of
-        print("  ".join(figures_of([UsageUsageSampler("0000:17:00.0")()]).values()))
+        from trainwright.machine.usage.sample import UsageSampler, figures_of
+        print("  ".join(figures_of([UsageSampler("0000:17:00.0")()]).values()))
     """
     command = [*driver(tmp_path), sys.executable, "-c", program]
     variables = environment(CUDA_VISIBLE_DEVICES=visible)
