@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import environment
-from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
+from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows, source_notes
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
@@ -41,7 +41,7 @@ def test_a_directory_without_rows_is_its_documents_each_whole(tree: Path) -> Non
     expected = [{"text": "# A\n\ntwo paragraphs\n"}, {"text": "def b():\n\n    return 1\n"}]
     assert read_rows(str(tree)).to_list() == check_source(str(tree)) == expected
     assert [row for _, row in iterate_source(str(tree))] == expected
-    assert place_of(str(tree), 1) == f"{tree / 'inner' / 'b.py'}:1"
+    assert location_of(str(tree), 1) == f"{tree / 'inner' / 'b.py'}:1"
     assert read_rows(str(tree / "inner" / "b.py")).to_list() == expected[1:]
 
 

@@ -18,10 +18,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from trainwright.data.check import check_data
-from trainwright.data.rows.preparing import prepare_raw
+from trainwright.data.rows.preparing import SplitSettings, prepare_raw
 from trainwright.data.rows.texts import pieces
 from trainwright.data.sources import opening
-from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
+from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows, source_notes
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
@@ -118,7 +118,7 @@ def test_a_saved_dataset_is_read_trained_on_and_known_by_its_content(tmp_path: P
 
     save("a")
     assert questions(tmp_path / "d") == [row["question"] for row in rows("a", 40)]
-    assert place_of(str(tmp_path / "d"), 21) == f"{tmp_path}/d/data-00001-of-00002.arrow: row 2"
+    assert location_of(str(tmp_path / "d"), 21) == f"{tmp_path}/d/data-00001-of-00002.arrow: row 2"
     assert len(read_rows(str(tmp_path / "d"), limit=25)) == 25
 
     def prepared() -> Any:
@@ -225,7 +225,7 @@ def test_a_file_of_several_that_cannot_be_read_is_left_out_by_name(tmp_path: Pat
     for name, (content, _) in BAD.items():
         write(tmp_path / name, content)
     assert questions(tmp_path) == names("a") + names("f")
-    assert place_of(str(tmp_path), 4) == f"{tmp_path}/f.jsonl:2"
+    assert location_of(str(tmp_path), 4) == f"{tmp_path}/f.jsonl:2"
     notes = source_notes(str(tmp_path))
     assert len(notes) == len(BAD)
     for note, (name, (_, why)) in zip(notes, BAD.items(), strict=True):
@@ -284,7 +284,7 @@ def zstd(data: bytes) -> bytes:
 def test_compressed_files_are_read(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
     file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(rows("a")).encode()))
     assert questions(file) == names("a")
-    assert place_of(str(file), 1) == f"{file}:2"
+    assert location_of(str(file), 1) == f"{file}:2"
     assert questions(write(tmp_path / f"a.json{suffix}", compress(json.dumps(rows("a")).encode()))) == names("a")
     text = write(tmp_path / f"a.txt{suffix}", compress(b"One\n\nTwo\n"))
     assert [piece.text for piece in pieces(SourceSection(source=str(text)), "data.train")] == ["One\n\nTwo\n"]
@@ -302,5 +302,5 @@ def test_names_that_are_no_utf8_are_read_and_printed(tmp_path: Path) -> None:
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")
     write(Path(name), rows("a"))
     assert questions(name) == names("a")
-    prepare_raw([name], tmp_path / "out", renamed={}, validation=0, test=0, seed=0, deduplicate="none")
+    prepare_raw([name], tmp_path / "out", SplitSettings(0, 0, 0, "none"), renamed={})
     assert json.loads((tmp_path / "out" / "statistics.json").read_text())["sources"][0]["source"] == name

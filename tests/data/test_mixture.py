@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import MixturePart, drawn, parts_of, shares
 from trainwright.data.tokens.lengths import lengths_of
 from trainwright.errors import RequestError
@@ -34,7 +34,7 @@ def names(found: PreparedData, examples: list[int]) -> list[str]:
 
 def stream(found: PreparedData, size: int = 8, **options: Any) -> Stream:
     given: dict[str, Any] = {"seed": 0, "rows": 2, "total_examples": 10**6, **options}
-    return Stream(found.train, global_batch_size=size, **given)
+    return Stream(found.train, StreamSettings(global_batch_size=size, **given))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.test_templates import CHATML, DEEPSEEK, IM, LLAMA_3, QWEN_3, byte_level, said
-from trainwright.data.check import check_rows
+from trainwright.data.check import EncodingCheck, check_rows
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.rows.chat_templates import arguments_in, with_defaults
 from trainwright.data.rows.formats import EXAMPLES, to_example
@@ -74,7 +74,9 @@ def test_rows_whose_reasoning_is_dropped_are_counted_in_check_and_training(tmp_p
     what = "2 rows have reasoning in assistant turns that the chat template of r1 does not write"
     opened = "3 rows have answers that do not follow '<think>\\n', with which the generation prompt of r1 ends"
     summary = run(tmp_path, deepseek(), rows).summary
-    checked = check_rows(str(tmp_path / "a.jsonl"), EXAMPLES, "auto", key="data.train", tokenizer=deepseek())
+    checked = check_rows(
+        str(tmp_path / "a.jsonl"), EXAMPLES, "auto", key="data.train", encoding=EncodingCheck(deepseek())
+    )
     for lines in (summary, checked.lines(None)):
         assert any(f"{what} (first: {tmp_path}/a.jsonl:2)" in line for line in lines)
         assert any(opened in line for line in lines)

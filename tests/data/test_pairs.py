@@ -12,7 +12,7 @@ from trainwright.data.rows.formats import EXAMPLES
 from trainwright.data.rows.pairs import ANSWERS, CHOSEN, PAIRS, REJECTED, to_labelled, to_pair
 from trainwright.data.stream.batch import collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
@@ -201,7 +201,8 @@ def test_a_saved_dataset_has_its_pairs_when_it_is_mapped_back(tmp_path: Path) ->
 def test_both_sides_of_a_pair_are_in_one_micro_batch(tmp_path: Path, pack: int | None, rows: int) -> None:
     data = prepared(tmp_path, [pair(n, chosen="y" * (n % 7)) for n in range(23)]).train
     stream = Stream(
-        data, global_batch_size=8, seed=0, rows=rows, pack_length=pack, total_examples=23, example_weight=1.0
+        data,
+        StreamSettings(global_batch_size=8, seed=0, rows=rows, pack_length=pack, total_examples=23, example_weight=1.0),
     )
     seen: list[int] = []
     for step in range(len(stream)):
@@ -226,7 +227,7 @@ def test_both_sides_of_a_pair_are_in_one_micro_batch(tmp_path: Path, pack: int |
 
 def test_sums_by_document_are_those_of_each(tmp_path: Path) -> None:
     data = prepared(tmp_path, [pair(n, chosen="y" * n) for n in range(4)]).train
-    everything = Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=512).global_batch(0)
+    everything = Stream(data, StreamSettings(global_batch_size=4, seed=0, rows=4, pack_length=512)).global_batch(0)
     batch = collate(data, everything.micro_batches[0], packed=True, pad_token_id=0)
     sums = batch.by_sequence(batch.targets.float())
     assert sums.tolist() == [float(data.sequence(d)[0][data.sequence(d)[1]].sum()) for d in batch.sequences]

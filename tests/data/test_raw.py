@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainwright.data.rows.preparing import Statistics, prepare_raw
+from trainwright.data.rows.preparing import SplitSettings, Statistics, prepare_raw
 from trainwright.data.sources.reading import read_rows
 from trainwright.errors import RequestError
 
@@ -20,8 +20,9 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 def run(tmp_path: Path, *sources: str, out: str = "out", **options: Any) -> Statistics:
-    given = {"renamed": {}, "validation": 0.0, "test": 0.0, "seed": 0, "deduplicate": "exact", **options}
-    return prepare_raw(list(sources), tmp_path / out, **given)
+    values = {"validation": 0.0, "test": 0.0, "seed": 0, "deduplicate": "exact", **options}
+    split = SplitSettings(**{name: values.pop(name) for name in ("validation", "test", "seed", "deduplicate")})
+    return prepare_raw(list(sources), tmp_path / out, split, **{"renamed": {}, **values})
 
 
 def rows_of(tmp_path: Path, name: str = "train", out: str = "out") -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainwright.data.sources import reading
-from trainwright.data.sources.reading import check_source, place_of, read_rows
+from trainwright.data.sources.reading import check_source, location_of, read_rows
 from trainwright.errors import RequestError
 
 ROWS = [{"question": f"Q{i}", "answer": f"Grüße {i}"} for i in range(5)]
@@ -213,13 +213,13 @@ def test_the_place_of_a_row(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     first = write(tmp_path / "rows" / "a.jsonl", "\n" + lines(ROWS[:2]) + "\n" + lines(ROWS[2:3]))
     second = write(tmp_path / "rows" / "b.jsonl", lines(ROWS))
-    places = [place_of(str(tmp_path / "rows"), index) for index in range(5)]
+    places = [location_of(str(tmp_path / "rows"), index) for index in range(5)]
     assert places == [f"{first}:2", f"{first}:3", f"{first}:5", f"{second}:1", f"{second}:2"]
     (tmp_path / "parquet").mkdir()
     files = [parquet(tmp_path / "parquet" / f"{name}.parquet", ROWS[:3]) for name in "ab"]
-    assert place_of(str(tmp_path / "parquet"), 2) == f"{files[0]}: row 3"
-    assert place_of(str(tmp_path / "parquet"), 4) == f"{files[1]}: row 2"
-    assert place_of("some-org/some-data", 4) == "some-org/some-data: row 5"
+    assert location_of(str(tmp_path / "parquet"), 2) == f"{files[0]}: row 3"
+    assert location_of(str(tmp_path / "parquet"), 4) == f"{files[1]}: row 2"
+    assert location_of("some-org/some-data", 4) == "some-org/some-data: row 5"
 
 
 def test_a_missing_file_and_what_is_near(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 
 
@@ -22,7 +22,7 @@ def dataset(examples: int = 50, seed: int = 0) -> TokenDataset:
 
 
 def stream(data: TokenDataset, *, size: int = 8, rows: int | None = 2, pack: int | None = 64, **more: int) -> Stream:
-    return Stream(data, global_batch_size=size, seed=3, rows=rows, pack_length=pack, **more)
+    return Stream(data, StreamSettings(global_batch_size=size, seed=3, rows=rows, pack_length=pack, **more))
 
 
 def test_every_example_comes_once_an_epoch_over_epoch_borders() -> None:
@@ -37,11 +37,13 @@ def test_every_example_comes_once_an_epoch_over_epoch_borders() -> None:
 def test_the_order_is_of_the_seed_and_the_data() -> None:
     data, other = dataset(50), replace(dataset(50), fingerprint="other")
     orders = [
-        Stream(each, global_batch_size=50, seed=seed, rows=1).examples(0) for each in (data, other) for seed in (0, 1)
+        Stream(each, StreamSettings(global_batch_size=50, seed=seed, rows=1)).examples(0)
+        for each in (data, other)
+        for seed in (0, 1)
     ]
     assert len({tuple(order) for order in orders}) == 4
-    assert Stream(data, global_batch_size=50, seed=0, rows=1).examples(0) == orders[0]
-    unshuffled = Stream(data, global_batch_size=50, seed=0, rows=1, shuffle=False)
+    assert Stream(data, StreamSettings(global_batch_size=50, seed=0, rows=1)).examples(0) == orders[0]
+    unshuffled = Stream(data, StreamSettings(global_batch_size=50, seed=0, rows=1, shuffle=False))
     assert unshuffled.examples(0) == list(range(50))
 
 
@@ -83,7 +85,9 @@ def test_micro_batches_do_not_depend_on_the_world_and_rows_change_no_example() -
 
 
 def test_a_number_of_passes_divides_the_rows() -> None:
-    batch = Stream(dataset(), global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None).global_batch(0)
+    batch = Stream(
+        dataset(), StreamSettings(global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None)
+    ).global_batch(0)
     assert [len(micro.rows) for micro in batch.micro_batches] == [4, 4, 4]
 
 
@@ -102,7 +106,7 @@ def test_fewer_rows_divide_the_same_examples_further(pack: int | None) -> None:
 
 
 def test_a_number_of_passes_gives_way_to_fewer_rows() -> None:
-    divided = Stream(dataset(), global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None)
+    divided = Stream(dataset(), StreamSettings(global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None))
     divided.limit_rows(2)
     assert [len(micro.rows) for micro in divided.global_batch(0).micro_batches] == [2] * 6
 

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.data.rows.formats import to_example
 from trainwright.data.rows.kinds import style
-from trainwright.data.rows.preparing import prepare_raw
+from trainwright.data.rows.preparing import SplitSettings, prepare_raw
 from trainwright.data.rows.tool_calls import arguments_of
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
@@ -117,8 +117,7 @@ def test_a_column_of_objects_loses_the_keys_that_other_rows_have() -> None:
 
 def test_prepare_and_style_keep_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
-    options: dict[str, Any] = {"renamed": {}, "validation": 0.0, "test": 0.0, "seed": 0, "deduplicate": "near"}
-    prepare_raw([str(tmp_path / "a.jsonl")], tmp_path / "out", **options)
+    prepare_raw([str(tmp_path / "a.jsonl")], tmp_path / "out", SplitSettings(0.0, 0.0, 0, "near"), renamed={})
     style(str(tmp_path / "out" / "train.jsonl"), "Be brief.", tmp_path / "b.jsonl", replace=False)
     written = json.loads((tmp_path / "b.jsonl").read_text())
     assert written["tools"] == ROWS[1]["tools"]

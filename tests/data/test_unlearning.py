@@ -11,10 +11,10 @@ import torch
 
 from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import lengths_of
-from trainwright.tasks.unlearn.losses import only, places
+from trainwright.tasks.unlearn.losses import only, target_indices
 from trainwright.tasks.unlearn.stream import joined, some_of, with_roles
 
 FORGOTTEN, KEPT = 6, 10
@@ -33,7 +33,7 @@ def pairs(tmp_path: Path) -> TokenDataset:
 
 def stream(dataset: TokenDataset, **settings: object) -> Stream:
     asked = {"global_batch_size": 4, "seed": 3, "rows": 2, "total_examples": 60, "example_weight": 1.0, **settings}
-    return Stream(dataset, **asked)  # type: ignore[arg-type]
+    return Stream(dataset, StreamSettings(**asked))  # type: ignore[arg-type]
 
 
 def first_tokens(dataset: TokenDataset, example: int) -> list[int]:
@@ -111,5 +111,5 @@ def test_a_part_of_a_batch_is_the_batch_of_the_part(packed: bool) -> None:
     else:
         assert part.attention_mask is not None
         assert part.tokens == other.tokens == int(part.attention_mask.sum())
-    assert torch.equal(one.targets[places(one, {FORGET, RETAIN})], part.targets)
-    assert len(places(one, {FORGET}, skip=1)) == len(places(one, {FORGET})) - 3
+    assert torch.equal(one.targets[target_indices(one, {FORGET, RETAIN})], part.targets)
+    assert len(target_indices(one, {FORGET}, skip=1)) == len(target_indices(one, {FORGET})) - 3

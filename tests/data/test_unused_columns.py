@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.check import check_rows
+from trainwright.data.check import EncodingCheck, check_rows
 from trainwright.data.rows.formats import EXAMPLES
 from trainwright.data.rows.pairs import ANY
 from trainwright.data.sources.reading import check_source, iterate_source
@@ -50,7 +50,9 @@ def test_types_of_what_is_not_used(tmp_path: Path, rows: list[dict[str, Any]]) -
     assert found.train.report["examples"] == len(rows)
     name = next(key for key in ("meta", "id") if key in str(rows))
     assert any("not used" in line and name in line for line in found.summary)
-    assert not check_rows(source, EXAMPLES, "auto", key="data.train", tokenizer=bytes_tokenizer()).problems
+    assert not check_rows(
+        source, EXAMPLES, "auto", key="data.train", encoding=EncodingCheck(bytes_tokenizer())
+    ).problems
 
 
 def test_types_of_what_is_used(tmp_path: Path) -> None:

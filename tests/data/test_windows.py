@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.test_tokenize import made, rows, text
 from trainwright.data.sources.shards import Shards
-from trainwright.data.stream.stream import BatchSizes, MicroBatch, Stream
+from trainwright.data.stream.stream import BatchSizes, MicroBatch, Stream, StreamSettings
 from trainwright.data.stream.windows import WindowDataset, collate_windows, divided, everything
 from trainwright.data.tokens.dataset import parts_of
 from trainwright.errors import RequestError
@@ -54,7 +54,7 @@ def test_every_token_but_the_first_is_predicted_once_from_those_before_it(
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_batch_predicts_each_token_from_the_one_before(shards: Shards, packed: bool) -> None:
     dataset = WindowDataset.of([everything(shards, 16, contiguous=False)], None)
-    stream = Stream(dataset, global_batch_size=9, seed=0, rows=4, pack_length=32 if packed else None)
+    stream = Stream(dataset, StreamSettings(global_batch_size=9, seed=0, rows=4, pack_length=32 if packed else None))
     for micro in stream.global_batch(0).micro_batches:
         batch = collate_windows(dataset, micro, packed=packed, pad_token_id=0)
         wanted = [dataset.sequence(example)[0] for example in micro.examples]
@@ -134,7 +134,7 @@ def test_a_mixture_draws_by_its_shares(shards: Shards) -> None:
     sizes = [int(part.counts().sum()) for part in parts]
     mixture = parts_of(sizes, [1, 3])
     dataset = WindowDataset.of(parts, mixture)
-    stream = Stream(dataset, global_batch_size=len(dataset), seed=0, rows=1)
+    stream = Stream(dataset, StreamSettings(global_batch_size=len(dataset), seed=0, rows=1))
     seen = stream.examples(0)
     assert sum(example < sizes[0] for example in seen) == pytest.approx(sum(sizes) / 4, abs=1)
     assert dataset.fingerprint != WindowDataset.of(parts, None).fingerprint
@@ -144,11 +144,11 @@ def test_batches_grow_to_their_size_and_the_stream_loses_nothing(shards: Shards)
     dataset = WindowDataset.of([everything(shards, 4, contiguous=True)], None)
     sizes = BatchSizes(final=10, initial=2, steps=4)
     total = sizes.before(7)
-    stream = Stream(dataset, global_batch_size=10, seed=0, rows=1, total_examples=total, warm_up=sizes)
+    stream = Stream(dataset, StreamSettings(global_batch_size=10, seed=0, rows=1, total_examples=total, warm_up=sizes))
     counts = [stream.global_batch(step).examples for step in range(len(stream))]
     assert counts == [2, 4, 6, 8, 10, 10, 10]
     seen = [example for step in range(len(stream)) for example in stream.examples(step)]
-    plain = Stream(dataset, global_batch_size=1, seed=0, rows=1)
+    plain = Stream(dataset, StreamSettings(global_batch_size=1, seed=0, rows=1))
     assert seen == [plain.examples(step)[0] for step in range(total)]
     for examples in range(1, 60):
         steps = sizes.steps_for(examples)

@@ -18,7 +18,7 @@ from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.runs import TINY, Runs, column, events
 from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.checkpoints.uploader import Copies, Place
+from trainwright.engine.checkpoints.uploader import Copies, RemoteStore
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.stored_runs import bring_up_to_date
 from trainwright.parallel.layout import Shard
@@ -56,7 +56,7 @@ def test_a_copy_is_restored_where_the_newest_is_missing_or_damaged(tmp_path: Pat
         copies.add(path)
         copies.wait()
     assert copies.problems() == []
-    assert set(Place(where, "run").steps()) == {2, 3}, "what the run has removed is removed"
+    assert set(RemoteStore(where, "run").steps()) == {2, 3}, "what the run has removed is removed"
     third = checkpoints.path(3)
     shutil.copytree(third, tmp_path / "third")
     assert copies.newest(3, Checkpoint.open) is None
@@ -83,7 +83,7 @@ def test_copies_that_are_damaged_or_incomplete_are_passed_over(tmp_path: Path) -
     assert len(copies.problems()) == 3
     copies.remove_from(2)
     copies.wait()
-    assert set(Place(str(tmp_path / "two"), "run").steps()) == {1}
+    assert set(RemoteStore(str(tmp_path / "two"), "run").steps()) == {1}
 
 
 def test_a_run_that_resumes_behind_its_copies_keeps_the_newer_ones(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_run_that_resumes_behind_its_copies_keeps_the_newer_ones(tmp_path: Pat
     behind.add(saved(checkpoints, 20))
     behind.wait()
     assert behind.problems() == []
-    place = Place(where, "run")
+    place = RemoteStore(where, "run")
     assert set(place.steps()) == {20, 1000} and place.is_complete("step-00001000")
     shutil.rmtree(checkpoints.directory)
     behind.add(saved(checkpoints, 1020))
@@ -143,7 +143,7 @@ def test_two_runs_of_one_name_that_begin_at_once_do_not_mix(tmp_path: Path) -> N
     of_second.remove_from(1)
     of_second.wait()
     assert of_second.newest(None, Checkpoint.open) is None and second.steps() == [3]
-    assert set(Place(where, "run").steps()) == {5}
+    assert set(RemoteStore(where, "run").steps()) == {5}
     restored = of_first.newest(None, Checkpoint.open)
     assert restored is not None and restored.step == 5
 
@@ -194,7 +194,7 @@ def test_what_is_abandoned_is_removed_once_its_place_works_again(
     UnreliableStore.mend()
     copies.add(saved(checkpoints, 90))
     copies.wait()
-    assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 90}
+    assert copies.problems() == [] and set(RemoteStore(where, "run").steps()) == {80, 90}
 
 
 @pytest.fixture
@@ -212,23 +212,23 @@ def gone_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoi
     copies.remove_from(95)
     copies.remove_from(85)
     copies.wait()
-    assert set(Place(reached, "run").steps()) == {80}
+    assert set(RemoteStore(reached, "run").steps()) == {80}
     UnreliableStore.mend()
-    assert set(Place(missed, "run").steps()) == {80, 90, 100}
+    assert set(RemoteStore(missed, "run").steps()) == {80, 90, 100}
     return checkpoints, reached, missed
 
 
 def test_what_is_abandoned_is_not_restored_by_a_later_launch(gone_back: tuple[Checkpoints, str, str]) -> None:
     checkpoints, reached, missed = gone_back
     run = checkpoints.directory.parent
-    bring_up_to_date(run, [Place(where, "run") for where in (reached, missed)])
+    bring_up_to_date(run, [RemoteStore(where, "run") for where in (reached, missed)])
     assert checkpoints.steps() == [80]
     later = Copies([reached, missed], checkpoints.directory)
     assert later.newest(80, Checkpoint.open) is None
     later.add(saved(checkpoints, 85))
     later.wait()
     assert later.problems() == []
-    assert set(Place(reached, "run").steps()) == set(Place(missed, "run").steps()) == {80, 85}
+    assert set(RemoteStore(reached, "run").steps()) == set(RemoteStore(missed, "run").steps()) == {80, 85}
     shutil.rmtree(checkpoints.directory / "step-00000085")
     restored = Copies([missed], checkpoints.directory).newest(80, Checkpoint.open)
     assert restored is not None and restored.path.name == "step-00000085", "nothing is abandoned any more"
@@ -239,7 +239,7 @@ def test_a_launch_without_a_checkpoint_removes_what_is_abandoned(gone_back: tupl
     later = Copies([reached, missed], checkpoints.directory)
     assert later.newest(80, Checkpoint.open) is None
     later.wait()
-    assert later.problems() == [] and set(Place(missed, "run").steps()) == {80}
+    assert later.problems() == [] and set(RemoteStore(missed, "run").steps()) == {80}
     assert [path.name for path in checkpoints.directory.iterdir()] == ["step-00000080"]
 
 
@@ -257,13 +257,13 @@ def test_what_another_machine_wrote_since_is_not_abandoned(
     behind = Copies([missed], checkpoints.directory)
     behind.add(saved(checkpoints, 85))
     behind.wait()
-    assert set(Place(missed, "run").steps()) == {85, 110}
-    bring_up_to_date(run, [Place(missed, "run")])
+    assert set(RemoteStore(missed, "run").steps()) == {85, 110}
+    bring_up_to_date(run, [RemoteStore(missed, "run")])
     assert checkpoints.steps()[-1] == 110
     restored = Copies([missed], checkpoints.directory)
     restored.add(saved(checkpoints, 120))
     restored.wait()
-    assert Place(missed, "run").is_complete("step-00000110")
+    assert RemoteStore(missed, "run").is_complete("step-00000110")
 
 
 def test_a_checkpoint_that_is_abandoned_while_it_is_copied_goes_to_no_further_place(
@@ -288,7 +288,7 @@ def test_a_checkpoint_that_is_abandoned_while_it_is_copied_goes_to_no_further_pl
     may.set()
     copies.wait()
     assert copies.problems() == [] and all("/first/" in path for path in written)
-    assert [set(Place(where, "run").steps()) for where in places] == [set(), set()]
+    assert [set(RemoteStore(where, "run").steps()) for where in places] == [set(), set()]
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
@@ -305,9 +305,9 @@ def test_the_name_of_a_run_is_no_pattern_in_its_places(tmp_path: Path, kind: str
             copies.add_model(_model(tmp_path / name, config="{}", **{f"nested__{step}": "deep"}))
             copies.wait()
         assert copies.problems() == []
-        assert set(Place(where, name).steps()) == {steps[-1]}
+        assert set(RemoteStore(where, name).steps()) == {steps[-1]}
         assert _copied(where, name) == _files(tmp_path / name / "final")
-    assert Place(where, "sft-1").is_complete("step-00000010")
+    assert RemoteStore(where, "sft-1").is_complete("step-00000010")
 
 
 def test_the_first_checkpoint_after_a_rewind_is_copied_although_an_earlier_copy_is_still_being_written(
@@ -331,7 +331,7 @@ def test_the_first_checkpoint_after_a_rewind_is_copied_although_an_earlier_copy_
     copies.add(saved(checkpoints, 100))
     may.set()
     copies.wait()
-    assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 100}
+    assert copies.problems() == [] and set(RemoteStore(where, "run").steps()) == {80, 100}
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_a_place_that_may_not_be_looked_into_is_refused(
     UnreliableStore.install(monkeypatch)
     UnreliableStore.set(before)
     with pytest.raises(told, match=rf"checkpoint\.copies: unreliable://{tmp_path}.*{error}"):
-        Place(f"unreliable://{tmp_path}", "run").check()
+        RemoteStore(f"unreliable://{tmp_path}", "run").check()
     assert not (tmp_path / "run").exists()
 
 
@@ -356,7 +356,7 @@ def test_a_disk_of_this_machine_that_is_full_is_not_said_to_be_the_store(tmp_pat
     copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
     copies.add(saved(checkpoints, 1))
     copies.wait()
-    place = Place(str(tmp_path / "copies"), "run")
+    place = RemoteStore(str(tmp_path / "copies"), "run")
     with (
         Path("/dev/full").open("wb", buffering=0) as full,
         pytest.raises(MachineError, match=r"^/dev/full: .*No space left"),
@@ -367,7 +367,7 @@ def test_a_disk_of_this_machine_that_is_full_is_not_said_to_be_the_store(tmp_pat
 
 def test_a_place_of_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(RequestError, match=r"checkpoint\.copies: .*nosuch"):
-        Place("nosuch://bucket", "run")
+        RemoteStore("nosuch://bucket", "run")
 
 
 @pytest.mark.parametrize(("scheme", "library", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
@@ -377,7 +377,7 @@ def test_a_place_whose_library_is_not_installed_names_the_extra(
     monkeypatch.setitem(sys.modules, library, None)  # an import of it fails
     monkeypatch.delitem(_registry, scheme, raising=False)  # another test may have used it
     with pytest.raises(RequestError, match=rf"checkpoint\.copies: .*{library}.*pip install .*\[{extra}\]"):
-        Place(f"{scheme}://bucket/runs", "run")
+        RemoteStore(f"{scheme}://bucket/runs", "run")
 
 
 @pytest.mark.slow
@@ -433,14 +433,14 @@ def test_the_model_is_copied_with_its_checksums_after_the_last_checkpoint(tmp_pa
     final = _model(tmp_path / "run", config="{}", weights="first", nested__part="deep")
     copies.add_model(final)
     copies.wait()
-    place = Place(where, "run")
+    place = RemoteStore(where, "run")
     assert copies.problems() == []
     assert place.is_complete("step-00000001")
     assert _copied(where) == _files(final)
-    moved = sum(writing.place.moved for writing in copies._places)
+    moved = sum(writing.store.moved for writing in copies._stores)
     copies.add_model(final)
     copies.wait()
-    assert sum(writing.place.moved for writing in copies._places) == moved, "the same model is not copied again"
+    assert sum(writing.store.moved for writing in copies._stores) == moved, "the same model is not copied again"
     copies.add_model(_model(tmp_path / "run", config="{}", weights="second"))
     copies.wait()
     assert _copied(where) == _files(final)

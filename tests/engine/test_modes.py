@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.runs import Runs
 from tests.support.training import ALONE, Case, train
-from trainwright.data.stream.stream import MicroBatch, Stream
+from trainwright.data.stream.stream import MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import optimizer_factory
@@ -58,7 +58,7 @@ def test_what_is_looked_at_is_computed_without_dropout_and_training_goes_on_with
     make_optimizer = optimizer_factory(OptimizerSection())
     strategy = Replicated(Setup(ParallelSection(strategy="single"), ALONE, Dropping(), make_optimizer, torch.float32))
     dataset = TokenDataset.from_examples([([1, 2, 3], [True] * 3)] * 4, "four")
-    stream = Stream(dataset, global_batch_size=4, seed=0, rows=2, pack_length=None)
+    stream = Stream(dataset, StreamSettings(global_batch_size=4, seed=0, rows=2, pack_length=None))
     for training in (True, False):
         strategy.module.train(training)
         seen: list[float] = []

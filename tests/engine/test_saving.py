@@ -40,7 +40,7 @@ def saved_at(every: int | str | None, step_seconds: float, steps: int, cost: flo
         if saving.is_due(step):
             found.append(clock.now - 1000)
             clock.now += cost
-            saving.begun()
+            saving.started()
             saving.took(cost)
     return found
 
@@ -80,7 +80,7 @@ def test_training_does_not_wait_for_a_checkpoint_that_takes_longer_than_the_inte
                 clock.now = complete
                 saving.took(blocks)
             saves.append(clock.now)
-            saving.begun()
+            saving.started()
             clock.now += blocks
             blocked += blocks
             complete = clock.now + written
@@ -96,7 +96,7 @@ def test_training_does_not_wait_for_a_checkpoint_that_takes_longer_than_the_inte
 def test_a_checkpoint_that_is_never_complete_does_not_keep_the_next_from_being_due() -> None:
     clock = Clock()
     saving = Saving("auto", clock=clock)
-    saving.begun()
+    saving.started()
     clock.now += 1000
     assert not saving.is_due(1, writing=True) and saving.is_due(1)
     clock.now += 86_400
@@ -111,7 +111,7 @@ def test_by_itself_a_run_does_not_save_while_a_checkpoint_is_being_written(tmp_p
     wait_for(lambda: checkpointing.is_due(1))
     checkpointing.save(required=False)
     time.sleep(0.2)  # twice the interval
-    assert checkpointing.begun == 1 and not checkpointing.is_due(2)
+    assert checkpointing.started_step == 1 and not checkpointing.is_due(2)
     checkpointing.close()
     assert checkpointing.step == 1
     wait_for(lambda: checkpointing.is_due(3))
@@ -136,7 +136,7 @@ def test_a_run_that_fails_often_saves_often() -> None:
     assert not saving.is_due(1)
     clock.now += 0.5
     assert saving.is_due(1), "before the cost is known, and long before the next failure"
-    saving.begun()
+    saving.started()
     saving.took(0.3)
     clock.now += 5.5
     assert not saving.is_due(2)
@@ -149,7 +149,7 @@ def test_one_that_cannot_be_written_is_tried_again_soon_and_then_later_each_time
     clock = Clock()
     saving = Saving("auto", clock=clock)
     for cost in (1.0, 1.0):
-        saving.begun()
+        saving.started()
         saving.took(cost)
 
     def next_due() -> float:
@@ -161,13 +161,13 @@ def test_one_that_cannot_be_written_is_tried_again_soon_and_then_later_each_time
     assert next_due() == 600
     found = []
     for _ in range(10):
-        saving.begun()
+        saving.started()
         clock.now += waits
         saving.failed(waits)
         found.append(next_due())
     assert found[:3] == [120, 240, 480]
     assert found[-1] == max(600, waits / 0.02)
-    saving.begun()
+    saving.started()
     saving.took(1.0)
     assert next_due() == 600, "what failing costs is not what writing costs"
 
@@ -178,14 +178,14 @@ def test_one_slow_checkpoint_does_not_delay_the_next(between: str | None) -> Non
     saving = Saving("auto", between, clock)
     usual = 600.0 if between is None else best_interval(1.0, 6 * 3600)
     for cost in (1.0, 1.0, 600.0, 1.0, 1.0):
-        saving.begun()
+        saving.started()
         saving.took(cost)
         clock.now += usual - 1
         assert not saving.is_due(1)
         clock.now += 2
         assert saving.is_due(1)
     for cost in (60.0, 60.0):  # a disk that stays slow does
-        saving.begun()
+        saving.started()
         saving.took(cost)
     clock.now += usual + 1
     assert not saving.is_due(1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.slow import slow_but
-from trainwright.engine.policies.stragglers import Comparison, Straggler
+from trainwright.engine.policies.stragglers import RankComparison, Straggler
 
 PHASES = (0.002, 0.03, 0.05, 0.01)  # seconds of data, forward, backward, optimizer
 SLOW_FROM, STEPS = 60, 120
@@ -16,7 +16,7 @@ def named(
     seed: int, noise: float, ranks: int = 2, slow: int | None = None, share: float = 0.3, outliers: float = 0.01
 ) -> dict[int, Straggler]:
     """The stragglers by step, with noise of this part, and now and then a step that takes ten times as long."""
-    draw, comparison, found = np.random.default_rng(seed), Comparison(), {}
+    draw, comparison, found = np.random.default_rng(seed), RankComparison(), {}
     for step in range(STEPS):
         seconds = np.array(PHASES) * draw.lognormal(0.0, noise, (ranks, len(PHASES)))
         seconds[:, 1] *= np.where(draw.random(ranks) < outliers, 10.0, 1.0)
@@ -47,7 +47,7 @@ def test_a_slow_rank_is_named_within_20_steps_with_its_phase_and_the_gain(share:
 
 def compared(before: float, wall: float, slow: float, compute: float = 0.1) -> list[Straggler]:
     """One of two ranks computes longer from SLOW_FROM on; steps take `before`, later `wall` seconds."""
-    comparison, found = Comparison(), []
+    comparison, found = RankComparison(), []
     for step in range(STEPS):
         late = step >= SLOW_FROM
         seconds = [[0.0, compute + (slow if late else 0.0), 0.0, 0.0, 0.0], [0.0, compute, 0.0, 0.0, 0.0]]

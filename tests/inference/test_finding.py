@@ -11,7 +11,7 @@ import torch
 
 from tests.support.runs import ON_ROWS, Runs, events
 from trainwright.errors import MachineError, RequestError
-from trainwright.inference.finding import FoundModel, find_model
+from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.loading import check_fits, load
 from trainwright.machine.machine import Machine
 
@@ -36,7 +36,7 @@ def run(runs: Runs) -> Path:
     return runs.trained(*SETTINGS)
 
 
-def weights(found: FoundModel) -> dict[str, torch.Tensor]:
+def weights(found: UnloadedModel) -> dict[str, torch.Tensor]:
     return dict(load(found, torch.float32, CPU).lm.named_parameters())
 
 
@@ -98,7 +98,7 @@ def test_only_a_run_has_checkpoints_to_choose_from(run: Path) -> None:
 def test_what_is_found_goes_through_a_file(run: Path, tmp_path: Path) -> None:
     found = find_model(str(run), checkpoint="6")
     found.save(tmp_path / "found.json")
-    assert same(weights(FoundModel.open(tmp_path / "found.json")), weights(found))
+    assert same(weights(UnloadedModel.open(tmp_path / "found.json")), weights(found))
 
 
 def test_a_model_that_is_not_there_is_told_as_the_argument(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def adapted(runs: Runs) -> Path:
 def test_an_adapter_is_found_on_its_base_with_its_run_and_without(adapted: Path, tmp_path: Path) -> None:
     probe = torch.arange(40)[None]
 
-    def logits(found: FoundModel) -> torch.Tensor:
+    def logits(found: UnloadedModel) -> torch.Tensor:
         with torch.no_grad():
             return load(found, torch.float32, CPU).lm.model(probe).logits
 

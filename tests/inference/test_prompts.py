@@ -60,7 +60,7 @@ def test_every_line_of_a_text_file_that_is_not_empty_is_a_prompt(tmp_path: Path)
     prompts = ["What is it?", "Who?", "A line\u2028of one prompt", "Last"]
     assert found.rows == [{"prompt": prompt} for prompt in prompts]
     assert found.asked == [[user(prompt)] for prompt in prompts]
-    assert found.places == [f"{file}:{line}" for line in (1, 4, 5, 7)]
+    assert found.locations == [f"{file}:{line}" for line in (1, 4, 5, 7)]
 
 
 def test_a_text_file_without_prompts_or_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.engine.checkpoints.manifest import CheckpointError
-from trainwright.engine.checkpoints.stored_run import StoredRun, name_in_places
+from trainwright.engine.checkpoints.stored_run import StoredRun, name_in_stores
 from trainwright.errors import FaultError, RequestError, Stopped
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import error_file, error_records
@@ -76,7 +76,7 @@ def test_what_is_no_record_of_a_run_is_none(content: str) -> None:
     (run / "logs").mkdir(exist_ok=True)
     for file in (run / "plan.json", run / REPLAN, error_file(run / "logs", 0)):
         file.write_text(content)
-    assert name_in_places(run) == "old"
+    assert name_in_stores(run) == "old"
     assert take_replan(run) is None
     assert error_records(run / "logs", [0]) == {}
     with pytest.raises(CheckpointError, match=r"run\.json is not the record of a run"):

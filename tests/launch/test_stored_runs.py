@@ -17,7 +17,7 @@ from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.object_store import GoogleStore, ObjectStore, google_store, object_store
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
 from tests.support.unreliable_store import UnreliableStore
-from trainwright.engine.checkpoints.remote_store import Place
+from trainwright.engine.checkpoints.remote_store import RemoteStore
 from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.errors import FaultError, RequestError
 
@@ -197,13 +197,13 @@ def test_copies_of_another_run_are_not_replaced(tmp_path: Path) -> None:
         copies.wait()
     problem, last = copies.problems()
     assert "another run" in problem and "step-00000002 is not complete there" in last
-    assert set(Place(str(where), "run").steps()) == {1}
+    assert set(RemoteStore(str(where), "run").steps()) == {1}
 
 
 def test_a_key_in_a_url_is_refused() -> None:
     for where in ("s3://key:secret@bucket/x", "https://store/x?sig=abc", "az://box/x?AccountKey=abc"):
         with pytest.raises(RequestError, match="password or key") as caught:
-            Place(where, "run")
+            RemoteStore(where, "run")
         assert "secret" not in str(caught.value) and "abc" not in str(caught.value)
 
 
@@ -228,7 +228,7 @@ def test_a_place_that_works_again_gets_the_copy_that_failed(tmp_path: Path) -> N
     wait_for(lambda: bool(copies._recovered))
     assert len(copies.problems()) == 1, "told once, however often it was tried"
     assert len(copies.recovered()) == 1
-    assert Place(str(broken.path), "run").is_complete("step-00000001")
+    assert RemoteStore(str(broken.path), "run").is_complete("step-00000001")
 
 
 def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
     copies.wait()
     problem, last = copies.problems()
     assert "damaged" in problem and "step-00000001 is not complete there" in last
-    assert not Place(str(tmp_path / "copies"), "run").is_complete("step-00000001")
+    assert not RemoteStore(str(tmp_path / "copies"), "run").is_complete("step-00000001")
 
 
 def test_events_are_copied_in_parts_that_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_events_are_copied_in_parts_that_make_one_whole(tmp_path: Path, monkeypa
         copies.add(saved(checkpoints, step))
         copies.wait()
         checkpoints.prune(None)
-    place = Place(str(tmp_path / "copies"), "run")
+    place = RemoteStore(str(tmp_path / "copies"), "run")
     stored = stored_run.StoredRun.of(place, "step-00000008")
     assert stored is not None and 1 < len(stored.events) < 8
     stored.write_events(place, tmp_path / "events.jsonl")
@@ -297,7 +297,7 @@ def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_ta
     copies.wait()
     run = tmp_path / "elsewhere" / "run"
     with ThreadPoolExecutor(2) as pool:
-        place = Place(f"slow://{tmp_path}/copies", "run")
+        place = RemoteStore(f"slow://{tmp_path}/copies", "run")
         first = pool.submit(fetch, [place], run)
         assert SlowStore.asked.wait(PATIENCE)
         second = pool.submit(fetch, [place], run)
@@ -319,7 +319,7 @@ def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tm
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
     copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
     copies.wait()
-    place, run = Place(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
+    place, run = RemoteStore(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
     assert [fetch([place], run) for _ in range(2)] == [True, False]
     weights = tmp_path / "copies" / "run" / "step-00000001" / "rank-00000.safetensors"
     content = weights.read_bytes()
@@ -339,14 +339,14 @@ def test_checkpoints_that_cannot_be_written_here_are_not_said_to_be_the_place(tm
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
     copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
     copies.wait()
-    place, run = Place(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
+    place, run = RemoteStore(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
     assert fetch([place], run)
     (run / "checkpoints").write_text("not a directory")
     with pytest.raises(RequestError, match=rf"^{run}/checkpoints: a run cannot be written there"):
         bring_up_to_date(run, [place])
 
 
-def stored_in(tmp_path: Path, *places: str, steps: tuple[int, ...] = (1,)) -> list[Place]:
+def stored_in(tmp_path: Path, *places: str, steps: tuple[int, ...] = (1,)) -> list[RemoteStore]:
     """The places of a run whose checkpoints are copied to these directories, which fail where a test says so."""
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
@@ -358,7 +358,7 @@ def stored_in(tmp_path: Path, *places: str, steps: tuple[int, ...] = (1,)) -> li
         copies.add(saved(checkpoints, step))
         copies.wait()
     assert copies.problems() == []
-    return [Place(where, "run") for where in wheres]
+    return [RemoteStore(where, "run") for where in wheres]
 
 
 def test_a_copy_that_cannot_be_read_now_is_read_by_running_the_command_again(

@@ -110,9 +110,9 @@ def test_attention_sinks_take_their_part_of_the_weight() -> None:
 
 def test_the_operator_is_right_by_torchs_own_checks() -> None:
     q, k, v = inputs(torch.float32)
-    torch.library.opcheck(torch.ops.trainwright.packed_flash_cpu, (q, k, v, boundaries(), 0.25, max(LENGTHS)))
+    torch.library.opcheck(torch.ops.trainwright.packed_flash_cpu, (q, k, v, boundaries(), 0.25))
     whole = torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.trainwright.packed_flash_cpu, (q, k, v, whole, 0.25, sum(LENGTHS)))
+    torch.library.opcheck(torch.ops.trainwright.packed_flash_cpu, (q, k, v, whole, 0.25))
 
 
 def test_dropout_drops_and_keeps_the_scale() -> None:

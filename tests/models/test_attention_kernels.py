@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.models.attention.kernels import CPU, KERNELS, Needs, Platform, choose, in_words
+from trainwright.models.attention.kernels import CPU, KERNELS, AttentionNeeds, Platform, choose, in_words
 
 NO_PACKAGES = (("flash_attn_3", "is not installed"), ("flash_attn", "is not installed"))
-PLAIN = Needs(128, 128, "bf16")
+PLAIN = AttentionNeeds(128, 128, "bf16")
 
 
 def gpu(capability: tuple[int, int] = (9, 0), missing: tuple[tuple[str, str], ...] = NO_PACKAGES) -> Platform:
     return Platform("NVIDIA", capability, missing)
 
 
-def taken(platform: Platform, needs: Needs = PLAIN, **other: object) -> str:
+def taken(platform: Platform, needs: AttentionNeeds = PLAIN, **other: object) -> str:
     return choose(replace(needs, **other), platform).kernel.name  # type: ignore[arg-type]
 
 
@@ -185,17 +185,19 @@ def test_a_kernel_and_its_limits_are_data() -> None:
 @pytest.mark.parametrize(
     ("attention", "platform", "needs", "name"),
     [
-        ("eager", CPU, Needs(64, 64, "fp32"), "scores"),
-        ("sdpa", CPU, Needs(64, 64, "fp32"), "cpu_flash"),
-        ("eager", CPU, Needs(64, 64, "fp32", packed=False), "eager"),
-        ("sdpa", Platform(), Needs(64, 64, "bf16"), "sdpa_each"),
-        ("flash_attention_2", Platform(), Needs(64, 64, "bf16"), "varlen"),
-        ("flash_attention_2", Platform(), Needs(64, 64, "bf16", softcap=True), "flash_attn"),
-        ("flash_attention_3", Platform(capability=(9, 0)), Needs(64, 64, "bf16"), "flash_attn_3"),
-        ("flex", Platform(), Needs(64, 64, "bf16"), "flex"),
+        ("eager", CPU, AttentionNeeds(64, 64, "fp32"), "scores"),
+        ("sdpa", CPU, AttentionNeeds(64, 64, "fp32"), "cpu_flash"),
+        ("eager", CPU, AttentionNeeds(64, 64, "fp32", packed=False), "eager"),
+        ("sdpa", Platform(), AttentionNeeds(64, 64, "bf16"), "sdpa_each"),
+        ("flash_attention_2", Platform(), AttentionNeeds(64, 64, "bf16"), "varlen"),
+        ("flash_attention_2", Platform(), AttentionNeeds(64, 64, "bf16", softcap=True), "flash_attn"),
+        ("flash_attention_3", Platform(capability=(9, 0)), AttentionNeeds(64, 64, "bf16"), "flash_attn_3"),
+        ("flex", Platform(), AttentionNeeds(64, 64, "bf16"), "flex"),
     ],
 )
-def test_the_kernel_that_a_recipe_names_is_taken(attention: str, platform: Platform, needs: Needs, name: str) -> None:
+def test_the_kernel_that_a_recipe_names_is_taken(
+    attention: str, platform: Platform, needs: AttentionNeeds, name: str
+) -> None:
     chosen = choose(needs, replace(platform, attention=attention))
     assert chosen.kernel.name == name
     automatic = choose(needs, platform)
@@ -206,21 +208,31 @@ def test_the_kernel_that_a_recipe_names_is_taken(attention: str, platform: Platf
 @pytest.mark.parametrize(
     ("attention", "platform", "needs", "said"),
     [
-        ("flex", CPU, Needs(64, 64, "fp32"), "flex_attention does not run on a CPU; set it to auto or eager or sdpa"),
-        ("flash_attention_2", Platform(), Needs(64, 64, "fp32"), "does not compute in fp32"),
-        ("flash_attention_3", Platform(), Needs(64, 64, "bf16"), "needs compute capability 9.0, this GPU has 8.0"),
-        ("flash_attention_2", Platform(), Needs(64, 64, "bf16", sinks=True), "has no sinks"),
-        ("flex", Platform(), Needs(64, 64, "bf16", packed=False), "is for packs, see data.pack_length"),
+        (
+            "flex",
+            CPU,
+            AttentionNeeds(64, 64, "fp32"),
+            "flex_attention does not run on a CPU; set it to auto or eager or sdpa",
+        ),
+        ("flash_attention_2", Platform(), AttentionNeeds(64, 64, "fp32"), "does not compute in fp32"),
+        (
+            "flash_attention_3",
+            Platform(),
+            AttentionNeeds(64, 64, "bf16"),
+            "needs compute capability 9.0, this GPU has 8.0",
+        ),
+        ("flash_attention_2", Platform(), AttentionNeeds(64, 64, "bf16", sinks=True), "has no sinks"),
+        ("flex", Platform(), AttentionNeeds(64, 64, "bf16", packed=False), "is for packs, see data.pack_length"),
         (
             "flash_attention_3",
             Platform(capability=(9, 0), missing=(("flash_attn_3", "is not installed"),)),
-            Needs(64, 64, "bf16"),
+            AttentionNeeds(64, 64, "bf16"),
             "FlashAttention-3 is not installed; set it to auto or eager or sdpa or flash_attention_2 or flex",
         ),
     ],
 )
 def test_a_kernel_that_cannot_be_is_refused_by_name(
-    attention: str, platform: Platform, needs: Needs, said: str
+    attention: str, platform: Platform, needs: AttentionNeeds, said: str
 ) -> None:
     with pytest.raises(RequestError, match=f"^model.attention: {attention} is not possible here") as refusal:
         choose(needs, replace(platform, attention=attention))

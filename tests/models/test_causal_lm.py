@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.cache import CACHE
@@ -164,7 +164,7 @@ def examples() -> TokenDataset:
 def loss_and_gradients(model: PreTrainedModel, *, pack: int | None, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
     data = examples()
     lm = CausalLM(model, packed=pack is not None).train()
-    batch = Stream(data, global_batch_size=12, seed=0, rows=rows, pack_length=pack).global_batch(0)
+    batch = Stream(data, StreamSettings(global_batch_size=12, seed=0, rows=rows, pack_length=pack)).global_batch(0)
     lm.zero_grad()
     losses = [lm(collate(data, micro, packed=pack is not None, pad_token_id=0)) for micro in batch.micro_batches]
     total = torch.stack(losses).sum() / batch.weight
@@ -187,7 +187,11 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(name: str) -
 def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
     model = build(name).eval()
     data = examples()
-    micro = Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=256).global_batch(0).micro_batches[0]
+    micro = (
+        Stream(data, StreamSettings(global_batch_size=4, seed=0, rows=4, pack_length=256))
+        .global_batch(0)
+        .micro_batches[0]
+    )
     batch = collate(data, micro, packed=True, pad_token_id=0)
     head = model.get_output_embeddings()
     alone = []
@@ -224,7 +228,11 @@ def test_an_objective_has_the_value_and_gradients_of_the_plain_computation(name:
 
 def probe() -> Any:
     data = examples()
-    micro = Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]
+    micro = (
+        Stream(data, StreamSettings(global_batch_size=3, seed=0, rows=3, pack_length=256))
+        .global_batch(0)
+        .micro_batches[0]
+    )
     return collate(data, micro, packed=True, pad_token_id=0)
 
 

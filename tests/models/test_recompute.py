@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM, compile_blocks
@@ -41,7 +41,7 @@ def a_batch(packed: bool) -> Batch:
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (9, 14, 21)]
     dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in documents], "test")
-    stream = Stream(dataset, global_batch_size=3, seed=0, rows=3, pack_length=64 if packed else None)
+    stream = Stream(dataset, StreamSettings(global_batch_size=3, seed=0, rows=3, pack_length=64 if packed else None))
     return collate(dataset, stream.global_batch(0).micro_batches[0], packed=packed, pad_token_id=0)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from trainwright.errors import RequestError
 from trainwright.models.files import save_model
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.weights import FileWeights, GivenWeights, empty_model, load_empty
+from trainwright.models.weights import FileWeights, TensorWeights, empty_model, load_empty
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.model import ModelSection
@@ -92,7 +92,7 @@ def test_tensors_that_are_not_used_are_named(stored: ModelSection, caplog: pytes
 def test_what_is_not_in_the_file_is_missed_by_the_rank_that_reads_it(stored: ModelSection) -> None:
     changed(stored, model__norm__weight=None)
     loaded = load_empty(stored, seed=0)
-    assert loaded is not None and isinstance(loaded[1], GivenWeights)
+    assert loaded is not None and isinstance(loaded[1], TensorWeights)
     loaded[1].load(rank=1)
     with pytest.raises(RequestError, match=r"lacks 1 tensor of LlamaForCausalLM \(model\.norm\.weight\)"):
         loaded[1].load(rank=0)

@@ -138,17 +138,17 @@ FP32 = "train.mixed_precision=no"
 def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories: dict[str, Path]) -> None:
     named = {kind: [FSDP, FP32, *from_directory(path)] for kind, path in model_directories.items()}
     cases = {
-        "GivenWeights": [FSDP, FP32],
-        "GivenWeights of a tied model, offloaded": [FSDP, FP32, "parallel.offload_parameters=true"],
+        "TensorWeights": [FSDP, FP32],
+        "TensorWeights of a tied model, offloaded": [FSDP, FP32, "parallel.offload_parameters=true"],
         "FileWeights": named["as it is"],
         "FileWeights in units": [*named["as it is"], "parallel.wrap=[LlamaMLP, LlamaDecoderLayer]"],
-        "GivenWeights of a renamed model": named["renamed"],
+        "TensorWeights of a renamed model": named["renamed"],
         "NoneType": named["stored twice"],
     }
     kinds = [name.split()[0] for name in cases]
     where = "tests.parallel.loading:weights_are_those_of_one_process"
     runs.function(where, list(cases.values()), kinds, processes=3)
-    runs.function(where, [cases["GivenWeights"], cases["FileWeights"]], ["GivenWeights", "FileWeights"], processes=1)
+    runs.function(where, [cases["TensorWeights"], cases["FileWeights"]], ["TensorWeights", "FileWeights"], processes=1)
 
 
 @pytest.mark.slow

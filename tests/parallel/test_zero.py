@@ -153,8 +153,8 @@ def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories
     settings = {kind: from_directory(path) for kind, path in model_directories.items()}
     fp32, bf16 = (["parallel.strategy=zero3", f"train.mixed_precision={name}"] for name in ("no", "bf16"))
     cases = {
-        "GivenWeights": fp32,
-        "GivenWeights, masters beside": bf16,
+        "TensorWeights": fp32,
+        "TensorWeights, masters beside": bf16,
         "FileWeights": [*fp32, *settings["as it is"]],
         "FileWeights, masters beside": [*bf16, *settings["as it is"]],
         "NoneType": [*fp32, *settings["stored twice"]],

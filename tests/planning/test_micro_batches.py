@@ -47,7 +47,7 @@ def test_lengths_of_a_global_batch_are_given_longest_first() -> None:
     found = lengths.longest_first(8)
     assert len(found) == 8 and list(found) == sorted(found, reverse=True) and found[0] == 400
     assert Lengths((64, 64), 300, 1.0).longest_first(8) == ()
-    assert 8 * 10 <= lengths.most_tokens(8) <= 8 * 400
+    assert 8 * 10 <= lengths.max_batch_tokens(8) <= 8 * 400
 
 
 def test_sequences_of_a_pack_have_the_lengths_of_the_data() -> None:

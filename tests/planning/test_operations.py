@@ -162,11 +162,14 @@ def architecture_of(family: str) -> Architecture:
 
 def batch_of(shape: Shape) -> Batch:
     from trainwright.data.stream.batch import collate
-    from trainwright.data.stream.stream import Stream
+    from trainwright.data.stream.stream import Stream, StreamSettings
 
     dataset = TokenDataset.from_examples([(list(range(1, n + 1)), [True] * n) for n in shape.lengths], "probe")
     pack = sum(shape.lengths) if shape.packed else None
-    stream = Stream(dataset, global_batch_size=len(dataset), seed=0, rows=len(dataset), pack_length=pack, shuffle=False)
+    stream = Stream(
+        dataset,
+        StreamSettings(global_batch_size=len(dataset), seed=0, rows=len(dataset), pack_length=pack, shuffle=False),
+    )
     return collate(dataset, stream.global_batch(0).micro_batches[0], packed=shape.packed, pad_token_id=0)
 
 

@@ -262,7 +262,7 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
     encode = PromptEncoder(tokenizer, plain=plain, system=request.system)
     positions = getattr(load_config(model.section, tokenizer).get_text_config(), "max_position_embeddings", None)
     prompts = []
-    for row, question, location in zip(questions.rows, questions.asked, questions.places, strict=True):
+    for row, question, location in zip(questions.rows, questions.questions, questions.locations, strict=True):
         try:
             prompts.append(encode(question))
             if positions is not None and len(prompts[-1]) >= positions:
@@ -279,13 +279,13 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     """Answer this rank's share of the rows; rank 0 writes all answers, or nothing."""
     from trainwright.api.worker_group import counted
     from trainwright.inference.answer_file import write_answers
-    from trainwright.inference.answering import answer_all
-    from trainwright.inference.finding import FoundModel
+    from trainwright.inference.answering import AnswerSettings, answer_all
+    from trainwright.inference.finding import UnloadedModel
     from trainwright.inference.loading import DTYPES, load
     from trainwright.inference.stopping import stop_of
 
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
-    loaded = load(FoundModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
+    loaded = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
     done = counted(world, "answers", len(about["prompts"]))
     with loaded.lm.for_generation() as model:
@@ -293,11 +293,9 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
             model,
             loaded.tokenizer,
             about["prompts"],
-            request.sampling(),
-            stop,
+            AnswerSettings(request.sampling(), stop, request.batch_size),
             world,
-            rows=request.batch_size,
-            done=done,
+            done,
         )
     if world.is_main:
         texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]

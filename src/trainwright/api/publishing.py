@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig
 
-    from trainwright.inference.finding import FoundModel
+    from trainwright.inference.finding import UnloadedModel
 
 
 _PAUSES = (2.0, 10.0)  # seconds before a failed upload at the end of a run is tried again
@@ -95,7 +95,7 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
     return out
 
 
-def _write_gguf(source: FoundModel, out: Path, precision: str) -> None:
+def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
     from tempfile import TemporaryDirectory
 
     from trainwright.models.gguf.export import export_gguf
@@ -111,7 +111,7 @@ def _write_gguf(source: FoundModel, out: Path, precision: str) -> None:
         export_gguf(directory, out, precision)  # type: ignore[arg-type]
 
 
-def _write_adapter(source_model: FoundModel, out: Path) -> None:
+def _write_adapter(source_model: UnloadedModel, out: Path) -> None:
     from shutil import copytree
 
     from trainwright.models.files import replacing
@@ -131,7 +131,7 @@ def _refuse_existing(out: Path) -> None:
         raise RequestError(f"--out: {out} already exists; choose a new directory")
 
 
-def _plain_directory(source: FoundModel) -> Path | None:
+def _plain_directory(source: UnloadedModel) -> Path | None:
     """Return where the full model already exists; None if it has to be merged or loaded."""
     from trainwright.models.resolve_model import resolve
 
@@ -140,7 +140,7 @@ def _plain_directory(source: FoundModel) -> Path | None:
     return resolve(source.section).directory
 
 
-def _write_model(source: FoundModel, out: Path, dtype: str | None) -> None:
+def _write_model(source: UnloadedModel, out: Path, dtype: str | None) -> None:
     """Write the full model as a directory: merged, or loaded with a checkpoint's tensors and saved."""
     import torch
 
@@ -376,7 +376,7 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
         return work_in(source.section, source.seed, user_path(out), dtype_of(dtype))
 
 
-def check_finished(source: FoundModel) -> None:
+def check_finished(source: UnloadedModel) -> None:
     """Raise RequestError for an adapter that exists only in a checkpoint."""
     if source.checkpoint is not None and source.section.adapter.type != "none":
         raise RequestError(
@@ -385,7 +385,7 @@ def check_finished(source: FoundModel) -> None:
         )
 
 
-def _refuse_full(source: FoundModel) -> None:
+def _refuse_full(source: UnloadedModel) -> None:
     """Raise RequestError for a run that trained the full model."""
     if source.run is not None and source.section.adapter.type == "none":
         use = (

@@ -123,7 +123,7 @@ class _StudySteps:
         from trainwright.tasks.unlearn.evaluation.items import read_sets
         from trainwright.tasks.unlearn.evaluation.registry import METRICS, missing, usual
 
-        key = f"{self._study.place('evaluate', 'metrics')}: evaluate.metrics"
+        key = f"{self._study.origin('evaluate', 'metrics')}: evaluate.metrics"
         sets = read_sets(benchmark, benchmark.sets, None, "benchmark")
         given = {"--reference-log": True, "--reference-model": True}
         names = self._study.study.evaluate.metrics or usual(sets, given)

@@ -154,7 +154,7 @@ def prepare(
     Fields are recognized by their usual names, and others named with --map. Writes JSON lines of messages (or of texts
     or preferences, if the rows are of that kind) and statistics.json, completely or not at all.
     """
-    from trainwright.data.rows.preparing import prepare_raw
+    from trainwright.data.rows.preparing import SplitSettings, prepare_raw
 
     names = {}
     for pair in rename or []:
@@ -165,11 +165,8 @@ def prepare(
     statistics = prepare_raw(
         raw,
         out,
+        SplitSettings(validation, test, seed, deduplicate),
         renamed=names,
-        validation=validation,
-        test=test,
-        seed=seed,
-        deduplicate=deduplicate,
         keep=keep or (),
         skip_wrong=skip_wrong,
     )

@@ -31,7 +31,7 @@ from trainwright.paths import write_file
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.engine.checkpoints.remote_store import Place
+    from trainwright.engine.checkpoints.remote_store import RemoteStore
 
 
 MOST_FAILURES = 3  # in a row, without a new checkpoint
@@ -79,13 +79,13 @@ def _take(text: str | None, file: Path) -> None:
 
 
 @contextmanager
-def _remote_store(where: str, run: Path) -> Iterator[Place]:
+def _remote_store(where: str, run: Path) -> Iterator[RemoteStore]:
     """Yield the place of the run's copies. If it cannot be used, the count is that of this machine."""
-    from trainwright.engine.checkpoints.remote_store import Place
-    from trainwright.engine.checkpoints.stored_run import name_in_places
+    from trainwright.engine.checkpoints.remote_store import RemoteStore
+    from trainwright.engine.checkpoints.stored_run import name_in_stores
 
     try:
-        store = Place(where, name_in_places(run))
+        store = RemoteStore(where, name_in_stores(run))
         with store.in_words():
             yield store
     except (RequestError, MachineError) as error:

@@ -20,7 +20,14 @@ from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.sources.media import media_notes
-from trainwright.data.sources.reading import check_source, files_of, iterate_source, place_of, read_rows, source_notes
+from trainwright.data.sources.reading import (
+    check_source,
+    files_of,
+    iterate_source,
+    location_of,
+    read_rows,
+    source_notes,
+)
 from trainwright.data.sources.registry import registered_source
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
@@ -101,14 +108,28 @@ def check_sources(
         sources = [(key, one) for key, one in sources if files_of(one.source, key, one.format == "documents")]
     if recipe.spec.corpus:
         return [check_corpus(one, tokenizer, embeddings, key=key) for key, one in sources]
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "max_length": data.max_length,
-        "embeddings": embeddings,
-        "each_turn": data.example_per_turn,
-        "accepted": data.accept_omissions,
-    }
-    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **options) for key, one in sources]
+    encoding = EncodingCheck(tokenizer, data.max_length, embeddings, data.example_per_turn, data.accept_omissions)
+    return [
+        check_rows(one.source, kind, one.format, key=key, limit=one.limit, encoding=encoding) for key, one in sources
+    ]
+
+
+@dataclass(frozen=True)
+class EncodingCheck:
+    """How rows are checked as tokens.
+
+    Attributes:
+        max_length: in tokens; longer rows are counted.
+        embeddings: of the model; rows with other tokens are invalid.
+        each_turn: whether each assistant turn is one example.
+        accepted: whether the user accepts what the chat template leaves out.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int | None = None
+    embeddings: int | None = None
+    each_turn: bool = False
+    accepted: bool = False
 
 
 def check_rows(
@@ -118,23 +139,15 @@ def check_rows(
     *,
     key: str,
     limit: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    max_length: int | None = None,
-    embeddings: int | None = None,
-    each_turn: bool = False,
-    accepted: bool = False,
+    encoding: EncodingCheck | None = None,
 ) -> Checked:
-    """Read all of ``source`` and convert each row to an example and, with a ``tokenizer``, to tokens.
+    """Read all of ``source`` and convert each row to an example and, with ``encoding``, to tokens.
 
     Invalid rows are collected. If a file cannot be parsed, this is one problem and the rest of it is not read.
 
     Args:
-        wanted: ``data.format``.
+        layout_name: ``data.format``.
         key: names the source in messages.
-        max_length: in tokens; longer rows are counted.
-        embeddings: of the model; rows with other tokens are invalid.
-        each_turn: whether each assistant turn is one example.
-        accepted: whether the user accepts what the chat template leaves out.
 
     Raises:
         RequestError: the source is missing, or its rows have no known layout.
@@ -149,9 +162,9 @@ def check_rows(
     layout_for = functools.partial(_layout, kind, [row for _, row in first], layout_name, f"{key}: {source}")
     checked.layout = layout_for(columns)
     work = None
-    if tokenizer is not None:
-        encoder = TextEncoder(tokenizer) if checked.layout == "text" else ChatEncoder(tokenizer)
-        work = _Encoding(encoder, tokenizer, max_length, embeddings, each_turn)
+    if encoding is not None:
+        encoder = (TextEncoder if checked.layout == "text" else ChatEncoder)(encoding.tokenizer)
+        work = _Encoding(encoder, encoding)
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
@@ -166,7 +179,7 @@ def check_rows(
     if unused := layout.unused(columns):
         checked.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
     if work is not None:
-        checked.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=accepted)]
+        checked.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=work.check.accepted)]
     if not checked.wrong:
         table = read_rows(
             source, limit, key, documents, functools.partial(kind.narrowing, layout_name)
@@ -204,7 +217,7 @@ def check_corpus(
             checked.tokens += len(tokens)
             checked.examples += piece.last
             if wrong := unknown_token(int(tokens.max(initial=0)), tokenizer, embeddings):
-                checked.problem(f"{piece.place}: {wrong}")
+                checked.problem(f"{piece.location}: {wrong}")
     except RequestError as error:
         checked.problem(str(error))
     return checked
@@ -228,13 +241,10 @@ def unknown_in_shards(shards: Shards, tokenizer: PreTrainedTokenizerBase, embedd
 
 @dataclass(frozen=True)
 class _Encoding:
-    """How rows become tokens; see ``check_rows``."""
+    """How rows become tokens."""
 
     encoder: ChatEncoder | TextEncoder
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int | None
-    embeddings: int | None
-    each_turn: bool
+    check: EncodingCheck
 
 
 def _layout(kind: RowReader, first: list[Row], layout_name: str, where: str, columns: list[str]) -> RowLayout:
@@ -246,7 +256,7 @@ def _layout(kind: RowReader, first: list[Row], layout_name: str, where: str, col
 
 def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, checked: Checked, work: _Encoding | None) -> None:
     taken: list[tuple[str, list[Any], int]] = []  # (place, sequences, sequences of an example)
-    for place, row in batch:
+    for location, row in batch:
         checked.rows += 1
         try:
             sequences = kind.sequences(row, checked.layout, checked.remarks)
@@ -254,26 +264,26 @@ def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, checked: Checked
             checked.left_out[str(reason)] += 1
             continue
         except RequestError as error:
-            checked.problem(f"{place}: {error}")
+            checked.problem(f"{location}: {error}")
             continue
-        examples = by_turn(sequences) if work is not None and work.each_turn else kind.split(sequences)
-        taken.append((place, [text for each in examples for _, text in each], len(examples[0])))
+        examples = by_turn(sequences) if work is not None and work.check.each_turn else kind.split(sequences)
+        taken.append((location, [text for each in examples for _, text in each], len(examples[0])))
     if work is None:
         checked.examples += len(taken)
         return
-    for (place, _, each), (encoded, remarks) in zip(taken, _encoded(taken, work.encoder), strict=True):
+    for (location, _, each), (encoded, remarks) in zip(taken, _encoded(taken, work.encoder), strict=True):
         if isinstance(encoded, RequestError):
-            checked.problem(f"{place}: {encoded}")
+            checked.problem(f"{location}: {encoded}")
             continue
-        checked.encoding.add(remarks, functools.partial(str, place))
+        checked.encoding.add(remarks, functools.partial(str, location))
         tokens = [token for ids, _ in encoded for token in ids]
-        if wrong := unknown_token(max(tokens, default=-1), work.tokenizer, work.embeddings):
-            checked.problem(f"{place}: {wrong}")
+        if wrong := unknown_token(max(tokens, default=-1), work.check.tokenizer, work.check.embeddings):
+            checked.problem(f"{location}: {wrong}")
             continue
         checked.examples += len(encoded) // each
         checked.tokens += len(tokens)
         longest = max(len(ids) for ids, _ in encoded)
-        checked.longer += work.max_length is not None and longest > work.max_length
+        checked.longer += work.check.max_length is not None and longest > work.check.max_length
 
 
 def _encoded(
@@ -344,7 +354,7 @@ def _preflight_layout(section: SourceSection, key: str, kind: RowReader) -> str 
         except NoTarget:
             pass  # left out and counted when the data is prepared
         except RequestError as error:
-            raise RequestError(f"{key}: {place_of(source, index, documents, key)}: {error}") from None
+            raise RequestError(f"{key}: {location_of(source, index, documents, key)}: {error}") from None
     return layout
 
 

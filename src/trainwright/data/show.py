@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 
 if TYPE_CHECKING:
@@ -73,11 +73,13 @@ def fill(
     size = min(global_batch_size, len(dataset))
     stream = Stream(
         dataset,
-        global_batch_size=size,
-        seed=seed,
-        rows=1 if pack_length is not None else rows or size,
-        pack_length=pack_length,
-        total_examples=len(dataset),
+        StreamSettings(
+            global_batch_size=size,
+            seed=seed,
+            rows=1 if pack_length is not None else rows or size,
+            pack_length=pack_length,
+            total_examples=len(dataset),
+        ),
     )
     steps = max(1, min(len(dataset) // size, _SAMPLED_BATCHES))
     batches = [stream.global_batch(step) for step in range(steps)]
@@ -93,4 +95,4 @@ def fill(
 def first_examples(dataset: TokenDataset, count: int, seed: int) -> Sequence[int]:
     """Return the first examples in training order."""
     count = min(count, len(dataset))
-    return Stream(dataset, global_batch_size=count, seed=seed, rows=1).examples(0) if count else []
+    return Stream(dataset, StreamSettings(global_batch_size=count, seed=seed, rows=1)).examples(0) if count else []

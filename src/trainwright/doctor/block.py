@@ -106,7 +106,7 @@ class _PackedAttention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         query, key, value, lengths = args
         boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        ctx.rest = boundaries, query.shape[-1] ** -0.5, max(lengths)
+        ctx.rest = boundaries, query.shape[-1] ** -0.5
         output, logsumexp = flash_forward(query, key, value, *ctx.rest)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         return output

@@ -146,7 +146,7 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
         MachineError: not even one layer fits, or the model cannot be cut.
     """
     from trainwright.models.load import load_config
-    from trainwright.models.truncate_config import MOST_LAYERS, cut_model, layer_count, parameter_count
+    from trainwright.models.truncate_config import MAX_LAYERS, cut_model, layer_count, parameter_count
 
     config = load_config(model)
     memory = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
@@ -158,7 +158,7 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
     problem = f"{needed}, and {where} has {size(memory)}"
     layers = layer_count(config)
     try:
-        for layers_kept in range(min(MOST_LAYERS, layers - 1), 0, -1):
+        for layers_kept in range(min(MAX_LAYERS, layers - 1), 0, -1):
             if parameter_count(config, layers_kept) * _BYTES <= memory * _USABLE:
                 cut = cut_model(model, layers_kept, directory)
                 return cut, f"both sides use only the first {layers_kept} of {layers} layers: {problem}"

@@ -20,7 +20,7 @@ def evaluate(
     task: Task,
     strategy: Strategy,
     again: Callable[[MemoryShortage | None], bool],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     events: EventLog,
     step: int,
 ) -> Measured:
@@ -29,7 +29,7 @@ def evaluate(
 
     Args:
         again: called on every rank with its out-of-memory error, if any; returns whether all ranks start over.
-        tell: as for ``generate``.
+        report: as for ``generate``.
         events: is told what is done and how much of it.
         step: after which this happens, for ``events``.
 
@@ -45,7 +45,7 @@ def evaluate(
     if task.answers:
         with strategy.full_parameters() as (module, in_step):
             if in_step is not None:
-                tell(in_step)
+                report(in_step)
             events.announce("answering rows of the validation split", step)
             answered = task.answer_metrics(module, strategy.world, together=in_step is not None)
         return replace(answered, metrics={**metrics, **answered.metrics})
@@ -94,14 +94,14 @@ def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.T
 def generate(
     task: Task,
     strategy: Strategy,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     events: EventLog,
     available_memory: int | None = None,
 ) -> list[tuple[str, str]]:
     """Return ``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts.
 
     Args:
-        tell: called with the reason if the ranks generate together, which is slower.
+        report: called with the reason if the ranks generate together, which is slower.
         events: is told how many prompts are done.
         available_memory: see ``Strategy.full_parameters``.
 
@@ -113,7 +113,7 @@ def generate(
         return []
     with strategy.full_parameters(available_memory) as (module, in_step):
         if in_step is not None:
-            tell(in_step)
+            report(in_step)
         # When generating together, all ranks answer the same prompts so that they run the module equally often.
         mine, every = (0, 1) if in_step is not None else (world.rank, world.size)
         texts = {}

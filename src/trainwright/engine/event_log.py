@@ -31,7 +31,7 @@ class EventLog:
         self._observers = list(observers)
         self._path = path
         self._file = None
-        self._told = float("-inf")  # when `progress` was last passed on
+        self._progress_sent_at = float("-inf")  # when `progress` was last passed on
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +73,8 @@ class EventLog:
 
     def progress(self, done: int, total: int) -> None:
         """Tell the observers how much of what was announced is done, at most five times a second; not recorded."""
-        if self._file is not None and total and (now := time.monotonic()) - self._told >= _PROGRESS_SECONDS:
-            self._told = now
+        if self._file is not None and total and (now := time.monotonic()) - self._progress_sent_at >= _PROGRESS_SECONDS:
+            self._progress_sent_at = now
             self._show({"event": "progress", "time": time.time(), "done": done, "total": total})
 
     def _show(self, event: Record) -> None:

@@ -283,7 +283,7 @@ _REQUIRED = {"step": ("step", "loss", "step_time"), "evaluate": ("step", "metric
 _LATEST = 1e11  # seconds since the epoch, in the year 5138
 _LARGEST_STEP = 2**53
 _LARGEST = 1e300  # of counts: their sums and means are finite
-_MOST_SECONDS = 1e9
+_MAX_SECONDS = 1e9
 _LONG_INTEGER = re.compile(r"\d{19}")
 _NOT_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -355,7 +355,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and -_MOST_SECONDS < value < _MOST_SECONDS
+    return type(value) in (int, float) and -_MAX_SECONDS < value < _MAX_SECONDS
 
 
 def _is_step(value: Any) -> bool:

@@ -19,11 +19,13 @@ from trainwright.text import size
 T = TypeVar("T")
 
 # Messages of CUDA, its libraries, torch's CPU allocator, C++ and the kernel.
-_SAID = re.compile(r"out of memory|can('t|not) allocate memory|not enough memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
-_ASKED_CUDA = re.compile(
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can('t|not) allocate memory|not enough memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE
+)
+_REQUESTED_CUDA = re.compile(
     r"tried to allocate ([\d.]+ \w+).*?total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", re.I
 )
-_ASKED_CPU = re.compile(r"tried to allocate (\d+) bytes")
+_REQUESTED_CPU = re.compile(r"tried to allocate (\d+) bytes")
 _LIMITS = {"RLIMIT_AS": "ulimit -v", "RLIMIT_DATA": "ulimit -d"}
 
 
@@ -67,7 +69,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the exception is an out-of-memory error of a GPU or the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and _SAID.search(str(error)) is not None
+    return isinstance(error, (RuntimeError, OSError)) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def release() -> None:
@@ -87,10 +89,10 @@ def peak_memory(device: torch.device) -> float:
 
 def _detail(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if match := _ASKED_CUDA.search(text):
+    if match := _REQUESTED_CUDA.search(text):
         requested, capacity, free = match.groups()
         return f"{requested} requested, {free} of {capacity} free"
-    match = _ASKED_CPU.search(text)
+    match = _REQUESTED_CPU.search(text)
     requested = f"{size(int(match[1]))} requested" if match else text[:200] or "no memory"
     return ", ".join([requested, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
 

@@ -249,7 +249,7 @@ def _seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) 
     torch.manual_seed is not used: it formats the stack of its caller for every kind of device, a millisecond a call.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
-    place = int.from_bytes(digest[:8], "little") >> 1
-    torch.default_generator.manual_seed(place)
+    dropout_seed = int.from_bytes(digest[:8], "little") >> 1
+    torch.default_generator.manual_seed(dropout_seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(place)
+        torch.cuda.manual_seed(dropout_seed)

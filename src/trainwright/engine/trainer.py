@@ -33,7 +33,7 @@ from trainwright.engine.policies.base import (
     WrongNumbers,
     check_skips,
 )
-from trainwright.engine.policies.builtin import MOST_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
+from trainwright.engine.policies.builtin import MAX_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers
@@ -85,7 +85,7 @@ class Trainer:
         self.world = training.world
         self._memory_warned = False
         self._save_requested = False  # until it is saved: the reports of a pass that is not the step's own are not used
-        self._begun_at = 0  # the step at which this launch began
+        self._first_step = 0  # the step at which this launch began
         self._halving, self._replay = Halving(self.training), Replay(self.training)
         ours = (LossScale, GradientNoise, LossSpikes, NonFinite, Stragglers)
         self._added = [policy(self.training) for policy in self.policies]
@@ -158,7 +158,7 @@ class Trainer:
     def _save_weights(self) -> str:
         """Write the weights where they fit, as no checkpoint does; return where, in words."""
         step, run = self.progress.step, self.checkpoints.directory.parent
-        others = [Path(place) / run.name for place in self.training.recipe.checkpoint.copies if "://" not in place]
+        others = [Path(copies) / run.name for copies in self.training.recipe.checkpoint.copies if "://" not in copies]
         for directory in [run, *others]:
             target = directory / f"weights-step-{step}"
             try:
@@ -174,7 +174,7 @@ class Trainer:
         return f"the weights of step {step} could not be saved anywhere else either"
 
     def _train(self) -> None:
-        self._begun_at = self.progress.step
+        self._first_step = self.progress.step
         if self.progress.step == 0:
             self.progress.pending = EVALUATION
         self._evaluate()
@@ -214,7 +214,7 @@ class Trainer:
 
         If the checkpoint cannot be completed, as on a full disk, the run goes on as it is.
         """
-        if self.change_requested is None or self._checkpointing.begun != self.progress.step:
+        if self.change_requested is None or self._checkpointing.started_step != self.progress.step:
             return False
         if not self.world.broadcast(self.world.is_main and self.change_requested()):
             return False
@@ -296,8 +296,8 @@ class Trainer:
         self.strategy.discard_gradients()
         if fault.leave_out:
             left_out = sorted({*left_out, step})
-        if all(step - before in left_out for before in range(MOST_IN_A_ROW + 1)):
-            raise WrongNumbers(f"training stopped after leaving out {MOST_IN_A_ROW} batches in a row: {fault.detail}")
+        if all(step - before in left_out for before in range(MAX_IN_A_ROW + 1)):
+            raise WrongNumbers(f"training stopped after leaving out {MAX_IN_A_ROW} batches in a row: {fault.detail}")
         checkpoint = self._checkpointing.newest(fault.before, phase="rewinding")
         back = "there is no checkpoint yet" if checkpoint is None else f"back to {checkpoint.path}"
         action = f"{back}; the global batch of step {step} is left out" if fault.leave_out else back
@@ -408,7 +408,7 @@ class Trainer:
 
     def _with_compiling(self, what: str) -> str:
         """Return ``what`` in words that add the compilation, if there is one at this step."""
-        compiles = self.training.recipe.train.compile is True and self.progress.step == self._begun_at
+        compiles = self.training.recipe.train.compile is True and self.progress.step == self._first_step
         return f"compiling the model and {what}" if compiles else what
 
     def _warn_low_memory(self, reason: str) -> None:

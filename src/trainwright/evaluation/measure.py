@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trainwright.evaluation.metrics import LIKELIHOODS, Judge
 from trainwright.evaluation.rows import Column, EncodedRows, Estimate, RowPrompts, difference
-from trainwright.inference.answering import Done, answer_all
+from trainwright.inference.answering import AnswerSettings, Done, answer_all
 from trainwright.inference.generation import Answer, Sampling
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import TokenScores, score
@@ -73,8 +73,8 @@ class Measurement:
 
     def of_source(self, part: int) -> Measurement:
         """Return the results for the rows of one source."""
-        rows = [place for place, each in enumerate(self.origins.parts) if each == part]
-        questions = [index for index, place in enumerate(self.answered) if self.origins.parts[place] == part]
+        rows = [row for row, each in enumerate(self.origins.parts) if each == part]
+        questions = [index for index, row in enumerate(self.answered) if self.origins.parts[row] == part]
         columns = {
             name: column.chosen(rows if name in LIKELIHOODS else questions) for name, column in self.columns.items()
         }
@@ -101,17 +101,31 @@ class Measurement:
         return cls(**saved, columns=columns, samples=samples, origins=origins)
 
 
+@dataclass(frozen=True)
+class MeasurementSettings:
+    """What is measured, and how rows are answered.
+
+    Attributes:
+        origin: describes the model.
+        names: of the metrics.
+        judges: those of the metrics that judge answers.
+        batch: the number of rows answered at once.
+    """
+
+    origin: str
+    names: Sequence[str]
+    judges: Mapping[str, Judge]
+    sampling: Sampling
+    batch: int | None = None
+
+
 def measure(
     loaded: Loaded,
     rows: EncodedRows,
     origins: Origins,
-    names: Sequence[str],
-    judges: Mapping[str, Judge],
-    sampling: Sampling,
+    settings: MeasurementSettings,
     world: World,
     *,
-    origin: str,
-    batch: int | None = None,
     scored: Done = lambda examples: None,
     answered: Done = lambda examples: None,
 ) -> Measurement | None:
@@ -119,14 +133,12 @@ def measure(
 
     Args:
         origins: where the rows come from.
-        names: of the metrics.
-        batch: the number of rows answered at once.
-        judges: those of the metrics that judge answers.
         scored, answered: called with the number of rows that this rank has finished since the last call.
     """
+    names, judges = settings.names, settings.judges
     needs_scores = any(name in LIKELIHOODS for name in names)
     scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if needs_scores else []
-    answers = answer_prompts(loaded, rows.prompts, sampling, world, batch, answered) if judges else []
+    answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answered) if judges else []
     if not world.is_main:
         return None
     columns = likelihood_columns(names, scores, rows.last_turn) if needs_scores else {}
@@ -134,8 +146,8 @@ def measure(
         columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
     ordered = {name: columns[name] for name in names}
     samples = _samples(loaded, rows, origins, ordered, answers)
-    places = rows.prompts.places if judges else []
-    return Measurement(origin, rows.dataset.fingerprint, ordered, samples, origins, places)
+    answered_rows = rows.prompts.rows if judges else []
+    return Measurement(settings.origin, rows.dataset.fingerprint, ordered, samples, origins, answered_rows)
 
 
 def answer_prompts(
@@ -143,8 +155,9 @@ def answer_prompts(
 ) -> list[Answer]:
     """Return the model's answers, as turns of a conversation."""
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
+    settings = AnswerSettings(sampling, stop, batch)
     with loaded.lm.for_generation() as model:
-        return answer_all(model, loaded.tokenizer, prompts.tokens, sampling, stop, world, rows=batch, done=answered)
+        return answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, answered)
 
 
 def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]) -> list[float]:
@@ -164,12 +177,12 @@ def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[Token
 def _samples(
     loaded: Loaded, rows: EncodedRows, origins: Origins, columns: Mapping[str, Column], answers: list[Answer]
 ) -> list[Sample]:
-    questions = {place: question for question, place in enumerate(rows.prompts.places)} if answers else {}
+    questions = {row: question for question, row in enumerate(rows.prompts.rows)} if answers else {}
     samples = []
-    for place, (number, part) in enumerate(zip(origins.numbers, origins.parts, strict=True)):
-        question = questions.get(place)
+    for row, (number, part) in enumerate(zip(origins.numbers, origins.parts, strict=True)):
+        question = questions.get(row)
         scores = {
-            name: column.row(place if question is None or name in LIKELIHOODS else question)
+            name: column.row(row if question is None or name in LIKELIHOODS else question)
             for name, column in columns.items()
             if name in LIKELIHOODS or question is not None
         }

@@ -110,8 +110,8 @@ class JsonSchema:
         try:
             kind.check_schema(schema)
         except SchemaError as error:
-            place = "/".join(map(str, error.absolute_path)) or "the top"
-            raise RequestError(f"{file}: not a JSON Schema: at {place}: {error.message}") from None
+            location = "/".join(map(str, error.absolute_path)) or "the top"
+            raise RequestError(f"{file}: not a JSON Schema: at {location}: {error.message}") from None
         # An empty registry: references of a schema are never fetched.
         self._validator = kind(schema, registry=Registry())
 

@@ -14,7 +14,7 @@ from trainwright.errors import RequestError
 from trainwright.evaluation.measure import Sample
 from trainwright.evaluation.metrics import AnswerMatch, Judge, judges
 from trainwright.evaluation.rows import Column, drawn, last_run, wilson
-from trainwright.inference.answering import answer_all
+from trainwright.inference.answering import AnswerSettings, answer_all
 from trainwright.inference.generation import Sampling
 from trainwright.inference.stopping import Stop
 from trainwright.parallel.world import World
@@ -48,7 +48,7 @@ class ValidationQuestions:
             raise RequestError(
                 "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
-        self._rows = chosen = [with_question[place] for place in drawn(len(with_question), section.generation_limit)]
+        self._rows = chosen = [with_question[index] for index in drawn(len(with_question), section.generation_limit)]
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
         for number in chosen:
@@ -66,8 +66,8 @@ class ValidationQuestions:
             model: the full model, ready for generation.
             together: whether every rank answers everything, because a pass of the model involves all ranks.
         """
-        prompts, sampling = self._prompts, self._sampling
-        answers = answer_all(model, self._tokenizer, prompts, sampling, stop, world, together=together)
+        prompts, settings = self._prompts, AnswerSettings(self._sampling, stop, together=together)
+        answers = answer_all(model, self._tokenizer, prompts, settings, world)
         texts = [answer.text.strip() for answer in answers]
         columns = {name: Column.of_rows(list(self._scores(judge, texts))) for name, judge in self._judges.items()}
         samples = [
@@ -89,7 +89,7 @@ class ValidationQuestions:
             {name: wilson(c.value(), c.effective_rows) for name, c in columns.items() if c.is_proportion},
             samples,
             sum(not answer.complete for answer in answers),
-            sampling.max_new_tokens,
+            self._sampling.max_new_tokens,
         )
 
     def _scores(self, judge: Judge, texts: Sequence[str]) -> Iterator[float]:

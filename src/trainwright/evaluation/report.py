@@ -83,7 +83,7 @@ class Report:
             self._write(scratch)
 
     def _write(self, directory: Path) -> None:
-        content: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings), **self._found()}
+        content: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings), **self._numbers()}
         if self.measured is not None:
             _write_samples(directory / "samples.jsonl", self.measured)
         if self.against is not None:
@@ -92,7 +92,7 @@ class Report:
             content["lm_eval"] = dict(self.harness)
         write_text(directory / "metrics.json", json.dumps(content, indent=2, default=str) + "\n")
 
-    def _found(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Any]:
         """Return every number, as plain values."""
         numbers: dict[str, Any] = {}
         if self.measured is not None:
@@ -101,7 +101,7 @@ class Report:
             differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
             numbers["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
         if self.parts:
-            numbers["sources"] = {name: part._found() for name, part in self.parts.items()}
+            numbers["sources"] = {name: part._numbers() for name, part in self.parts.items()}
         return numbers
 
 

@@ -21,7 +21,7 @@ from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, 
 from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
 from trainwright.data.rows.remarks import Remarks
 from trainwright.data.rows.texts import TextEncoder
-from trainwright.data.sources.reading import place_of, read_rows, source_notes
+from trainwright.data.sources.reading import location_of, read_rows, source_notes
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.token_rows import splits_long, windows_of
 from trainwright.errors import RequestError
@@ -204,22 +204,22 @@ class EvaluationRows:
     @property
     def conversations(self) -> list[int]:
         """Return the indices of the rows that ask something."""
-        return [place for place, example in enumerate(self.examples) if not isinstance(example, str)]
+        return [index for index, example in enumerate(self.examples) if not isinstance(example, str)]
 
-    def chosen(self, places: Sequence[int]) -> EvaluationRows:
+    def chosen(self, indices: Sequence[int]) -> EvaluationRows:
         """Return some of the rows."""
         return EvaluationRows(
             self.sources,
-            [self.examples[place] for place in places],
-            [self.numbers[place] for place in places],
-            [self.parts[place] for place in places],
+            [self.examples[index] for index in indices],
+            [self.numbers[index] for index in indices],
+            [self.parts[index] for index in indices],
             self.notes,
         )
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return file and line of a row, for messages."""
         source = self.sources[self.parts[index]]
-        return place_of(source.source, self.numbers[index], source.format == "documents")
+        return location_of(source.source, self.numbers[index], source.format == "documents")
 
     def question(self, index: int) -> list[Message]:
         """Return a conversation up to the start of its last answer."""
@@ -275,11 +275,11 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
             rows.examples.append(to_example(row, layout, remarks))
         except NoTarget as error:
             raise RequestError(
-                f"{key}: {rows.place(index)}: {error}, so there is no reference to compare with; fill it in or remove "
-                "the row"
+                f"{key}: {rows.location(index)}: {error}, so there is no reference to compare with; fill it in or "
+                "remove the row"
             ) from None
         except RequestError as error:
-            raise RequestError(f"{key}: {rows.place(index)}: {error}") from None
+            raise RequestError(f"{key}: {rows.location(index)}: {error}") from None
     rows.notes.extend(source_notes(source.source, key, source.format == "documents"))
     if layout.read_as:
         rows.notes.append(f"{source.source}: {layout.read_as}")
@@ -301,12 +301,12 @@ class RowPrompts:
     """The prompts for a model, with one entry for each question.
 
     Attributes:
-        places: the indices of the rows that are asked.
+        rows: the indices of the rows that are asked.
         tokens: each ends where the answer is to begin.
         references: the answers of the rows.
     """
 
-    places: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
@@ -359,7 +359,7 @@ def encode(
 
     Args:
         max_length: of a row; longer ones are split or truncated, like ``data.long_documents`` of a recipe.
-        asked: indices of the rows to answer, which are conversations.
+        questions: indices of the rows to answer, which are conversations.
 
     Raises:
         RequestError: the template rejects a row, or nothing of its answer remains after truncation; with file and line.
@@ -368,8 +368,8 @@ def encode(
     pairs: list[Encoded] = []
     windows, last_turn, called, cut, split = [], [], {}, 0, 0
     remarks = Remarks()
-    for place, (ids, flags) in enumerate(_encoded(rows, tokenizer, encoder, key, remarks)):
-        is_text = isinstance(rows.examples[place], str)
+    for row, (ids, flags) in enumerate(_encoded(rows, tokenizer, encoder, key, remarks)):
+        is_text = isinstance(rows.examples[row], str)
         ends = [(0, len(ids))]
         if max_length is not None and len(ids) > max_length:
             splits = splits_long(long_documents, "text" if is_text else "messages")
@@ -378,15 +378,15 @@ def encode(
         trained = [(begin, end) for begin, end in ends if any(flags[begin + 1 : end])]
         if not trained:
             raise RequestError(
-                f"{key}: {rows.place(place)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
+                f"{key}: {rows.location(row)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
                 "raise --max-length up to the model's limit, or remove the row"
             )
         begin = max(1, last_run(flags)[0])
         last_turn.append(sum(flags[begin : trained[-1][1]]))
         windows.append(len(trained))
         pairs += [(ids[begin:end], flags[begin:end]) for begin, end in trained]
-        if not is_text and rows.answer(place).get("tool_calls"):
-            called[place] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
+        if not is_text and rows.answer(row).get("tool_calls"):
+            called[row] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
     prompts = RowPrompts() if encoder is None else _prompts(rows, encoder, questions, called, key)
     notes = [*rows.notes, *([] if encoder is None else encoder.notes), *remarks.lines()]
@@ -420,9 +420,9 @@ def _encoded(
                 else:
                     yield from encoder.encode([example for example in batch if not isinstance(example, str)], changes)
             except TurnsError as error:
-                raise RequestError(f"{key}: {rows.place(start + error.index)}: {error}") from None
+                raise RequestError(f"{key}: {rows.location(start + error.index)}: {error}") from None
             for number, change in enumerate(changes, start):
-                remarks.add(change, functools.partial(rows.place, number))
+                remarks.add(change, functools.partial(rows.location, number))
             start += len(batch)
 
 
@@ -430,11 +430,11 @@ def _prompts(
     rows: EvaluationRows, encoder: ChatEncoder, questions: Sequence[int], called: Mapping[int, str], key: str
 ) -> RowPrompts:
     """Return the questions of the rows ``questions``; ``called`` has the references of answers that call tools."""
-    references = [called.get(place, str(rows.answer(place)["content"])).strip() for place in questions]
+    references = [called.get(row, str(rows.answer(row)["content"])).strip() for row in questions]
     try:
-        return RowPrompts(list(questions), encoder.prompts([rows.question(place) for place in questions]), references)
+        return RowPrompts(list(questions), encoder.prompts([rows.question(row) for row in questions]), references)
     except TurnsError as error:
-        raise RequestError(f"{key}: {rows.place(questions[error.index])}: {error}") from None
+        raise RequestError(f"{key}: {rows.location(questions[error.index])}: {error}") from None
 
 
 def last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:

@@ -22,13 +22,13 @@ from trainwright.data.rows.bounded import tokenized
 from trainwright.data.stream.dataset_cache import prepare as prepare_data
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
-from trainwright.evaluation.measure import Measurement, Origins, compare, measure
+from trainwright.evaluation.measure import Measurement, MeasurementSettings, Origins, compare, measure
 from trainwright.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
 from trainwright.evaluation.report import Report
 from trainwright.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
 from trainwright.evaluation.rows import EncodedRows, EvaluationRows, drawn, encode, joined, read
-from trainwright.inference.answering import Stage, answer_all
-from trainwright.inference.finding import FoundModel, find_model
+from trainwright.inference.answering import AnswerSettings, Stage, answer_all
+from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.generation import Sampling
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.scoring import score
@@ -68,8 +68,8 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         if request.explicit or request.answer_pattern is not None or request.json_schema is not None:
             raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
         judged = {}
-    places = _places_to_answer(request, rows) if judged else []
-    _check_references(rows, judged, places, key)
+    questions = _rows_to_answer(request, rows) if judged else []
+    _check_references(rows, judged, questions, key)
     for side, each in sides.items():
         own = min((n for n in (longest, max_positions(each.section)) if n is not None), default=None)
         encoded = encode(
@@ -77,7 +77,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
             load_tokenizer(each.section),
             max_length=own,
             long_documents=long_documents,
-            questions=places,
+            questions=questions,
             key=key,
         )
         _check_prompt_lengths(encoded, rows, max_positions(each.section), key)
@@ -86,7 +86,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     if not names:
         raise RequestError("--metrics: no metric to compute")
     origins = Origins(_names(rows), rows.numbers, rows.parts)
-    about = {"origins": asdict(origins), "names": names, "answered": len(places)}
+    about = {"origins": asdict(origins), "names": names, "answered": len(questions)}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
@@ -94,7 +94,7 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
     """Measure this rank's part; rank 0 writes the results to ``work``. Every rank must call."""
     for side in (_MODEL, _AGAINST):
         if (work / side).is_dir():
-            loaded = load(FoundModel.open(work / side / "found.json"), DTYPES[request.dtype], world.device)
+            loaded = load(UnloadedModel.open(work / side / "found.json"), DTYPES[request.dtype], world.device)
             if request.on_rows:
                 _measure(request, work, side, loaded, world, stage)
             if request.tasks:
@@ -138,17 +138,19 @@ def _compared(measured: Measurement, against: Measurement | None) -> Report:
 def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, world: World, stage: Stage) -> None:
     about = json.loads((work / "about.json").read_text(encoding="utf-8"))
     rows, origins = EncodedRows.open(work / side), Origins(**about["origins"])
-    model = FoundModel.open(work / side / "found.json")
+    model = UnloadedModel.open(work / side / "found.json")
     measured = measure(
         loaded,
         rows,
         origins,
-        about["names"],
-        judges(about["names"], request.answer_pattern, request.json_schema),
-        Sampling(max_new_tokens=request.max_new_tokens),
+        MeasurementSettings(
+            model.origin,
+            about["names"],
+            judges(about["names"], request.answer_pattern, request.json_schema),
+            Sampling(max_new_tokens=request.max_new_tokens),
+            request.batch_size,
+        ),
         world,
-        origin=model.origin,
-        batch=request.batch_size,
         scored=stage(f"scoring with {model.origin}", len(rows.dataset)),
         answered=stage(f"answers of {model.origin}", about["answered"]),
     )
@@ -176,7 +178,7 @@ def _harness(request: EvaluationRequest, side: Path, loaded: Loaded, world: Worl
         (side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
 
 
-def _rows(request: EvaluationRequest, model: FoundModel) -> tuple[EvaluationRows, str]:
+def _rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationRows, str]:
     """Return the rows, and their name in messages."""
     if request.data is not None:
         source = SourceSection.model_validate(
@@ -191,14 +193,14 @@ def _rows(request: EvaluationRequest, model: FoundModel) -> tuple[EvaluationRows
     return rows, "--data" if request.data is not None else _RUNS_OWN
 
 
-def _lengths(request: EvaluationRequest, model: FoundModel) -> tuple[int | None, str]:
+def _lengths(request: EvaluationRequest, model: UnloadedModel) -> tuple[int | None, str]:
     """Return the maximum row length, if limited, and how longer rows are handled, like ``data.long_documents``."""
     own = model.recipe.data if request.data is None and model.recipe is not None else None
     longest = request.max_length if own is None or request.max_length is not None else own.max_length
     return longest, "auto" if own is None else own.long_documents
 
 
-def _rows_of_run(model: FoundModel) -> EvaluationRows:
+def _rows_of_run(model: UnloadedModel) -> EvaluationRows:
     """Return the validation rows of the run."""
     recipe = model.recipe
     if recipe is None:
@@ -227,28 +229,28 @@ def _names(rows: EvaluationRows) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def _places_to_answer(request: EvaluationRequest, rows: EvaluationRows) -> list[int]:
+def _rows_to_answer(request: EvaluationRequest, rows: EvaluationRows) -> list[int]:
     everything = request.full or request.quick or request.limit is not None
-    places = rows.conversations
-    return [places[index] for index in drawn(len(places), None if everything else USUAL_ANSWERS)]
+    questions = rows.conversations
+    return [questions[index] for index in drawn(len(questions), None if everything else USUAL_ANSWERS)]
 
 
-def _check_references(rows: EvaluationRows, judged: dict[str, Judge], places: list[int], key: str) -> None:
+def _check_references(rows: EvaluationRows, judged: dict[str, Judge], questions: list[int], key: str) -> None:
     match = judged.get("answer")
     if not isinstance(match, AnswerMatch):
         return
-    for place in places:
+    for row in questions:
         try:
-            match.check(str(rows.answer(place)["content"]))
+            match.check(str(rows.answer(row)["content"]))
         except RequestError as error:
-            raise RequestError(f"{key}: {rows.place(place)}: {error}") from None
+            raise RequestError(f"{key}: {rows.location(row)}: {error}") from None
 
 
 def _check_prompt_lengths(encoded: EncodedRows, rows: EvaluationRows, positions: int | None, key: str) -> None:
-    for place, prompt in zip(encoded.prompts.places, encoded.prompts.tokens, strict=True):
+    for row, prompt in zip(encoded.prompts.rows, encoded.prompts.tokens, strict=True):
         if positions is not None and len(prompt) >= positions:
             raise RequestError(
-                f"{key}: {rows.place(place)}: its question has {plural(len(prompt), 'token')}, but the model has only "
+                f"{key}: {rows.location(row)}: its question has {plural(len(prompt), 'token')}, but the model has only "
                 f"{positions:,} positions; shorten or remove the row"
             )
 
@@ -325,9 +327,9 @@ class _Shared:
     def _answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
         tokenizer, lm = self.loaded.tokenizer, self.loaded.lm
         stop = stop_of(lm.model, tokenizer, chat=False).with_texts(until)
-        done = self._stage("answers", len(prompts))
+        settings, done = AnswerSettings(Sampling(**sampling), stop), self._stage("answers", len(prompts))
         with lm.for_generation() as model:
-            answers = answer_all(model, tokenizer, prompts, Sampling(**sampling), stop, self._world, done=done)
+            answers = answer_all(model, tokenizer, prompts, settings, self._world, done)
         return [answer.text for answer in answers]
 
 

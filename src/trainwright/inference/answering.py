@@ -6,6 +6,7 @@ The batches do not depend on the number of ranks, so neither do the sums from wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainwright import heartbeat
@@ -26,17 +27,28 @@ _ROWS = {"cpu": 16, "cuda": 128}
 _USABLE = 0.6
 
 
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How prompts are answered.
+
+    Attributes:
+        rows: prompts per batch.
+        together: see ``over_ranks``.
+    """
+
+    sampling: Sampling
+    stop: Stop
+    rows: int | None = None
+    together: bool = False
+
+
 def answer_all(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    stop: Stop,
+    settings: AnswerSettings,
     world: World,
-    *,
-    rows: int | None = None,
     done: Done = lambda examples: None,
-    together: bool = False,
 ) -> list[Answer]:
     """Return an answer to every prompt (its token ids), in their order, on every rank. Every rank must call.
 
@@ -44,22 +56,21 @@ def answer_all(
 
     Args:
         model: the full model, in evaluation mode, on the world's device.
-        rows: prompts per batch.
-        together: see ``over_ranks``.
 
     Raises:
         RequestError: a prompt is empty or leaves no position for an answer.
         MachineError: memory runs out with a single prompt.
     """
+    sampling, stop = settings.sampling, settings.stop
     lengths = [len(prompt) + new_token_limit(model, prompt, sampling) for prompt in prompts]
-    batches = batches_of(model, lengths, world, rows)
+    batches = batches_of(model, lengths, world, settings.rows)
     costs = [float(len(batch) * lengths[batch[0]]) for batch in batches]
 
     def work(batch: Sequence[int]) -> list[Answer]:
         chosen = [prompts[index] for index in batch]
         return answer_batch(model, tokenizer, chosen, sampling, stop, examples=batch)
 
-    return over_ranks(world, batches, costs, work, done, together=together, result=Answer)
+    return over_ranks(world, batches, costs, work, done, together=settings.together, result=Answer)
 
 
 def batches_of(
@@ -141,8 +152,8 @@ def over_ranks(
     largest = max(map(len, batches), default=0)
     shares = _dealt(costs, 1) if together else _dealt(costs, world.size)
     mine = shares[0 if together else world.rank]
-    for place in range(max(map(len, shares))):
-        waiting = _parts(batches[mine[place]], largest) if place < len(mine) else []
+    for turn in range(max(map(len, shares))):
+        waiting = _parts(batches[mine[turn]], largest) if turn < len(mine) else []
         while waiting and shortage is None:
             part = waiting.pop(0)
             results = attempt(lambda part=part: work(part))  # type: ignore[misc]

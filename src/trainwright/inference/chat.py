@@ -87,7 +87,7 @@ class ChatSession:
         self._write = write
         self._plain = plain
         self._stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not plain)
-        self._said = 0
+        self._answers_given = 0
 
     def answer(self, question: Question) -> Answer:
         """Generate and write an answer. The sampling of the n-th answer depends on the seed and n.
@@ -105,7 +105,7 @@ class ChatSession:
             tokens.append(token)
             stream(row, token)
 
-        number, self._said = self._said, self._said + 1
+        number, self._answers_given = self._answers_given, self._answers_given + 1
         try:
             with self._loaded.lm.for_generation() as model:
                 answers = answer_batch(

@@ -25,7 +25,7 @@ _ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class FoundModel:
+class UnloadedModel:
     """A model before any of its weights are read.
 
     Attributes:
@@ -51,7 +51,7 @@ class FoundModel:
         file.write_text(json.dumps({**values, "checkpoint": checkpoint}), encoding="utf-8")
 
     @classmethod
-    def open(cls, file: Path) -> FoundModel:
+    def open(cls, file: Path) -> UnloadedModel:
         """Return what was saved, without the run."""
         values = json.loads(file.read_text(encoding="utf-8"))
         section = ModelSection.model_validate(values["section"])
@@ -61,7 +61,7 @@ class FoundModel:
 
 def find_model(
     model: str, adapter: str | None = None, checkpoint: str | None = None, *, of_texts: bool = True
-) -> FoundModel:
+) -> UnloadedModel:
     """Find ``model``, with the ``adapter`` (a directory) on it.
 
     Args:
@@ -74,18 +74,18 @@ def find_model(
     path = user_path(model)
     if (path / _MANIFEST).is_file() and (path / _RECIPE).is_file():
         _refuse_choice(checkpoint, f"{path} is a checkpoint")
-        located = _checkpoint(_opened(path))
+        unloaded = _checkpoint(_opened(path))
     elif (path / _RECIPE).is_file():
-        located = _of_run(path, checkpoint)
+        unloaded = _of_run(path, checkpoint)
     else:
         _refuse_choice(checkpoint, f"{model} is not a run")
-        located = _of_adapter(path) if (path / _ADAPTER).is_file() else FoundModel(model, _section_of(model))
-    if of_texts and located.recipe is not None and not located.recipe.has_texts:
+        unloaded = _of_adapter(path) if (path / _ADAPTER).is_file() else UnloadedModel(model, _section_of(model))
+    if of_texts and unloaded.recipe is not None and not unloaded.recipe.has_texts:
         raise RequestError(
-            f"{model}: is of a run of {located.recipe.task}, which acts in an environment and reads no texts; "
+            f"{model}: is of a run of {unloaded.recipe.task}, which acts in an environment and reads no texts; "
             f"see how it acts with: trainwright eval {quoted(model)}"
         )
-    return located if adapter is None else _with_adapter(located, adapter)
+    return unloaded if adapter is None else _with_adapter(unloaded, adapter)
 
 
 def _section_of(model: str) -> ModelSection:
@@ -102,46 +102,48 @@ def _refuse_choice(checkpoint: str | None, why: str) -> None:
         raise RequestError(f"--checkpoint {checkpoint}: {why}; --checkpoint is for run directories")
 
 
-def _of_run(run: Path, checkpoint: str | None) -> FoundModel:
+def _of_run(run: Path, checkpoint: str | None) -> UnloadedModel:
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
     steps = checkpoints.steps()
     has_final = (run / _FINAL).is_dir()
     if checkpoint == "final" or (checkpoint is None and has_final):
         if not has_final:
-            raise RequestError(f"--checkpoint final: {run} is not finished; {_held(steps)}")
+            raise RequestError(f"--checkpoint final: {run} is not finished; {_describe_steps(steps)}")
         return _final(run)
     if checkpoint is not None and checkpoint.isdigit():
         if int(checkpoint) not in steps:
-            raise RequestError(f"--checkpoint {checkpoint}: {run} has no such step; {_held(steps)}")
+            raise RequestError(f"--checkpoint {checkpoint}: {run} has no such step; {_describe_steps(steps)}")
         return _checkpoint(_opened(checkpoints.path(int(checkpoint))))
     if checkpoint not in (None, "best", "newest"):
-        raise RequestError(f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_held(steps)}")
+        raise RequestError(
+            f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_describe_steps(steps)}"
+        )
     newest, refused = checkpoints.latest()
     if newest is None:
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
     progress = newest.state.get("progress")
     best = progress.get("best_step") if isinstance(progress, dict) else None
     if checkpoint == "best" and best is None:
-        raise RequestError(f"--checkpoint best: {run} has no validation results; {_held(steps)}")
+        raise RequestError(f"--checkpoint best: {run} has no validation results; {_describe_steps(steps)}")
     if checkpoint != "newest" and best in steps:
         return _checkpoint(_opened(checkpoints.path(best)))
     if checkpoint == "best":
-        raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_held(steps)}")
+        raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_describe_steps(steps)}")
     return _checkpoint(newest.path)
 
 
-def _final(run: Path) -> FoundModel:
+def _final(run: Path) -> UnloadedModel:
     recipe = load_recipe(run / _RECIPE)
     directory = run / _FINAL
     adapted = (directory / _ADAPTER).is_file()
     section = _adapted(recipe.model, directory) if adapted else _section_of(str(directory))
-    return FoundModel(str(directory), section, recipe.train.seed, recipe=recipe, run=run)
+    return UnloadedModel(str(directory), section, recipe.train.seed, recipe=recipe, run=run)
 
 
-def _checkpoint(path: Path) -> FoundModel:
+def _checkpoint(path: Path) -> UnloadedModel:
     recipe = load_recipe(path / _RECIPE)
     run = path.parent.parent if (path.parent.parent / _RECIPE).is_file() else None
-    return FoundModel(str(path), recipe.model, recipe.train.seed, checkpoint=path, recipe=recipe, run=run)
+    return UnloadedModel(str(path), recipe.model, recipe.train.seed, checkpoint=path, recipe=recipe, run=run)
 
 
 def _opened(path: Path) -> Path:
@@ -151,7 +153,7 @@ def _opened(path: Path) -> Path:
         raise RequestError(str(error)) from error
 
 
-def _held(steps: list[int]) -> str:
+def _describe_steps(steps: list[int]) -> str:
     return f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
 
 
@@ -159,12 +161,12 @@ def _reasons(refused: list[CheckpointError]) -> str:
     return f": {'; '.join(map(str, refused))}" if refused else ""
 
 
-def _of_adapter(path: Path) -> FoundModel:
+def _of_adapter(path: Path) -> UnloadedModel:
     run = path.resolve().parent
     if path.resolve().name == _FINAL and (run / _RECIPE).is_file():
         return _final(run)
     base = _base_section(path)
-    return replace(_with_adapter(FoundModel(str(base.name), base), str(path)), origin=f"{path} on {base.name}")
+    return replace(_with_adapter(UnloadedModel(str(base.name), base), str(path)), origin=f"{path} on {base.name}")
 
 
 def _base_section(path: Path) -> ModelSection:
@@ -191,7 +193,7 @@ def _json(file: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _with_adapter(base: FoundModel, adapter: str) -> FoundModel:
+def _with_adapter(base: UnloadedModel, adapter: str) -> UnloadedModel:
     directory = user_path(adapter)
     if not (directory / _ADAPTER).is_file() and (directory / _FINAL / _ADAPTER).is_file():
         directory = directory / _FINAL

@@ -14,7 +14,7 @@ from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import MachineError, RequestError
-from trainwright.inference.finding import FoundModel
+from trainwright.inference.finding import UnloadedModel
 from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
@@ -47,19 +47,19 @@ class Loaded:
     chat: bool
 
 
-def load(located: FoundModel, dtype: torch.dtype, device: torch.device) -> Loaded:
+def load(unloaded: UnloadedModel, dtype: torch.dtype, device: torch.device) -> Loaded:
     """Load a model, including the checkpoint's tensors.
 
     Raises:
         RequestError: the weights are missing, damaged or inconsistent.
     """
     with for_users():
-        tokenizer = load_tokenizer(located.section)
-        model = load_model(located.section, dtype, located.seed, tokenizer)
-        attach_adapter(model, located.section, located.seed)
+        tokenizer = load_tokenizer(unloaded.section)
+        model = load_model(unloaded.section, dtype, unloaded.seed, tokenizer)
+        attach_adapter(model, unloaded.section, unloaded.seed)
         lm = CausalLM(model, packed=False)
-        if located.checkpoint is not None:
-            _fill(lm, Checkpoint.open(located.checkpoint, verify=False))
+        if unloaded.checkpoint is not None:
+            _fill(lm, Checkpoint.open(unloaded.checkpoint, verify=False))
         for parameter in lm.parameters():
             parameter.requires_grad_(False)
             if parameter.is_floating_point():  # adapters are stored in fp32
@@ -69,7 +69,7 @@ def load(located: FoundModel, dtype: torch.dtype, device: torch.device) -> Loade
         return Loaded(lm.to(device).eval(), tokenizer, tokenizer.chat_template is not None)
 
 
-def check_fits(located: FoundModel, dtype: torch.dtype, machine: Machine, processes: int) -> None:
+def check_fits(unloaded: UnloadedModel, dtype: torch.dtype, machine: Machine, processes: int) -> None:
     """Check whether each of ``processes`` of this machine can hold a full copy of the model.
 
     Raises:
@@ -77,9 +77,9 @@ def check_fits(located: FoundModel, dtype: torch.dtype, machine: Machine, proces
         RequestError: the configuration is that of a far larger model than the weights, for which memory would be taken.
     """
     with for_users():
-        count = parameter_count(load_config(located.section))
-        directory = resolve(located.section, weights=False).directory
-        if directory is not None and located.section.gguf_file is None:
+        count = parameter_count(load_config(unloaded.section))
+        directory = resolve(unloaded.section, weights=False).directory
+        if directory is not None and unloaded.section.gguf_file is None:
             stored = sum(sum(stored_elements(file).values()) for file in weight_files(directory))
             if count > 2 * stored:
                 raise RequestError(
@@ -96,7 +96,7 @@ def check_fits(located: FoundModel, dtype: torch.dtype, machine: Machine, proces
         if not machine.gpus and processes > 1:
             fix = "use fewer processes (--num-processes)"
         raise MachineError(
-            f"{located.origin} has {needed / 2**30:,.1f} GiB of weights, and {where} has {memory / 2**30:,.1f} GiB: "
+            f"{unloaded.origin} has {needed / 2**30:,.1f} GiB of weights, and {where} has {memory / 2**30:,.1f} GiB: "
             f"every process holds a full copy; {fix}"
         )
 

@@ -42,8 +42,8 @@ class Questions:
     """
 
     rows: list[Row]
-    asked: list[Question]
-    places: list[str]
+    questions: list[Question]
+    locations: list[str]
     notes: list[str]
 
 
@@ -61,14 +61,14 @@ def read_questions(source: str, key: str) -> Questions:
     path = user_path(source)
     lines = path.suffix.lower() == ".txt" and path.is_file()
     questions = Questions([], [], [], [])
-    for place, row in _prompts(path) if lines else iterate_source(source, key=key):
+    for location, row in _prompts(path) if lines else iterate_source(source, key=key):
         given = {name: value for name, value in row.items() if value is not None}
         try:
-            questions.asked.append(_question(given))
+            questions.questions.append(_question(given))
         except RequestError as error:
-            raise RequestError(f"{key}: {place}: {error}") from None
+            raise RequestError(f"{key}: {location}: {error}") from None
         questions.rows.append(given)
-        questions.places.append(place)
+        questions.locations.append(location)
     questions.notes.extend([] if lines else source_notes(source, key))
     if not questions.rows:
         raise RequestError(f"{key}: {source} has no {('prompts, one per line' if lines else 'rows')}")

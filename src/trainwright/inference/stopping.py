@@ -30,7 +30,7 @@ class Stop:
 
     def before(self, text: str) -> str:
         """Return the part of ``text`` before the first stop text."""
-        positions = [place for stop in self.texts if (place := text.find(stop)) >= 0]
+        positions = [position for stop in self.texts if (position := text.find(stop)) >= 0]
         return text[: min(positions)] if positions else text
 
     def ended(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:

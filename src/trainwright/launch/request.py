@@ -365,14 +365,14 @@ def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
 
     A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
     """
-    from trainwright.engine.checkpoints.remote_store import Place
-    from trainwright.engine.checkpoints.stored_run import default_name, name_in_places
+    from trainwright.engine.checkpoints.remote_store import RemoteStore
+    from trainwright.engine.checkpoints.stored_run import default_name, name_in_stores
 
     directory = recipe.logging.run_directory
     new_name = "" if directory == AUTO else default_name(user_path(directory))
-    name = new_name if run is None else name_in_places(run)
+    name = new_name if run is None else name_in_stores(run)
     for where in recipe.checkpoint.copies:
-        store = Place(where, name)
+        store = RemoteStore(where, name)
         try:
             store.check()
             with store.in_words():

@@ -17,7 +17,7 @@ from trainwright.paths import write_file
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.engine.checkpoints.remote_store import Place
+    from trainwright.engine.checkpoints.remote_store import RemoteStore
     from trainwright.engine.checkpoints.stored_run import StoredRun
 
 
@@ -33,25 +33,25 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def store_of(url: str) -> Place:
+def store_of(url: str) -> RemoteStore:
     """Return the place of the run that a URL names. Raises RequestError."""
-    from trainwright.engine.checkpoints.remote_store import Place
+    from trainwright.engine.checkpoints.remote_store import RemoteStore
 
     where, _, name = url.rstrip("/").rpartition("/")
     if not name or where.endswith((":/", ":")):
         raise RequestError(f"--resume: {url} names no run; it has the form s3://bucket/runs/NAME")
-    return Place(where, name, "--resume")
+    return RemoteStore(where, name, "--resume")
 
 
-def stores_of(copies: Sequence[str], run: Path) -> list[Place]:
+def stores_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
     """Return the places where copies of a run are, by the recipe's ``checkpoint.copies``. Raises RequestError."""
-    from trainwright.engine.checkpoints.remote_store import Place
-    from trainwright.engine.checkpoints.stored_run import name_in_places
+    from trainwright.engine.checkpoints.remote_store import RemoteStore
+    from trainwright.engine.checkpoints.stored_run import name_in_stores
 
-    return [Place(where, name_in_places(run)) for where in copies]
+    return [RemoteStore(where, name_in_stores(run)) for where in copies]
 
 
-def fetch(places: Sequence[Place], run: Path, name: str | None = None) -> bool:
+def fetch(places: Sequence[RemoteStore], run: Path, name: str | None = None) -> bool:
     """Make ``run`` the run whose copies are in ``places``, by its newest complete copy; its checkpoint comes later.
 
     Nothing is written if the run is there already. Otherwise its recipe is written last, so a directory without one is
@@ -70,7 +70,7 @@ def fetch(places: Sequence[Place], run: Path, name: str | None = None) -> bool:
     """
     written = False
 
-    def take(_: str, store: Place, stored: StoredRun) -> None:
+    def take(_: str, store: RemoteStore, stored: StoredRun) -> None:
         nonlocal written
         if (run / run_directory.RECIPE).is_file():
             _check_same(run, store, stored)
@@ -94,7 +94,7 @@ def discard_fetched(run: Path) -> None:
         run.rmdir()
 
 
-def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
+def bring_up_to_date(run: Path, places: Sequence[RemoteStore]) -> None:
     """Take the newest copy with its events, if the run has gone on elsewhere. The run has to be locked.
 
     Raises:
@@ -110,7 +110,7 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
 
     checkpoints, required = run / "checkpoints", bool(run_directory.plan_of(run).get(_WITHOUT_CHECKPOINT))
 
-    def take(name: str, store: Place, stored: StoredRun) -> None:
+    def take(name: str, store: RemoteStore, stored: StoredRun) -> None:
         doing(f"reading the copy of {name} in {store.where}")
         _check_same(run, store, stored)
         with store.in_words(FaultError):
@@ -128,9 +128,9 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
 
 
 def _take_newest(
-    places: Sequence[Place],
+    places: Sequence[RemoteStore],
     run: Path,
-    take: Callable[[str, Place, StoredRun], None],
+    take: Callable[[str, RemoteStore, StoredRun], None],
     *,
     required: bool,
     after: int = -1,
@@ -186,9 +186,9 @@ def _take_newest(
     return is_new
 
 
-def _listed(places: Sequence[Place]) -> tuple[list[tuple[int, str, Place]], list[TrainwrightError]]:
+def _listed(places: Sequence[RemoteStore]) -> tuple[list[tuple[int, str, RemoteStore]], list[TrainwrightError]]:
     """Return step, name and place of every copy, the newest first, and why places cannot be read."""
-    steps: list[tuple[int, str, Place]] = []
+    steps: list[tuple[int, str, RemoteStore]] = []
     unreadable: list[TrainwrightError] = []
     for store in places:
         try:
@@ -204,7 +204,7 @@ def _warn(messages: Iterable[str]) -> None:
         say(f"warning: {message}", file=sys.stderr)
 
 
-def _fetch_alone(run: Path, store: Place, stored: StoredRun, name: str | None) -> bool:
+def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -> bool:
     """Fetch the run, unless another process has done so meanwhile; return whether it was written."""
     if (run / run_directory.RECIPE).is_file():
         _check_same(run, store, stored)
@@ -218,7 +218,7 @@ def _fetch_alone(run: Path, store: Place, stored: StoredRun, name: str | None) -
     return True
 
 
-def _check_same(run: Path, store: Place, stored: StoredRun) -> None:
+def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     from trainwright.engine.checkpoints.stored_run import identity_of
 
     try:
@@ -231,7 +231,7 @@ def _check_same(run: Path, store: Place, stored: StoredRun) -> None:
         )
 
 
-def _write(run: Path, store: Place, stored: StoredRun, name: str | None) -> None:
+def _write(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -> None:
     from trainwright.engine.checkpoints.stored_run import STORED_AS, default_name
 
     with store.in_words(FaultError):
@@ -245,7 +245,7 @@ def _write(run: Path, store: Place, stored: StoredRun, name: str | None) -> None
     write_file(run / run_directory.RECIPE, stored.recipe)
 
 
-def _replace_events(run: Path, store: Place, stored: StoredRun) -> None:
+def _replace_events(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     scratch = run / f".{EVENTS}"
     try:
         stored.write_events(store, scratch)

@@ -18,7 +18,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import packs, plain
-from trainwright.models.attention.kernels import CPU, Needs, choose
+from trainwright.models.attention.kernels import CPU, AttentionNeeds, choose
 from trainwright.models.attention.packs import UnpackableError, packed_name, register
 from trainwright.models.attention.sequences import Sequences
 from trainwright.models.linear_losses import (
@@ -155,7 +155,7 @@ class CausalLM(nn.Module):
 
 
 def _attend_padded(model: PreTrainedModel, attention: str) -> None:
-    choose(Needs(0, 0, "fp32", packed=False), replace(CPU, attention=attention))
+    choose(AttentionNeeds(0, 0, "fp32", packed=False), replace(CPU, attention=attention))
     try:
         model.set_attn_implementation(attention)
     except ValueError as error:

@@ -173,9 +173,9 @@ def config_from(directory: Path) -> PretrainedConfig:
     else:
         raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
     try:
-        with TemporaryDirectory(prefix="trainwright-") as place:
-            (Path(place) / "config.json").write_text(json.dumps(without_ignored(fields)), encoding="utf-8")
-            config = AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=True)
+        with TemporaryDirectory(prefix="trainwright-") as directory_name:
+            (Path(directory_name) / "config.json").write_text(json.dumps(without_ignored(fields)), encoding="utf-8")
+            config = AutoConfig.from_pretrained(directory_name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class
         raise RequestError(f"{where}/config.json cannot be used: {error}") from error
     config.name_or_path = str(directory)

@@ -119,7 +119,7 @@ def linear_cross_entropy(
         The sum in nats, fp32 scalar, which the caller divides by a weight.
     """
     total: torch.Tensor = _LinearCrossEntropy.apply(
-        head.hidden, head.weight, head.bias, targets, head.softcap, head.logit_scale, target_weights, z_loss
+        head.hidden, head.weight, head.bias, targets, head, target_weights, z_loss
     )
     return total
 
@@ -178,8 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        softcap: float | None,
-        logit_scale: float,
+        head: Head,
         target_weights: torch.Tensor | None,
         z_loss: float,
     ) -> torch.Tensor:
@@ -192,7 +191,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = None if target_weights is None else target_weights[part]
             for rows in row_blocks(logits[:count]):
                 each = None if weights is None else weights[rows]
-                total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale, each, z_loss)
+                total += _loss_to_gradient(logits[rows], targets[part][rows], head, each, z_loss)
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
@@ -206,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradient of linear_cross_entropy was already taken")
         ctx.spent = True  # scale the saved gradients in place: they are as large as the head
         scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 class HeadGradients:
@@ -267,12 +266,12 @@ def set_hidden_gradient(gradient: torch.Tensor, delta: torch.Tensor, weight: tor
 def _loss_to_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    softcap: float | None,
-    logit_scale: float,
+    head: Head,
     weights: torch.Tensor | None,
     z_loss: float,
 ) -> torch.Tensor:
-    """Return the summed loss of some rows of logits, and overwrite the logits with its gradient."""
+    """Return the summed loss of some rows of a head's logits, and overwrite the logits with its gradient."""
+    softcap, logit_scale = head.softcap, head.logit_scale
     columns = targets[:, None]
     work = _finished_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
@@ -395,9 +394,9 @@ class _LinearLogitLoss(torch.autograd.Function):
         for part in chunks(len(targets), hidden, weight):
             logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
             for rows in row_blocks(logits[:count]):
-                place = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
-                taught = None if teacher is None else _teacher_logits(teacher, place)
-                _block(logits[rows], targets[place], loss, head, taught, each[place], losses[place])
+                span = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
+                taught = None if teacher is None else _teacher_logits(teacher, span)
+                _block(logits[rows], targets[span], loss, head, taught, each[span], losses[span])
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])

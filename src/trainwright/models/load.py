@@ -414,7 +414,7 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
     if base.is_fresh:
         return None
     quantized, package = base.quantisation != "none", base.file is not None and base.package is not None
-    before, arguments = _place(base, published)
+    before, arguments = _base_arguments(base, published)
     if quantized and base.file is not None:
         before.append(f"# trained with these quantized to {base.quantisation}; transformers loads a GGUF file as it is")
     elif quantized:
@@ -470,7 +470,7 @@ def is_in_code(weights: Path) -> bool:
     return names_code(read_json(weights / "agent.json")["environment"])
 
 
-def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
+def _base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
     """Return the lines before, and the arguments that name the base."""
     name = base.name
     is_path = Path(name).is_absolute()

@@ -166,9 +166,9 @@ def class_of(implementation: str | None) -> Any:
 
 def keep_source(config: OwnConfig, directory: Path) -> None:
     """Copy the file of a class ``file.py:Class`` into the directory of its saved model, and name it there."""
-    place = config.implementation or ""
-    if is_file(place):
-        source, _, name = place.rpartition(":")
+    implementation = config.implementation or ""
+    if is_file(implementation):
+        source, _, name = implementation.rpartition(":")
         shutil.copyfile(user_path(source), directory / Path(source).name)
         config.implementation = f"{Path(source).name}:{name}"
 

@@ -63,7 +63,7 @@ class ModelSource:
     package: str | None = None
 
 
-class Located(NamedTuple):
+class ModelLocation(NamedTuple):
     """The location of a model; fields as in ``ModelSource``."""
 
     directory: Path
@@ -94,7 +94,7 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
 
 def locate(
     name: str, key: str, gguf_file: str | None = None, weights: bool = True, notify: Notify | None = None
-) -> Located:
+) -> ModelLocation:
     """Return the location of model ``name``, or of its tokenizer without ``weights``; ``key`` is named in errors."""
     say = notify or logger.info
     path = user_path(name)
@@ -104,7 +104,7 @@ def locate(
         return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
     if path.is_dir():
         if gguf_file is None:
-            return Located(path, f"local directory {path}")
+            return ModelLocation(path, f"local directory {path}")
         file = _existing(path / gguf_file, "model.gguf_file")
         return _from_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
     if not is_hub_id(name):
@@ -193,13 +193,13 @@ def check_safetensors(file: Path, key: str) -> None:
         raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); download it again") from error
 
 
-def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> Located:
+def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> ModelLocation:
     from trainwright.models.gguf.reading import convert_gguf
 
     if not file.is_file():
         raise RequestError(f"{key}: {file} is not a file")
     directory, precision = convert_gguf(file, key, say)
-    return Located(directory, f"{origin}, dequantized to {precision}", file, package)
+    return ModelLocation(directory, f"{origin}, dequantized to {precision}", file, package)
 
 
 def check_available(model: ModelSection) -> None:
@@ -230,17 +230,17 @@ def is_packaged(name: str) -> bool:
     return not user_path(name).exists() and _hub_snapshot(name, True)[0] is None and _packaged(name)[0] is not None
 
 
-def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
+def _from_id(name: str, key: str, weights: bool, say: Notify) -> ModelLocation:
     cached, problem = _hub_snapshot(name, weights)
     if cached is not None:
-        return Located(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
+        return ModelLocation(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
     file, package = _packaged(name)
     if file is not None:
         origin = f"{name} from the package {package} ({file.name})"
         return _from_gguf(file, key, origin, say, package.partition(" ")[0])
     tried = [f"no such local path{_near_here(Path(name))}", problem, f"not in an installed package{_near(name)}"]
     directory = _download(name, key, weights, tried, say)
-    return Located(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
+    return ModelLocation(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
 
 
 def _hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:

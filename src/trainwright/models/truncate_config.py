@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LAYERS = "num_hidden_layers"
 _NUMBERS = ("_period", "_interval", "_pattern", "dense_replace")
-MOST_LAYERS = 8  # enough for the patterns of alternating layers in known models
+MAX_LAYERS = 8  # enough for the patterns of alternating layers in known models
 
 
 def layer_count(config: PretrainedConfig) -> int:
@@ -52,7 +52,7 @@ def varied_layers(config: PretrainedConfig) -> int:
     varied = max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=1)
     # For patterns with a different layer every n-th time, or with different first layers.
     numbers = [value for key, value in text.items() if key.endswith(_NUMBERS) and isinstance(value, int)]
-    return min(max(2, varied, *(number + 1 for number in numbers)), MOST_LAYERS, layers)
+    return min(max(2, varied, *(number + 1 for number in numbers)), MAX_LAYERS, layers)
 
 
 def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:

@@ -76,7 +76,7 @@ def load_empty(
 
     config = load_config(model, tokenizer)
     empty = empty_model(config)
-    given = GivenWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
+    given = TensorWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
     directory = resolve(model).directory
     if directory is None:
         return finish_loading(empty, model, config), given
@@ -157,7 +157,7 @@ class FileWeights:
         digest = hashlib.sha256()
         for path in dict.fromkeys(self._files.values()):
             with safe_open(path, framework="pt") as file:
-                for name in (name for name, place in self._files.items() if place == path):
+                for name in (name for name, source in self._files.items() if source == path):
                     digest.update(name.encode())
                     _add_sample(digest, file.get_slice(name))
         return digest.hexdigest()[:16]
@@ -171,7 +171,7 @@ def _add_sample(digest: Any, stored: Any) -> None:
     digest.update(first.reshape(-1)[:_SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
 
 
-class GivenWeights:
+class TensorWeights:
     """Weights of a model that rank 0 loads and broadcasts."""
 
     def __init__(self, load: Callable[[], nn.Module], empty: nn.Module, prefix: str) -> None:

@@ -108,12 +108,12 @@ def tensor_placement(tensor: DTensor) -> str:
     """Return a description of a DTensor's placement, from its placements and mesh."""
     parts = copies = 1
     kind = "whole"
-    for size, place in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        if isinstance(place, Replicate):
+    for size, dim_placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(dim_placement, Replicate):
             copies *= size
         else:
             parts *= size
-            kind = "rows" if place.is_shard(0) else str(place)
+            kind = "rows" if dim_placement.is_shard(0) else str(dim_placement)
     return placement(kind, parts, copies)
 
 

@@ -145,9 +145,9 @@ def build_strategy(setup: Setup) -> Strategy:
     on_meta = any(parameter.is_meta for parameter in setup.module.parameters())
     assert setup.weights is not None or not on_meta, "nothing would fill the weights"
     name = setup.parallel.strategy
-    place, described = spec_of(name).implementation, STRATEGIES.describe(name)
-    implementation = load(place, f"{described}: its implementation {place}")
+    entry_point, described = spec_of(name).implementation, STRATEGIES.describe(name)
+    implementation = load(entry_point, f"{described}: its implementation {entry_point}")
     if missing := [method for method in _METHODS if not hasattr(implementation, method)]:
-        raise RequestError(f"{described}: its implementation {place} lacks {', '.join(missing)}")
+        raise RequestError(f"{described}: its implementation {entry_point} lacks {', '.join(missing)}")
     strategy: Strategy = implementation(setup)
     return strategy

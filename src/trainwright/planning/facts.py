@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example
     from trainwright.recipe.schema import DataSection, Recipe
     from trainwright.recipe.sections.model import ModelSection
-    from trainwright.recipe.task_spec import Needs, OwnModel
+    from trainwright.recipe.task_spec import Needs, TaskModel
 
 
 _BYTES_VOCABULARY = 259
@@ -87,7 +87,7 @@ def facts_of(recipe: Recipe) -> Facts:
             copies_state=recipe.checkpoint.background is True,
             batch_tokens=train.global_batch_size * lengths.mean,
             fresh=recipe.model.config is not None,
-            most_batch_tokens=lengths.most_tokens(train.global_batch_size),
+            most_batch_tokens=lengths.max_batch_tokens(train.global_batch_size),
             optimizer=recipe.optimizer.name,
             lengths=lengths.spread() if data.pack_length is not None else (),
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
@@ -108,7 +108,7 @@ def facts_of(recipe: Recipe) -> Facts:
     )
 
 
-def _of_own_model(recipe: Recipe, model: OwnModel) -> Facts:
+def _of_own_model(recipe: Recipe, model: TaskModel) -> Facts:
     train, architecture = recipe.train, from_config(model.config)
     assert architecture is not None, "the configuration is of a known family"
     return Facts(

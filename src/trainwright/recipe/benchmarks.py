@@ -76,39 +76,41 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
     Raises:
         RequestError: the benchmark does not exist, or its directory lacks a file.
     """
-    what, _, place = name.partition("@")
+    what, _, origin = name.partition("@")
     kind, _, part = what.partition(":")
     if kind == "files":
-        return _files(name, place, key)
+        return _files(name, origin, key)
     if kind == "tofu" and part in TOFU_SPLITS:
-        return _tofu(name, part, _Place(place or _TOFU, key))
+        return _tofu(name, part, _SplitDataset(origin or _TOFU, key))
     if kind == "muse" and part in _MUSE:
-        return _muse(name, _Place(place or _MUSE[part], key))
+        return _muse(name, _SplitDataset(origin or _MUSE[part], key))
     if kind == "wmdp" and part in _WMDP_SUBJECTS:
-        return _wmdp(name, part, place, key)
+        return _wmdp(name, part, origin, key)
     raise RequestError(f"{key}: unknown benchmark {name!r}; choose from {_NAMES}")
 
 
 def is_missing_here(name: str) -> bool:
     """Return whether a benchmark is named by a directory that does not exist on this machine."""
-    place = name.partition("@")[2]
+    origin = name.partition("@")[2]
     return (
-        bool(place) and not name.startswith("files@") and not (user_path(place).exists() or _may_be_on_the_hub(place))
+        bool(origin)
+        and not name.startswith("files@")
+        and not (user_path(origin).exists() or _may_be_on_the_hub(origin))
     )
 
 
-def _may_be_on_the_hub(place: str) -> bool:
-    return not place.startswith((".", "/", "~")) and place.count("/") == 1
+def _may_be_on_the_hub(origin: str) -> bool:
+    return not origin.startswith((".", "/", "~")) and origin.count("/") == 1
 
 
-class _Place:
+class _SplitDataset:
     """A directory, or an id of the Hub, that holds sets by configuration and split."""
 
-    def __init__(self, place: str, key: str) -> None:
-        self._place, self._key = place, key
-        path = user_path(place)
+    def __init__(self, origin: str, key: str) -> None:
+        self._origin, self._key = origin, key
+        path = user_path(origin)
         self._directory = path if path.is_dir() else None
-        if self._directory is None and not _may_be_on_the_hub(place):
+        if self._directory is None and not _may_be_on_the_hub(origin):
             raise RequestError(
                 f"{key}: no such directory {path}; after the @, give the directory of the benchmark's files, or "
                 "remove the @ part to load them from the Hub"
@@ -117,7 +119,7 @@ class _Place:
     def find(self, config: str, split: str = "") -> str | None:
         """Return the source of a set; None if the directory has no file for it. The Hub is not queried."""
         if self._directory is None:
-            return f"{self._place}:{config}:{split or 'train'}"
+            return f"{self._origin}:{config}:{split or 'train'}"
         stem = self._directory / config / split if split else self._directory / config
         for suffix in _SUFFIXES:
             if (file := stem.with_name(stem.name + suffix)).is_file():
@@ -144,52 +146,54 @@ class _Place:
         return next((str(file) for file in files if file.is_file()), None)
 
 
-def _tofu(name: str, forget: str, place: _Place) -> Benchmark:
+def _tofu(name: str, forget: str, dataset: _SplitDataset) -> Benchmark:
     holdout = forget.replace("forget", "holdout")
     training = {
-        "forget": place.find(forget),
-        "retain": place.find(TOFU_SPLITS[forget]),
-        "full": place.find("full"),
-        "holdout": place.find(holdout),
-        "idk": place.idk,
+        "forget": dataset.find(forget),
+        "retain": dataset.find(TOFU_SPLITS[forget]),
+        "full": dataset.find("full"),
+        "holdout": dataset.find(holdout),
+        "idk": dataset.idk,
     }
-    sets = {"forget": EvaluationSet(place.need(f"{forget}_perturbed"), "chat")}
+    sets = {"forget": EvaluationSet(dataset.need(f"{forget}_perturbed"), "chat")}
     for each, file in (
         ("retain", "retain_perturbed"),
         ("real_authors", "real_authors_perturbed"),
         ("world_facts", "world_facts_perturbed"),
         ("holdout", holdout),
     ):
-        if (source := place.find(file)) is not None:
+        if (source := dataset.find(file)) is not None:
             sets[each] = EvaluationSet(source, "chat")
     return Benchmark(name, {each: source for each, source in training.items() if source is not None}, sets)
 
 
-def _muse(name: str, place: _Place) -> Benchmark:
+def _muse(name: str, dataset: _SplitDataset) -> Benchmark:
     def retain(config: str, suffix: str = "") -> str:
         # The authors' own files are named retain2, their sets on the Hub retain.
-        return place.find(config, f"retain{suffix}") or place.need(config, f"retain2{suffix}")
+        return dataset.find(config, f"retain{suffix}") or dataset.need(config, f"retain2{suffix}")
 
-    training = {"forget": place.need("raw", "forget"), "retain": place.need("raw", "retain1")}
-    training["holdout"] = place.need("raw", "holdout")
+    training = {"forget": dataset.need("raw", "forget"), "retain": dataset.need("raw", "retain1")}
+    training["holdout"] = dataset.need("raw", "holdout")
     sets = {
-        "forget": EvaluationSet(place.need("knowmem", "forget_qa"), "few_shot", place.need("knowmem", "forget_qa_icl")),
+        "forget": EvaluationSet(
+            dataset.need("knowmem", "forget_qa"), "few_shot", dataset.need("knowmem", "forget_qa_icl")
+        ),
         "retain": EvaluationSet(retain("knowmem", "_qa"), "few_shot", retain("knowmem", "_qa_icl")),
-        "verbatim": EvaluationSet(place.need("verbmem", "forget"), "continue"),
-        "members": EvaluationSet(place.need("privleak", "forget"), "continue"),
-        "holdout": EvaluationSet(place.need("privleak", "holdout"), "continue"),
+        "verbatim": EvaluationSet(dataset.need("verbmem", "forget"), "continue"),
+        "members": EvaluationSet(dataset.need("privleak", "forget"), "continue"),
+        "holdout": EvaluationSet(dataset.need("privleak", "holdout"), "continue"),
     }
     return Benchmark(name, training, sets)
 
 
-def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
-    local = bool(place) and user_path(place).is_file()
-    if place and not local and not _may_be_on_the_hub(place):
+def _wmdp(name: str, part: str, origin: str, key: str) -> Benchmark:
+    local = bool(origin) and user_path(origin).is_file()
+    if origin and not local and not _may_be_on_the_hub(origin):
         raise RequestError(
-            f"{key}: no such file {place}; after wmdp's @, give a file of rows with question, choices and answer, or "
+            f"{key}: no such file {origin}; after wmdp's @, give a file of rows with question, choices and answer, or "
             "remove the @ part to load it from the Hub"
         )
-    source = place if local else f"{place or _WMDP}:wmdp-{part}:test"
+    source = origin if local else f"{origin or _WMDP}:wmdp-{part}:test"
     training = {}
     if part == "cyber":  # the forget corpus on biology is available on request only, and there is none on chemistry
         training["forget"] = f"{_WMDP_CORPORA}:cyber-forget-corpus:train"
@@ -200,10 +204,10 @@ def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
     return Benchmark(name, training, {"choices": EvaluationSet(source, "choices", before=before)})
 
 
-def _files(name: str, places: str, key: str) -> Benchmark:
+def _files(name: str, origins: str, key: str) -> Benchmark:
     known = ("forget", "retain", "holdout")
     sources: dict[str, str] = {}
-    for part in places.split(","):
+    for part in origins.split(","):
         each, equals, source = part.partition("=")
         if each not in known or not equals or not source:
             raise RequestError(

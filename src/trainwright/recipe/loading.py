@@ -22,7 +22,7 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_m
 from trainwright.registries import TASKS
 from trainwright.text import quoted
 
-_MOST_LINES = 100  # of a message
+_MAX_LINES = 100  # of a message
 # The largest number of includes in total, counting repeats, and their depth: nested includes multiply.
 _MOST_INCLUDED, _DEEPEST_INCLUDE = 100, 20
 
@@ -97,8 +97,8 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     if problems:
         problems.sort(key=lambda problem: (problem.origin.source, problem.origin.line or 0))
         lines = list(dict.fromkeys(map(str, problems)))
-        more = [f"and {len(lines) - _MOST_LINES:,} more problems"] if len(lines) > _MOST_LINES else []
-        raise RequestError("\n".join([*lines[:_MOST_LINES], *more]))
+        more = [f"and {len(lines) - _MAX_LINES:,} more problems"] if len(lines) > _MAX_LINES else []
+        raise RequestError("\n".join([*lines[:_MAX_LINES], *more]))
     return LoadedRecipe(recipe, tree.origins)
 
 
@@ -211,9 +211,9 @@ def _is_of_another_task(section: str, values: Mapping[str, object]) -> bool:
 def _find_beside(tree: Tree, folder: Path) -> None:
     """Give a file in ``model.implementation`` that is beside the recipe its whole path."""
     model = tree.values.get("model")
-    place = model.get("implementation") if isinstance(model, dict) else None
-    if isinstance(model, dict) and isinstance(place, str) and is_file(place):
-        beside = folder / user_path(place)
+    implementation = model.get("implementation") if isinstance(model, dict) else None
+    if isinstance(model, dict) and isinstance(implementation, str) and is_file(implementation):
+        beside = folder / user_path(implementation)
         if Path(str(beside).rpartition(":")[0]).is_file():
             model["implementation"] = str(beside.absolute())
 
@@ -277,14 +277,14 @@ def _merge(base: Tree, over: Tree, depth: float = math.inf) -> None:
 
 def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], path: KeyPath, depth: float) -> None:
     for key, value in over.items():
-        place, earlier = (*path, key), base.get(key)
-        if isinstance(value, dict) and len(place) < depth:
-            if isinstance(earlier, str) and place in _IN_ONE_WORD:
-                base[key] = earlier = {_IN_ONE_WORD[place]: earlier}
+        full_path, earlier = (*path, key), base.get(key)
+        if isinstance(value, dict) and len(full_path) < depth:
+            if isinstance(earlier, str) and full_path in _IN_ONE_WORD:
+                base[key] = earlier = {_IN_ONE_WORD[full_path]: earlier}
             if isinstance(earlier, dict):
-                _merge_values(tree, earlier, value, place, depth)
+                _merge_values(tree, earlier, value, full_path, depth)
                 continue
         if key in base:
-            for known in [known for known in tree.origins if known[: len(place)] == place]:
+            for known in [known for known in tree.origins if known[: len(full_path)] == full_path]:
                 del tree.origins[known]
         base[key] = value

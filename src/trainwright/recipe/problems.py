@@ -23,7 +23,7 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 from trainwright.text import quoted
 
 _OF_MANY_KEYS = ("auto", "none")  # words that say nothing about the key
-_MOST_UNKNOWN = 30  # unknown keys that are explained; the rest are counted
+_MAX_UNKNOWN = 30  # unknown keys that are explained; the rest are counted
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -58,14 +58,14 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     model, details = _model(tree), error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
     paths = [path for item in unknown for path in _keys_of_others(field_path(item["loc"], model), tree)]
-    suggested = {path: _nearest(path, model, tree) for path in paths[:_MOST_UNKNOWN]}
+    suggested = {path: _nearest(path, model, tree) for path in paths[:_MAX_UNKNOWN]}
     problems = [
         Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near, model, tree)}")
         for path, near in suggested.items()
     ]
-    if len(paths) > _MOST_UNKNOWN:
-        next_ = paths[_MOST_UNKNOWN]
-        more = f"{dotted(next_)}: and {len(paths) - _MOST_UNKNOWN:,} more unknown keys"
+    if len(paths) > _MAX_UNKNOWN:
+        next_ = paths[_MAX_UNKNOWN]
+        more = f"{dotted(next_)}: and {len(paths) - _MAX_UNKNOWN:,} more unknown keys"
         problems.append(Problem(origin_of(next_, tree, file), more))
     keys = {path for path in suggested.values() if not isinstance(path, str)}
     problems += _mistaken_values(details, keys, tree, file, model)
@@ -263,7 +263,9 @@ def _located(contradiction: Contradiction, tree: Tree, file: Origin, cause: Orig
     origin = next(iter(written.values()), None) or origin_of(tuple(contradiction.keys[0].split(".")), tree, file)
     # The reader of one file does not see that a value comes from another.
     elsewhere = [
-        f"{key}: {place}" for key, place in written.items() if place.source != origin.source and place != cause
+        f"{key}: {written_at}"
+        for key, written_at in written.items()
+        if written_at.source != origin.source and written_at != cause
     ]
     where = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")

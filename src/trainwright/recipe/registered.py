@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError, ValidationErr
 from trainwright.errors import RequestError
 from trainwright.extensions import OWN, Registry
 
-_PLACE = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+_ENTRY_POINT = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Registered:
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         names = {"enum": [*self.others, *self.registry.names()], "type": "string"}
-        return {"anyOf": [names, {"type": "string", "pattern": f"^{_PLACE}$"}]}
+        return {"anyOf": [names, {"type": "string", "pattern": f"^{_ENTRY_POINT}$"}]}
 
     def _checked(self, value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> str:
-        place = isinstance(value, str) and re.fullmatch(_PLACE, value) is not None
+        is_entry_point = isinstance(value, str) and re.fullmatch(_ENTRY_POINT, value) is not None
         try:
-            name: str = value if place else handler(value)
+            name: str = value if is_entry_point else handler(value)
         except ValidationError as error:
             (detail,) = error.errors()
             expected = f"{detail['ctx']['expected']} (your own: {OWN})"

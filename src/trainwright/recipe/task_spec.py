@@ -40,7 +40,7 @@ class ReferenceModel:
 
 
 @dataclass(frozen=True)
-class OwnModel:
+class TaskModel:
     """A model that the task makes itself and that reads no texts, as seen by a plan.
 
     Args:
@@ -74,7 +74,7 @@ class Needs:
     last_block: int | None = None
     trainable: tuple[Sequence[str], str] | None = None
     reference: ReferenceModel | None = None
-    own_model: OwnModel | None = None
+    own_model: TaskModel | None = None
 
 
 def _nothing_to_check(recipe: Recipe) -> Iterable[Contradiction]:

@@ -253,19 +253,19 @@ class _Builder:
             key = self.build(key_node, path)
             if not isinstance(key, str | int):
                 raise RequestError(f"{origin}: a key must be a name")
-            place = (*path, key)
+            key_path = (*path, key)
             if key in values:
-                message = f"{dotted(place)}: given twice, first {self._earlier(place)}; keep one of the two"
+                message = f"{dotted(key_path)}: given twice, first {self._earlier(key_path)}; keep one of the two"
                 self.tree.problems.append(Problem(origin, message))
-            self.tree.origins[place] = origin
-            values[key] = self.build(value_node, place)
+            self.tree.origins[key_path] = origin
+            values[key] = self.build(value_node, key_path)
         return values
 
     def _origin(self, node: yaml.Node) -> Origin:
         return Origin(self.source, node.start_mark.line + 1 if self.has_lines else None)
 
-    def _earlier(self, place: KeyPath) -> str:
-        line = self.tree.origins[place].line
+    def _earlier(self, key_path: KeyPath) -> str:
+        line = self.tree.origins[key_path].line
         return f"on line {line}" if line is not None else "in the same value"
 
 

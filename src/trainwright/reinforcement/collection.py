@@ -202,7 +202,7 @@ def _work(
     everything = len(collection.goals)
     before = everything - sum(sizes)
 
-    def tell() -> None:
+    def report() -> None:
         parts = list(zip(shared[:-1], sizes, strict=True))
         finished = before + sum(size for part, size in parts if part == 1)
         progress(
@@ -217,11 +217,11 @@ def _work(
             submitted = [pool.submit(_learn, collection, group, n) for n, group in enumerate(groups)]
         waiting: set[Future[None]] = set(submitted)
         while waiting:
-            tell()
+            report()
             finished, waiting = wait(waiting, timeout=_LOOKS, return_when=FIRST_COMPLETED)
             for future in finished:
                 future.result()
-        tell()
+        report()
     except BrokenProcessPool as error:
         raise TrainingError(
             "collect: a process was killed, perhaps because memory ran out; finished tasks are kept: run the same "
@@ -273,16 +273,16 @@ def _learn(collection: Collection, goals: list[int], group: int) -> None:
     seeds = mixed(torch.tensor(goals) + (source["seed"] << 32))
     learner = learners(environment, environment.tasks()[goals], seeds, source)
 
-    def tell(part: float) -> None:
+    def report(part: float) -> None:
         _shared[group] = min(part, 0.999)
 
-    recording = learner.learn(source["steps"], tell)
+    recording = learner.learn(source["steps"], report)
     for index, goal in enumerate(goals):
         write(_part(collection, goal), environment, source, {goal: recording.goal(index)})
     _shared[group] = 1.0
 
 
-_MOST_LINES = 200
+_MAX_LINES = 200
 
 
 def learning_curves(histories: Histories) -> np.ndarray:
@@ -312,7 +312,7 @@ def draw_curves(histories: Histories, file: Path) -> None:
     curves = learning_curves(histories)
     axes = figure.subplots()
     episodes = np.arange(1, curves.shape[1] + 1)
-    for number, curve in enumerate(curves[:_MOST_LINES]):
+    for number, curve in enumerate(curves[:_MAX_LINES]):
         axes.plot(
             episodes, curve, color="tab:orange", alpha=0.25, linewidth=0.7, label="a task" if not number else None
         )

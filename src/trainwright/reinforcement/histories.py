@@ -296,11 +296,11 @@ def _typed(arrays: Any) -> History:
 def _array(path: Path, file: Any, goal: int, name: str) -> Any:
     """Return an array of a goal, None if there is none; raise RequestError if it is one of another file."""
     h5py = _h5py()
-    for place in (str(goal), f"{goal}/{name}"):
-        link = file.get(place, getlink=True)
+    for entry in (str(goal), f"{goal}/{name}"):
+        link = file.get(entry, getlink=True)
         if isinstance(link, (h5py.ExternalLink, h5py.SoftLink)):  # a soft link can pass through an external one
             raise RequestError(
-                f"{path}: {place} is a link, which may lead to other files; copy the arrays into this one"
+                f"{path}: {entry} is a link, which may lead to other files; copy the arrays into this one"
             )
     array = file.get(f"{goal}/{name}")
     if not isinstance(array, h5py.Dataset):

@@ -15,10 +15,10 @@ from torch import nn
 from trainwright.data.check import refuse_unused_template
 from trainwright.data.rows.bounded import unknown_token
 from trainwright.data.rows.kinds import kind_of_rows
-from trainwright.data.sources.reading import place_of
+from trainwright.data.sources.reading import location_of
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
-from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream
+from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember, rows_of
 from trainwright.engine.forward_only import ForwardOnly
@@ -115,8 +115,8 @@ def check_tokens(recipe: Recipe, datasets: Sequence[TokenDataset], tokenizer: Pr
         for part in dataset.report.get("parts", [dataset.report]):
             token, index = part["largest_token"]
             if wrong := unknown_token(token, tokenizer, size):
-                place = place_of(part["source"], index, recipe.data.format == "documents")
-                raise RequestError(f"{place}: {wrong}")
+                location = location_of(part["source"], index, recipe.data.format == "documents")
+                raise RequestError(f"{location}: {wrong}")
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
@@ -342,13 +342,15 @@ def stream_of(
     assert parallel.processes != "auto", "the recipe is resolved"
     return Stream(
         dataset,
-        global_batch_size=train.global_batch_size,
-        seed=train.seed,
-        rows=None if rows == "auto" else rows,
-        passes=1 if steps == "auto" else steps * parallel.processes,
-        pack_length=recipe.data.pack_length,
-        total_examples=total,
-        shuffle=shuffle,
-        example_weight=example_weight,
-        warm_up=batch_sizes(recipe) if training else None,
+        StreamSettings(
+            global_batch_size=train.global_batch_size,
+            seed=train.seed,
+            rows=None if rows == "auto" else rows,
+            passes=1 if steps == "auto" else steps * parallel.processes,
+            pack_length=recipe.data.pack_length,
+            total_examples=total,
+            shuffle=shuffle,
+            example_weight=example_weight,
+            warm_up=batch_sizes(recipe) if training else None,
+        ),
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_templates import ChatTemplate, arguments_in, fixed_date, install_template
-from trainwright.data.rows.chat_turns import Located, Span, TurnFinder
+from trainwright.data.rows.chat_turns import LocatedTurns, Span, TurnFinder
 from trainwright.data.rows.formats import Message, TurnsError
 from trainwright.data.rows.tool_calls import arguments_of, names_in
 from trainwright.errors import RequestError
@@ -152,8 +152,10 @@ class ChatEncoder:
             self.notes = list(dict.fromkeys(self.notes))
         return self._finders[text]
 
-    def _located(self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None) -> list[Located]:
-        located: dict[int, Located] = {}
+    def _located(
+        self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None
+    ) -> list[LocatedTurns]:
+        located: dict[int, LocatedTurns] = {}
         by_finder: dict[TurnFinder, list[int]] = {}
         for index, conversation in enumerate(conversations):
             by_finder.setdefault(self._finder(conversation), []).append(index)
@@ -181,7 +183,7 @@ class ChatEncoder:
                     index,
                 )
 
-    def _remarks(self, finder: TurnFinder, row: list[Message], located: Located, *, folded: bool) -> set[str]:
+    def _remarks(self, finder: TurnFinder, row: list[Message], located: LocatedTurns, *, folded: bool) -> set[str]:
         remarks = set()
         if folded:
             remarks.add(

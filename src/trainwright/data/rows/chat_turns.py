@@ -23,7 +23,7 @@ _TAIL = 16  # characters of a prompt that tell whether only white space follows 
 _PROBE = "Xq7turnZ"  # only letters and a digit, which no template changes
 
 
-class Located(NamedTuple):
+class LocatedTurns(NamedTuple):
     """A rendered conversation: its text, the range of each turn that is a target, and what differs at inference.
 
     ``prompt_only`` is the end of the generation prompt that the text does not have, or "".
@@ -79,7 +79,7 @@ class TurnFinder:
                 self._named[role] = True
         return self._named[role]
 
-    def find(self, rows: list[list[Message]]) -> list[Located]:
+    def find(self, rows: list[list[Message]]) -> list[LocatedTurns]:
         """Return each conversation as text with the ranges of its turns.
 
         Raises:
@@ -87,7 +87,7 @@ class TurnFinder:
         """
         return self._marked(rows) if self.template.marked else self._located(rows)
 
-    def _marked(self, rows: list[list[Message]]) -> list[Located]:
+    def _marked(self, rows: list[list[Message]]) -> list[LocatedTurns]:
         located = []
         for index, row in enumerate(rows):
             text, ranges = self.template.render_marked(row, index)
@@ -97,7 +97,7 @@ class TurnFinder:
             trained = [(turn, span) for turn, span in zip(turns, ranges, strict=True) if row[turn].get("target", True)]
             prompts = self._prompts_of([row[:turn] for turn, _ in trained])
             located.append(
-                Located(
+                LocatedTurns(
                     text,
                     [self._closed(text, span) for _, span in trained],
                     next(filter(None, (self._prompt_only(text, prompt) for prompt in prompts)), ""),
@@ -120,7 +120,7 @@ class TurnFinder:
             return start, start + len(turn)
         return start, end + self._stop(text[end:], last=False)
 
-    def _located(self, rows: list[list[Message]]) -> list[Located]:
+    def _located(self, rows: list[list[Message]]) -> list[LocatedTurns]:
         texts = self.template.render(rows)
         places = [
             (index, turn)
@@ -131,7 +131,7 @@ class TurnFinder:
         spans: list[list[Span]] = [[] for _ in rows]
         prompt_only = [""] * len(rows)
         if not places:
-            return [Located(text, [], "") for text in texts]
+            return [LocatedTurns(text, [], "") for text in texts]
         try:
             prompts = self.template.render([rows[index][:turn] for index, turn in places], generation_prompt=True)
         except TurnsError as error:
@@ -144,7 +144,7 @@ class TurnFinder:
                 raise self._not_located(index, f"turn {turn} is not in the rendered text")
             spans[index].append(span)
             prompt_only[index] = prompt_only[index] or self._prompt_only(text, prompt)
-        return [Located(*one) for one in zip(texts, spans, prompt_only, strict=True)]
+        return [LocatedTurns(*one) for one in zip(texts, spans, prompt_only, strict=True)]
 
     def _probes(self, replaced: list[list[Message]]) -> list[str]:
         """Return the text of each conversation with a probe, or "" if the template rejects it."""

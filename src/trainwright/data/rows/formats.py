@@ -372,9 +372,9 @@ def _parsed(text: str, field: str) -> Any:
         ) from None
 
 
-def _turn(item: Any, place: str) -> Message:
+def _turn(item: Any, location: str) -> Message:
     if not isinstance(item, dict):
-        raise RequestError(f"{place} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
+        raise RequestError(f"{location} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
     named = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
     call = item.get("function_call")  # OpenAI's API before tools; JSON text from a row file
@@ -382,57 +382,57 @@ def _turn(item: Any, place: str) -> Message:
         item = {**item, "tool_calls": f"[{call}]" if isinstance(call, str) else [call]}
     if named is None or (content is None and not item.get("tool_calls")):
         missing = "role (or from)" if named is None else "content (or value)"
-        raise RequestError(f"{place} has no {missing}; it has {names_of(item)}; {_A_TURN}")
+        raise RequestError(f"{location} has no {missing}; it has {names_of(item)}; {_A_TURN}")
     if str(named).lower() in _CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": calls_of_content(content, place)}
+        return {"role": "assistant", "content": "", "tool_calls": calls_of_content(content, location)}
     role = _ROLES.get(str(named).lower())
     if role is None:
         known = ", ".join((*_ROLES, *_CALLS))
-        raise RequestError(f"{place} has the unknown role {named!r}; choose from {known}")
-    calls = calls_of(item, place)
+        raise RequestError(f"{location} has the unknown role {named!r}; choose from {known}")
+    calls = calls_of(item, location)
     if calls and role != "assistant":
-        raise RequestError(f"{place} is a {role} turn with tool_calls; only assistant turns may have them")
-    text = _text_of_content("" if content is None else content, place)
+        raise RequestError(f"{location} is a {role} turn with tool_calls; only assistant turns may have them")
+    text = _text_of_content("" if content is None else content, location)
     # An empty system turn is valid: it disables the default of some models. An empty answer is not a target.
     if not text.strip() and role not in ("system", "assistant"):
-        raise RequestError(f"{place}, a {role} turn, is empty; fill it in or remove the row")
+        raise RequestError(f"{location}, a {role} turn, is empty; fill it in or remove the row")
     message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
     for key in ("name", "tool_call_id") if role == "tool" else ("name",):
         if isinstance(item.get(key), str) and item[key]:
             message[key] = item[key]
-    if role == "assistant" and (reasoning := _reasoning_of(item, place)):
+    if role == "assistant" and (reasoning := _reasoning_of(item, location)):
         message["reasoning"] = reasoning
-    return {**message, "target": False} if role == "assistant" and not _is_trained_on(item, place) else message
+    return {**message, "target": False} if role == "assistant" and not _is_trained_on(item, location) else message
 
 
-def _reasoning_of(item: Row, place: str) -> str:
+def _reasoning_of(item: Row, location: str) -> str:
     """Return the reasoning of an assistant turn, or ""; raise RequestError if two fields of it differ."""
     given = {key: item[key] for key in _REASONING if item.get(key) not in (None, "")}
     for key, value in given.items():
         if not isinstance(value, str):
-            raise RequestError(f"{place} has {key} that should be text, not {kind_of(value)}")
+            raise RequestError(f"{location} has {key} that should be text, not {kind_of(value)}")
     texts = list(dict.fromkeys(text for text in given.values() if text.strip()))
     if len(texts) > 1:
-        raise RequestError(f"{place} has {' and '.join(given)}, which differ; keep one of them")
+        raise RequestError(f"{location} has {' and '.join(given)}, which differ; keep one of them")
     return texts[0] if texts else ""
 
 
-def _is_trained_on(item: Row, place: str) -> bool:
+def _is_trained_on(item: Row, location: str) -> bool:
     flags = {key: item[key] for key in _TRAINED if item.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise RequestError(f"{place} has {key} {value!r}; expected true or false")
+            raise RequestError(f"{location} has {key} {value!r}; expected true or false")
     return all(flags.values())
 
 
-def _text_of_content(content: Any, place: str) -> str:
+def _text_of_content(content: Any, location: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         if (text := text_of(content)) is not None:
             return text
-        raise RequestError(f"{place}.content {not_text(content)}")
-    raise RequestError(f"{place} has content that should be text, not {kind_of(content)}")
+        raise RequestError(f"{location}.content {not_text(content)}")
+    raise RequestError(f"{location} has content that should be text, not {kind_of(content)}")
 
 
 def unread_fields(row: Row, columns: Iterable[str]) -> list[str]:

@@ -117,7 +117,7 @@ def read_refusals(file: str) -> tuple[str, ...]:
     return refusals
 
 
-def _refusal(line: str, place: str) -> str:
+def _refusal(line: str, location: str) -> str:
     if not line.startswith(("{", '"')):
         return line
     try:
@@ -126,7 +126,7 @@ def _refusal(line: str, place: str) -> str:
         return line
     texts = [one for one in value.values() if isinstance(one, str)] if isinstance(value, dict) else [value]
     if len(texts) != 1 or not isinstance(texts[0], str):
-        raise RequestError(f"{place}: a refusal must be one text, not {len(texts)}")
+        raise RequestError(f"{location}: a refusal must be one text, not {len(texts)}")
     return texts[0].strip()
 
 
@@ -173,14 +173,14 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     scratch = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with scratch.open("w", encoding="utf-8") as file:
-            for place, row in chain(first, rows):
+            for location, row in chain(first, rows):
                 try:
                     [(_, messages)] = EXAMPLES.sequences(row, layout)
                 except NoTarget as reason:
                     styled.left_out[str(reason)] += 1
                     continue
                 except RequestError as error:
-                    raise RequestError(f"{place}: {error}") from None
+                    raise RequestError(f"{location}: {error}") from None
                 assert not isinstance(messages, str)
                 if messages[0]["role"] != "system":
                     messages, styled.added = [{"role": "system", "content": system}, *messages], styled.added + 1

@@ -46,18 +46,29 @@ SINGLE = ("messages", "conversations", "prompt_completion", "instruction", "ques
 _TRAINED_BY = {"preference": "task: dpo", "labelled": "task: dpo with dpo.loss: kto"}
 
 # Other names of question and answer columns, the more specific first.
-_ASKED = ("question", "prompt", "instruction", "query", "problem", "user", "human", "input", "context", "title")
-_ANSWERED = ("answer", "response", "completion", "output", "reply", "assistant", "gpt", "bot", "solution", "target")
+_QUESTION_NAMES = (
+    "question",
+    "prompt",
+    "instruction",
+    "query",
+    "problem",
+    "user",
+    "human",
+    "input",
+    "context",
+    "title",
+)
+_ANSWER_NAMES = ("answer", "response", "completion", "output", "reply", "assistant", "gpt", "bot", "solution", "target")
 _SUMMARIES = ("summary", "highlights")  # summaries of a text, which is then not a target
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "messages": MESSAGES_NAMES,
-    "question": _ASKED,
-    "instruction": _ASKED,
-    "prompt": (*_ASKED, "messages", "conversations"),
+    "question": _QUESTION_NAMES,
+    "instruction": _QUESTION_NAMES,
+    "prompt": (*_QUESTION_NAMES, "messages", "conversations"),
     "input": ("context",),
-    "answer": _ANSWERED,
-    "output": _ANSWERED,
-    "completion": _ANSWERED,
+    "answer": _ANSWER_NAMES,
+    "output": _ANSWER_NAMES,
+    "completion": _ANSWER_NAMES,
     "text": ("content", "document", "raw_content", "article", "code"),
     "chosen": CHOSEN_NAMES,
     "rejected": REJECTED_NAMES,
@@ -172,7 +183,9 @@ def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: 
             continue
         if name == "messages" and not any(_is_turns(row.get(matches["messages"])) for row in first_rows):
             continue
-        if name == "text" and any(_named(names, columns) for names in (_ASKED[:-2], (*_ANSWERED, *_SUMMARIES))):
+        if name == "text" and any(
+            _named(names, columns) for names in (_QUESTION_NAMES[:-2], (*_ANSWER_NAMES, *_SUMMARIES))
+        ):
             return None  # one half of a question and answer
         if name == "question_answer" and matches["question"].lower() == "instruction" and "instruction" in layouts:
             matches = {"instruction": matches["question"], "output": matches["answer"]}

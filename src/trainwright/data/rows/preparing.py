@@ -49,7 +49,7 @@ _CACHE_KIB = 16 * 1024
 _COEFFICIENTS = np.random.default_rng(0).integers(1, 1 << 31, size=(2, _BANDS * _ROWS), dtype=np.uint64)
 
 
-class Seen(Enum):
+class Repetition(Enum):
     """Whether a row repeats an earlier one; DIFFERENT: it does, except for its dropped columns."""
 
     NEW = "new"
@@ -78,18 +78,18 @@ class RowIndex:
         self._database.close()
         self._file.unlink(missing_ok=True)
 
-    def add(self, rank: bytes, text: str, row: Row, rest: str = "") -> Seen:
+    def add(self, rank: bytes, text: str, row: Row, rest: str = "") -> Repetition:
         """Add a row with its rank in the split, unless it repeats an earlier one; return whether it does.
 
         Args:
             rest: the columns of the row that are not in ``text``, as JSON.
         """
-        if self._deduplicate != "none" and (seen := self._seen(text, rest)) is not Seen.NEW:
-            return seen
+        if self._deduplicate != "none" and (repetition := self._repetition(text, rest)) is not Repetition.NEW:
+            return repetition
         if self._deduplicate == "near" and self._is_like_another(row):
-            return Seen.REPEATED
+            return Repetition.REPEATED
         self._database.execute("INSERT INTO ranks VALUES (?)", (rank,))
-        return Seen.NEW
+        return Repetition.NEW
 
     def borders(self, *counts: int) -> tuple[bytes, bytes]:
         """Return, for each of two counts, the rank below which that many rows are; fewer if equal ranks cross it."""
@@ -100,12 +100,12 @@ class RowIndex:
             ranks.append(query.fetchone()[0])
         return ranks[0], ranks[1]
 
-    def _seen(self, text: str, rest: str) -> Seen:
+    def _repetition(self, text: str, rest: str) -> Repetition:
         digest, others = (hashlib.blake2b(part.encode(), digest_size=16).digest() for part in (text, rest))
         if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (digest, others)).rowcount == 1:
-            return Seen.NEW
+            return Repetition.NEW
         (first,) = self._database.execute("SELECT rest FROM seen WHERE digest = ?", (digest,)).fetchone()
-        return Seen.REPEATED if first == others else Seen.DIFFERENT
+        return Repetition.REPEATED if first == others else Repetition.DIFFERENT
 
     def _is_like_another(self, row: Row) -> bool:
         signature = _signature(" ".join(_texts(row)))
@@ -194,15 +194,36 @@ class Statistics:
     deduplicate: str
 
 
+@dataclass(frozen=True)
+class SplitSettings:
+    """How rows are divided.
+
+    Attributes:
+        validation, test: the fractions of the remaining rows that are held out.
+        deduplicate: exact, near or none. Rows are equal if all their written fields are.
+    """
+
+    validation: float
+    test: float
+    seed: int
+    deduplicate: str
+
+    def check(self) -> None:
+        """Raise RequestError for an unknown value, or if nothing remains to train on."""
+        if self.deduplicate not in DUPLICATES:
+            choices = ", ".join(DUPLICATES)
+            raise RequestError(f"--deduplicate: unknown value {self.deduplicate!r}; choose from {choices}")
+        if self.validation + self.test >= 1:
+            fractions = f"--validation {self.validation:g} and --test {self.test:g}"
+            raise RequestError(f"{fractions} leave nothing to train on; lower them")
+
+
 def prepare_raw(
     sources: Sequence[str],
     out: Path,
+    split: SplitSettings,
     *,
     renamed: Mapping[str, str],
-    validation: float,
-    test: float,
-    seed: int,
-    deduplicate: str,
     keep: Sequence[str] = (),
     skip_wrong: bool = False,
 ) -> Statistics:
@@ -210,8 +231,6 @@ def prepare_raw(
 
     Args:
         renamed: maps a field of the sources (dots select nested fields) to its new name.
-        validation, test: the fractions of the remaining rows that are held out.
-        deduplicate: exact, near or none. Rows are equal if all their written fields are.
         keep: columns to write in addition to the layout's; ``all`` keeps every column.
         skip_wrong: leave out and count invalid rows.
 
@@ -221,20 +240,17 @@ def prepare_raw(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"--out: {out} already exists; choose a new directory")
-    if deduplicate not in DUPLICATES:
-        raise RequestError(f"--deduplicate: unknown value {deduplicate!r}; choose from {', '.join(DUPLICATES)}")
-    if validation + test >= 1:
-        raise RequestError(f"--validation {validation:g} and --test {test:g} leave nothing to train on; lower them")
+    split.check()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        statistics = Statistics([], {}, seed, deduplicate)
-        with RowIndex(scratch / "index", deduplicate) as index:
+        statistics = Statistics([], {}, split.seed, split.deduplicate)
+        with RowIndex(scratch / "index", split.deduplicate) as index:
             count = _normalize_all(
-                sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, statistics, seed
+                sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, statistics, split.seed
             )
-            borders = index.borders(round(test * count), round((test + validation) * count))
-        _divide(scratch / "rows", scratch, borders, statistics, seed)
+            borders = index.borders(round(split.test * count), round((split.test + split.validation) * count))
+        _divide(scratch / "rows", scratch, borders, statistics, split.seed)
         (scratch / "rows").unlink()
         text = json.dumps(statistics, default=vars, indent=2, ensure_ascii=False)
         # A file name may not be valid UTF-8; its surrogate escapes are written as JSON escapes.
@@ -260,10 +276,10 @@ def _normalize_all(
             for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
                 text = as_json(row)
-                seen = index.add(_rank(text, seed), text, row, rest)
-                if seen is not Seen.NEW:
+                repetition = index.add(_rank(text, seed), text, row, rest)
+                if repetition is not Repetition.NEW:
                     counts.duplicates += 1
-                    counts.differing += seen is Seen.DIFFERENT
+                    counts.differing += repetition is Repetition.DIFFERENT
                     continue
                 written += 1
                 rows.write(text + "\n")
@@ -304,7 +320,7 @@ class _Reader:
         except RequestError as error:
             raise RequestError(f"{source}: {error}") from None
         counts.renamed = {**self.renamed, **layout.renamed}
-        for place, row in chain(first, rows):
+        for location, row in chain(first, rows):
             counts.rows += 1
             own = _rename(row, self.renamed, self.used)
             try:
@@ -314,9 +330,9 @@ class _Reader:
                 continue
             except RequestError as error:
                 if not self.skip_wrong:
-                    raise RequestError(f"{place}: {error} (pass --skip-wrong to skip such rows)") from None
+                    raise RequestError(f"{location}: {error} (pass --skip-wrong to skip such rows)") from None
                 counts.wrong += 1
-                counts.first_wrong += [f"{place}: {error}"] if len(counts.first_wrong) < _SHOWN else []
+                counts.first_wrong += [f"{location}: {error}"] if len(counts.first_wrong) < _SHOWN else []
                 continue
             yield self._written(own, _row(sequences, layout), layout, counts)
         counts.notes += source_notes(source, _KEY)

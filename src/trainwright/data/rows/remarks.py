@@ -17,11 +17,11 @@ class Remarks:
         self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
 
-    def add(self, remarks: Iterable[str], place: Callable[[], str]) -> None:
-        """Count one row, whose place ``place`` returns."""
+    def add(self, remarks: Iterable[str], location: Callable[[], str]) -> None:
+        """Count one row, whose place ``location`` returns."""
         for remark in sorted(remarks):
             if remark not in self._first:
-                self._first[remark] = place()
+                self._first[remark] = location()
             self._counts[remark] += 1
 
     def lines(self) -> list[str]:

@@ -51,7 +51,7 @@ _TITLE = re.compile(r" = (?!= ).+(?<! =) = \n")
 class TextPiece(NamedTuple):
     """A part of a document. ``first`` and ``last``: whether it contains the document's start and end."""
 
-    place: str
+    location: str
     text: str
     first: bool
     last: bool
@@ -85,8 +85,8 @@ def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[T
             yield from _file_pieces(file)
         notes += source_notes(source.source, key, source.format == "documents")
         return
-    for place, text in _rows(source, key, notes):
-        yield from _cut(place, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
+    for location, text in _rows(source, key, notes):
+        yield from _cut(location, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
 
 
 def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[str, str]]:
@@ -104,33 +104,33 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
         notes.append(f"{name}: {layout.read_as}")
     if unused := layout.unused(columns):
         notes.append(f"{name}: {columns_not_used(unused)}")
-    for place, row in chain(first, rows):
+    for location, row in chain(first, rows):
         try:
             example = ANY.sequences(row, layout)[0][1]
         except NoTarget:
             continue
         except RequestError as error:
-            raise RequestError(f"{place}: {error}") from None
+            raise RequestError(f"{location}: {error}") from None
         text = example if isinstance(example, str) else "\n\n".join(str(turn["content"]) for turn in example)
         if text.strip():
-            yield place, text
+            yield location, text
     notes += source_notes(name, key, documents)
 
 
 def join_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
-    """Yield ``(place, row)`` of each document; if a corpus has one line per row, the lines of an article are joined."""
+    """Yield ``(location, row)`` of each document; if a corpus has one line per row, an article's lines are joined."""
     if without_alias(source).partition(":")[0] != _A_LINE_A_ROW:
         yield from rows
         return
-    first_place, lines = "", list[str]()
-    for place, row in rows:
+    first_location, lines = "", list[str]()
+    for location, row in rows:
         if not lines or (_TITLE.fullmatch(row["text"]) and not lines[-1].strip()):
             if lines:
-                yield first_place, {"text": "".join(lines)}
-            first_place, lines = place, []
+                yield first_location, {"text": "".join(lines)}
+            first_location, lines = location, []
         lines.append(row["text"] or "\n")
     if lines:
-        yield first_place, {"text": "".join(lines)}
+        yield first_location, {"text": "".join(lines)}
 
 
 def _file_pieces(file: Path) -> Iterator[TextPiece]:
@@ -189,18 +189,18 @@ def _decoded(file: Path) -> Iterator[str]:
                 return
 
 
-def _cut(place: str, parts: Iterator[str]) -> Iterator[TextPiece]:
+def _cut(location: str, parts: Iterator[str]) -> Iterator[TextPiece]:
     """Yield a document in pieces of about ``_PIECE`` characters, cut between tokens."""
     pending, first = "", True
     for part in parts:
         pending += part
         while len(pending) >= 2 * _PIECE:
             matches = (cut.search(pending, _PIECE) for cut in _CUTS)
-            at = next((place.start() for place in matches if place), _PIECE)
-            yield TextPiece(place, pending[:at], first, False)
+            at = next((location.start() for location in matches if location), _PIECE)
+            yield TextPiece(location, pending[:at], first, False)
             pending, first = pending[at:], False
     if not first or pending.strip():
-        yield TextPiece(place, pending, first, True)
+        yield TextPiece(location, pending, first, True)
 
 
 class TextEncoder:

@@ -21,12 +21,14 @@ def tools_of(row: Row, field: str = "tools") -> list[Any]:
     return _objects(row.get(field), f"the field {field}")
 
 
-def calls_of(turn: Row, place: str) -> list[Any]:
+def calls_of(turn: Row, location: str) -> list[Any]:
     """Return the calls of a turn, with arguments as the row has them; raise RequestError if they are invalid."""
-    return [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), place))]
+    return [
+        _call(call, f"{location}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), location))
+    ]
 
 
-def calls_of_content(content: Any, place: str) -> list[Any]:
+def calls_of_content(content: Any, location: str) -> list[Any]:
     """Return the calls of a ShareGPT ``function_call`` turn."""
     try:
         given = json.loads(content) if isinstance(content, str) else content
@@ -34,12 +36,12 @@ def calls_of_content(content: Any, place: str) -> list[Any]:
         given = None
     if not isinstance(given, dict | list) or not given:
         raise RequestError(
-            f'{place} is a function call, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
+            f'{location} is a function call, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
             "correct it, or make it an assistant (gpt) turn with text"
         )
     calls = given if isinstance(given, list) else [given]
     # As text, values of null stay: the writer has put them there.
-    return calls_of({"tool_calls": json.dumps(calls) if isinstance(content, str) else calls}, place)
+    return calls_of({"tool_calls": json.dumps(calls) if isinstance(content, str) else calls}, location)
 
 
 def arguments_of(call: Row) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
     return [name for name in tools if isinstance(name, str)], calls
 
 
-def _objects(value: Any, place: str) -> list[Any]:
+def _objects(value: Any, location: str) -> list[Any]:
     if value is None or value == "":
         return []
     given = value
@@ -64,27 +66,27 @@ def _objects(value: Any, place: str) -> list[Any]:
         try:
             given = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{place}: tools and calls must be JSON: {error}") from None
+            raise RequestError(f"{location}: tools and calls must be JSON: {error}") from None
     else:
         given = _without_null(value)  # columns of objects have every key in each of them
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        raise RequestError(f"{place}: tools and calls must be a list of objects, not {kind_of(given)}")
+        raise RequestError(f"{location}: tools and calls must be a list of objects, not {kind_of(given)}")
     return given
 
 
-def _call(call: Row, place: str) -> Row:
+def _call(call: Row, location: str) -> Row:
     function = call.get("function", call)
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
-        raise RequestError(f'{place} has no name; a call is {{"function": {{"name", "arguments"}}}}')
+        raise RequestError(f'{location} has no name; a call is {{"function": {{"name", "arguments"}}}}')
     given = function.get("arguments", {})
     arguments = {} if given in ("", None) else given
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{place}.arguments are not JSON: {error}") from None
+        raise RequestError(f"{location}.arguments are not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"{place}.arguments should be an object, not {kind_of(value)}")
+        raise RequestError(f"{location}.arguments should be an object, not {kind_of(value)}")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 

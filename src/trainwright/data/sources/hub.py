@@ -71,10 +71,10 @@ def _hub_is_reachable(endpoint: str) -> bool:
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True  # the proxy resolves and connects
-    place = urlsplit(endpoint)
+    url = urlsplit(endpoint)
     try:
-        port = place.port or (80 if place.scheme == "http" else 443)
-        with socket.create_connection((place.hostname, port), timeout=5):
+        port = url.port or (80 if url.scheme == "http" else 443)
+        with socket.create_connection((url.hostname, port), timeout=5):
             return True
     except OSError:
         return False

@@ -45,7 +45,7 @@ _README_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class FoundFiles:
+class SourceFiles:
     """The files of a source, in reading order.
 
     Attributes:
@@ -80,21 +80,21 @@ class FoundFiles:
         return lines
 
 
-def find(source: str, key: str, documents: bool = False) -> FoundFiles | None:
+def find(source: str, key: str, documents: bool = False) -> SourceFiles | None:
     """Return the files of a source, or None if it is not on this machine.
 
     Raises:
         RequestError: the files hold neither rows nor documents, or the split does not exist.
     """
-    path, selectors = _place(source)
+    path, selectors = _path_and_split(source)
     if path.is_dir():
         source_files = (
-            FoundFiles(_documents(path, key, "document"), True)
+            SourceFiles(_documents(path, key, "document"), True)
             if documents and not selectors
             else _of_directory(path, selectors, key)
         )
     elif path.exists():
-        source_files = FoundFiles([path], documents or suffix_of(path) in document_files.ALONE)
+        source_files = SourceFiles([path], documents or suffix_of(path) in document_files.ALONE)
     else:
         return None
     for file in source_files.files:
@@ -112,7 +112,7 @@ def missing(source: str) -> str:
     return f"no file {path}{meant}"
 
 
-def _place(source: str) -> tuple[Path, list[str]]:
+def _path_and_split(source: str) -> tuple[Path, list[str]]:
     """Split a source into its path and the parts after it: a split, or a configuration and a split."""
     path = user_path(source)
     if path.exists():
@@ -143,11 +143,11 @@ def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
         raise RequestError(f"{key}: {file} cannot be read: permission denied")
 
 
-def _of_directory(path: Path, selectors: list[str], key: str) -> FoundFiles:
+def _of_directory(path: Path, selectors: list[str], key: str) -> SourceFiles:
     if (path / "dataset_dict.json").is_file():
         return _saved_dict(path, selectors, key)
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return FoundFiles(_saved(path, selectors, key), complete=True)
+        return SourceFiles(_saved(path, selectors, key), complete=True)
     if configs := _configs(path):
         return _of_configs(path, configs, selectors, key)
     _refuse_model(path, key)
@@ -155,7 +155,7 @@ def _of_directory(path: Path, selectors: list[str], key: str) -> FoundFiles:
     if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts without splits of rows
         if selectors:
             raise RequestError(f"{key}: {path} has no data files, so it has no split {selectors[-1]}")
-        return FoundFiles(_documents(path, key), True)
+        return SourceFiles(_documents(path, key), True)
     kinds = sorted({suffix_of(file) for file in files})
     if len(kinds) > 1:
         raise RequestError(f"{key}: {path} has files of several types ({', '.join(kinds)}); choose one file")
@@ -200,7 +200,7 @@ def _inside(path: Path) -> list[Path]:
     return rows if len(rows) == len(directories) else []
 
 
-def _of_splits(path: Path, files: list[Path], selectors: list[str], key: str) -> FoundFiles:
+def _of_splits(path: Path, files: list[Path], selectors: list[str], key: str) -> SourceFiles:
     """Group files by the split in their names and choose one; files without split names are one dataset."""
     splits: dict[str, list[Path]] = {}
     for file in files:
@@ -212,14 +212,14 @@ def _of_splits(path: Path, files: list[Path], selectors: list[str], key: str) ->
             f"{key}: {path} has splits and other files ({names}); give the path of the file to use, such as {files[-1]}"
         )
     if unnamed and not selectors:
-        return FoundFiles(files)
+        return SourceFiles(files)
     if selectors[:-1]:
         raise RequestError(
             f"{key}: {path} has no configurations; give only a split, such as {path}:{next(iter(splits))}"
         )
     chosen = _chosen(path, splits, selectors, key)
     _check_shards(splits[chosen], key)
-    return FoundFiles(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
+    return SourceFiles(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
 
 
 def _split_of(path: Path, file: Path) -> str:
@@ -263,7 +263,7 @@ def _check_shards(files: list[Path], key: str) -> None:
             )
 
 
-def _saved_dict(path: Path, selectors: list[str], key: str) -> FoundFiles:
+def _saved_dict(path: Path, selectors: list[str], key: str) -> SourceFiles:
     file = path / "dataset_dict.json"
     splits = [name for name in _json(file, key).get("splits", ()) if _is_name(name) and (path / name).is_dir()]
     if not splits:
@@ -271,7 +271,7 @@ def _saved_dict(path: Path, selectors: list[str], key: str) -> FoundFiles:
     if selectors[:-1]:
         raise RequestError(f"{key}: {path} has no configurations; give only a split, such as {path}:{splits[0]}")
     chosen = _chosen(path, dict.fromkeys(splits), selectors, key)
-    return FoundFiles(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
+    return SourceFiles(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
 
 
 def _saved(path: Path, selectors: list[str], key: str) -> list[Path]:
@@ -329,7 +329,7 @@ def _configs(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def _of_configs(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> FoundFiles:
+def _of_configs(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> SourceFiles:
     named = {str(one.get("config_name", "default")): one for one in configs}
     usual = [name for name, one in named.items() if one.get("default") is True or name == "default"]
     config = selectors[0] if len(selectors) == 2 else next(iter(usual), next(iter(named)))
@@ -348,7 +348,7 @@ def _of_configs(path: Path, configs: list[dict[str, Any]], selectors: list[str],
     if not files:
         raise RequestError(f"{key}: {path} has no file {', '.join(map(str, splits[chosen]))}, of the split {chosen}")
     _check_shards(files, key)
-    return FoundFiles(list(dict.fromkeys(files)), notes=_split_notes(path, chosen, list(splits)))
+    return SourceFiles(list(dict.fromkeys(files)), notes=_split_notes(path, chosen, list(splits)))
 
 
 def _matching(path: Path, pattern: Any, key: str) -> list[Path]:

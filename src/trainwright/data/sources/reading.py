@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import hub_rows, is_hub_id
-from trainwright.data.sources.local_files import FoundFiles, find, missing
+from trainwright.data.sources.local_files import SourceFiles, find, missing
 from trainwright.data.sources.opening import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.registry import registered_rows, registered_source
 from trainwright.data.sources.row_files import (
@@ -160,7 +160,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
     return first
 
 
-def place_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
+def location_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
     """Return the place of row ``index`` of ``read_rows(source)``: its file and line, or the row number from 1."""
     source_files = files_of(source, key, documents)
     if source_files is None:
@@ -171,8 +171,8 @@ def place_of(source: str, index: int, documents: bool = False, key: str = "data"
             if index < count:
                 return f"{file}: row {index + 1}"
             index -= count
-    for place, _ in islice(_placed_rows(source_files.usable(), source_files.documents), index, None):
-        return place
+    for location, _ in islice(_placed_rows(source_files.usable(), source_files.documents), index, None):
+        return location
     return source  # the file has become shorter since
 
 
@@ -182,7 +182,7 @@ def source_notes(source: str, key: str = "data.train", documents: bool = False) 
     return [] if source_files is None else [*source_files.notes, *source_files.left_out()]
 
 
-def files_of(source: str, key: str = "data.train", documents: bool = False) -> FoundFiles | None:
+def files_of(source: str, key: str = "data.train", documents: bool = False) -> SourceFiles | None:
     """Return the files of a local source (of a file: itself), or None for registered sources and Hub datasets.
 
     Raises:
@@ -205,7 +205,7 @@ def _refuse_shards(source: str, key: str) -> None:
             raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
 
 
-def _nothing_usable(source_files: FoundFiles, key: str) -> RequestError:
+def _nothing_usable(source_files: SourceFiles, key: str) -> RequestError:
     why = source_files.left_out() or [f"{file} has no rows" for file in source_files.files]
     return RequestError(f"{key}: no readable files: {'; '.join(why[:8])}")
 
@@ -389,10 +389,10 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing 
     empty = dict.fromkeys(columns)
 
     def used() -> Iterator[PlacedRow]:
-        return ((place, narrow(row)) for place, row in read())
+        return ((location, narrow(row)) for location, row in read())
 
     try:
-        return join_tables(chunks((place, {**empty, **row}) for place, row in used()))
+        return join_tables(chunks((location, {**empty, **row}) for location, row in used()))
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise _explain(used(), error) from None
 
@@ -447,10 +447,10 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
                 return RequestError(f"{here}: {field} {why}")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
-            kind, place = seen.setdefault(field, (kind_of(value), here))
+            kind, location = seen.setdefault(field, (kind_of(value), here))
             if kind != kind_of(value):
                 return RequestError(
-                    f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; use one type in all rows"
+                    f"{here}: {field} is {kind_of(value)} here and {kind} at {location}; use one type in all rows"
                 )
     return RequestError(f"{here}: the rows do not fit one table: {error}")
 

@@ -415,9 +415,9 @@ SUFFIXES = frozenset((*ALONE, ".txt", ".md"))
 def document_files(directory: Path) -> list[Path]:
     """Return the documents in ``directory`` and its subdirectories, sorted by path, without hidden ones."""
     files = []
-    for place, inside, names in os.walk(directory):
+    for folder, inside, names in os.walk(directory):
         inside[:] = [name for name in inside if not name.startswith(".") and name != "__pycache__"]
-        files += [Path(place, name) for name in names if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(file for file in files if file.suffix.lower() in SUFFIXES)
 
 

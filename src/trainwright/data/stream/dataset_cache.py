@@ -211,7 +211,8 @@ def tokenize_and_split(
             how = f"of {separate.source}"
         else:
             sides = [
-                split(rows.hashes, share, seed) for rows, share in zip(sources, _wanted(data, sources), strict=True)
+                split(rows.hashes, share, seed)
+                for rows, share in zip(sources, _validation_sizes(data, sources), strict=True)
             ]
             train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
             validation_rows = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
@@ -250,7 +251,7 @@ def _everything(rows: TokenRows) -> Indices:
     return np.arange(len(rows.hashes), dtype=np.int64)
 
 
-def _wanted(data: DataSection, sources: Sequence[TokenRows]) -> list[float | int | None]:
+def _validation_sizes(data: DataSection, sources: Sequence[TokenRows]) -> list[float | int | None]:
     """Return how much of each source is held out: the same fraction, or a number split by the weights."""
     validation = data.validation
     assert not isinstance(validation, str)

@@ -61,7 +61,7 @@ def prepare_windows(
         train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
     else:
         train = []
-        for corpus, share, key in zip(corpora, _wanted(data, len(corpora)), data.source_keys, strict=True):
+        for corpus, share, key in zip(corpora, _validation_sizes(data, len(corpora)), data.source_keys, strict=True):
             training, aside = divided(corpus, data.max_length, share, recipe.train.seed, contiguous=contiguous, key=key)
             train.append(training)
             validation_spans.append(aside)
@@ -120,7 +120,7 @@ def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     return [VERSION, *([file_states(source, key), source.format, source.limit] for source, key in sources)]
 
 
-def _wanted(data: DataSection, sources: int) -> list[float | int]:
+def _validation_sizes(data: DataSection, sources: int) -> list[float | int]:
     validation = data.validation
     assert isinstance(validation, (int, float))
     if sources > 1 and isinstance(validation, int):

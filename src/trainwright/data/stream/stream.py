@@ -158,47 +158,46 @@ class GlobalBatch:
 Data = TypeVar("Data", bound=Examples)
 
 
-class Stream(Generic[Data]):
-    """Global batches of a dataset over epochs, each example once per epoch, or as often as the mixture's shares say.
+@dataclass(frozen=True)
+class StreamSettings:
+    """How a stream divides examples into global batches and micro-batches.
 
-    Paired sequences are sampled in rounds with an order of their own, so that all are used almost equally often.
-
-    Args:
+    Attributes:
         global_batch_size: examples per step.
-        warm_up: sizes of the first steps, if they are smaller.
         rows: rows (examples or packs) per micro-batch; None divides each global batch into ``passes`` micro-batches
             instead.
         pack_length: tokens per pack, or None if each row is one example.
         total_examples: the number of examples in the stream; the last global batch may be smaller.
         example_weight: the weight of each example in the loss, or None if each target has weight 1.
+        warm_up: sizes of the first steps, if they are smaller.
     """
 
-    def __init__(
-        self,
-        dataset: Data,
-        *,
-        global_batch_size: int,
-        seed: int,
-        rows: int | None,
-        passes: int = 1,
-        pack_length: int | None = None,
-        total_examples: int | None = None,
-        shuffle: bool = True,
-        example_weight: float | None = None,
-        warm_up: BatchSizes | None = None,
-    ) -> None:
+    global_batch_size: int
+    seed: int
+    rows: int | None
+    passes: int = 1
+    pack_length: int | None = None
+    total_examples: int | None = None
+    shuffle: bool = True
+    example_weight: float | None = None
+    warm_up: BatchSizes | None = None
+
+
+class Stream(Generic[Data]):
+    """Global batches of a dataset over epochs, each example once per epoch, or as often as the mixture's shares say.
+
+    Paired sequences are sampled in rounds with an order of their own, so that all are used almost equally often.
+    """
+
+    def __init__(self, dataset: Data, settings: StreamSettings) -> None:
         if not len(dataset):
             raise ValueError("a stream needs at least one example")
         self.dataset = dataset
-        self.global_batch_size = global_batch_size
-        self.sizes = warm_up or BatchSizes(global_batch_size)
-        self.total_examples = total_examples
-        self._seed = seed
-        self._rows = rows
-        self._passes = passes
-        self._pack_length = pack_length
-        self._shuffle = shuffle
-        self._example_weight = example_weight
+        self.sizes = settings.warm_up or BatchSizes(settings.global_batch_size)
+        self.global_batch_size = settings.global_batch_size
+        self.total_examples = settings.total_examples
+        self._settings = settings
+        self._rows = settings.rows
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
@@ -210,7 +209,7 @@ class Stream(Generic[Data]):
     @property
     def division(self) -> str:
         """Return all that the division of examples into micro-batches depends on."""
-        return f"{self.global_batch_size} {self._rows} {self._passes} {self._pack_length}"
+        return f"{self.global_batch_size} {self._rows} {self._settings.passes} {self._settings.pack_length}"
 
     def limit_rows(self, rows: int) -> None:
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
@@ -225,7 +224,7 @@ class Stream(Generic[Data]):
 
     def positions(self, micro: MicroBatch) -> int:
         """Return the number of tokens that the model computes for a micro-batch, with padding if it is not packed."""
-        if self._pack_length is not None:
+        if self._settings.pack_length is not None:
             return micro.tokens
         sequences = [sequence for example in micro.examples for sequence in self.dataset.sequences(example)]
         return len(sequences) * max(map(self.dataset.sequence_length, sequences))
@@ -243,7 +242,7 @@ class Stream(Generic[Data]):
 
     def seen(self) -> list[int]:
         """Return all examples that occur in a global batch, sorted by index."""
-        all_in_an_epoch = self.dataset.paired is None and (self.dataset.mixture is None or not self._shuffle)
+        all_in_an_epoch = self.dataset.paired is None and (self.dataset.mixture is None or not self._settings.shuffle)
         if self.total_examples is None or (all_in_an_epoch and self.total_examples >= len(self.dataset)):
             return list(range(len(self.dataset)))
         return sorted({example for step in range(len(self)) for example in self.examples(step)})
@@ -255,33 +254,34 @@ class Stream(Generic[Data]):
             self.dataset.will_need(self.examples(step + 1))  # prefetch while this step is computed
         return self.divide(examples)
 
-    def divide(self, examples: Sequence[int], most_rows: int | None = None) -> GlobalBatch:
-        """Divide any examples of the dataset into micro-batches of at most ``most_rows`` rows.
+    def divide(self, examples: Sequence[int], max_rows: int | None = None) -> GlobalBatch:
+        """Divide any examples of the dataset into micro-batches of at most ``max_rows`` rows.
 
         Each example is in exactly one row: none is split or dropped. With packing, the packs are made here, for each
         global batch.
         """
         lengths = [self.dataset.length(example) for example in examples]
-        if self._pack_length is None:
+        if self._settings.pack_length is None:
             # Examples of similar length share a micro-batch, which reduces padding.
             order = sorted(range(len(examples)), key=lambda i: (-lengths[i], i))
             rows: list[tuple[int, ...]] = [(examples[i],) for i in order]
         else:
-            packs = best_fit_decreasing(lengths, self._pack_length)
+            packs = best_fit_decreasing(lengths, self._settings.pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
         sizes = dict(zip(examples, lengths, strict=True))
-        groups = enumerate(self._groups(rows, most_rows))
+        groups = enumerate(self._groups(rows, max_rows))
         return GlobalBatch(tuple(self._micro_batch(i, group, sizes) for i, group in groups))
 
-    def _groups(self, rows: list[tuple[int, ...]], most_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
-        size = min(self._rows or math.ceil(len(rows) / self._passes), most_rows or len(rows))
+    def _groups(self, rows: list[tuple[int, ...]], max_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
+        size = min(self._rows or math.ceil(len(rows) / self._settings.passes), max_rows or len(rows))
         return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> MicroBatch:
         examples = [example for row in rows for example in row]
         tokens = sum(map(sizes.__getitem__, examples))
         targets = sum(self.dataset.target_count(example) for example in examples)
-        weight = float(targets) if self._example_weight is None else self._example_weight * len(examples)
+        example_weight = self._settings.example_weight
+        weight = float(targets) if example_weight is None else example_weight * len(examples)
         return MicroBatch(index, rows, tokens, targets, weight)
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -289,8 +289,8 @@ class Stream(Generic[Data]):
         if self._order[0] != epoch:
             size, paired = len(self.dataset), self.dataset.paired
             order = np.arange(size, dtype=np.int64)
-            key = f"{self._seed}/{self.dataset.fingerprint}"
-            if self._shuffle:
+            key = f"{self._settings.seed}/{self.dataset.fingerprint}"
+            if self._settings.shuffle:
                 order = permuted(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:
                     order = drawn(self.dataset.mixture, epoch, key)[order]

@@ -334,10 +334,10 @@ def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
     """
     pieces: list[Indices] = []
     begin = 0
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         first, last = epoch * part.drawn, (epoch + 1) * part.drawn
         for turn in range(first // part.examples, -(-last // part.examples)):
-            order = permuted(part.examples, f"{key}/{place}/{turn}")
+            order = permuted(part.examples, f"{key}/{index}/{turn}")
             at = turn * part.examples
             pieces.append(begin + order[max(0, first - at) : last - at])
         begin += part.examples

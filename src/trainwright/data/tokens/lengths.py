@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
-_MOST_SAMPLED = 4096  # examples
+_MAX_SAMPLED = 4096  # examples
 _PLACES = 64
 # For English text and code with vocabularies of 30,000 to 150,000 tokens; and the tokens a chat template adds per turn.
 _CHARACTERS_PER_TOKEN = 3.8
@@ -70,11 +70,11 @@ class Lengths:
             packs = best_fit_decreasing(lengths, pack_length)
             counts += len(packs)
             fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
-        return counts / len(sample) * max(1.0, global_batch_size / _MOST_SAMPLED), fullest
+        return counts / len(sample) * max(1.0, global_batch_size / _MAX_SAMPLED), fullest
 
-    def most_tokens(self, global_batch_size: int) -> float:
+    def max_batch_tokens(self, global_batch_size: int) -> float:
         """Return the most tokens of a global batch, over random batches."""
-        return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MOST_SAMPLED)
+        return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MAX_SAMPLED)
 
     def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
         """Return the longest example lengths over random global batches, at up to 64 ranks in descending order.
@@ -87,7 +87,7 @@ class Lengths:
         sample = [sorted(lengths, reverse=True) for lengths in self._batches(global_batch_size)]
         met = [max(lengths) for lengths in zip(*sample, strict=True)]
         count = min(_PLACES, len(met))
-        return tuple(met[place * len(met) // count] for place in range(count))
+        return tuple(met[index * len(met) // count] for index in range(count))
 
     def spread(self) -> tuple[int, ...]:
         """Return the mean lengths of up to 64 equal parts of the sorted examples. Empty if all lengths are equal."""
@@ -95,14 +95,14 @@ class Lengths:
             return ()
         known = len(self.quantiles)
         count = min(_PLACES, known)
-        edges = [place * known // count for place in range(count + 1)]
+        edges = [index * known // count for index in range(count + 1)]
         return tuple(round(fmean(self.quantiles[begin:end])) for begin, end in pairwise(edges))
 
     def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
         """Yield the example lengths of random global batches; large batches need fewer of them."""
         draw = random.Random(0)
-        for _ in range(max(2, min(_SAMPLED_BATCHES, _MOST_SAMPLED // global_batch_size))):
-            yield draw.choices(self.quantiles, k=min(global_batch_size, _MOST_SAMPLED))
+        for _ in range(max(2, min(_SAMPLED_BATCHES, _MAX_SAMPLED // global_batch_size))):
+            yield draw.choices(self.quantiles, k=min(global_batch_size, _MAX_SAMPLED))
 
 
 def lengths_of(dataset: TokenDataset) -> Lengths:
@@ -226,12 +226,12 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     packs: list[list[int]] = []
     open_packs: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for index in order:
-        place = bisect_left(open_packs, (lengths[index], -1))
-        if place == len(open_packs):
+        position = bisect_left(open_packs, (lengths[index], -1))
+        if position == len(open_packs):
             packs.append([index])
             free, pack = capacity, len(packs) - 1
         else:
-            free, pack = open_packs.pop(place)
+            free, pack = open_packs.pop(position)
             packs[pack].append(index)
         insort(open_packs, (free - lengths[index], pack))
     return packs

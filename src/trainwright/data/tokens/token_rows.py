@@ -6,7 +6,7 @@ import functools
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.sources.media import media_notes
-from trainwright.data.sources.reading import place_of, read_rows, source_notes
+from trainwright.data.sources.reading import location_of, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
 from trainwright.errors import RequestError
@@ -271,10 +271,10 @@ def tokenize_source(
     token_rows.notes += media_notes(rows, unused)
     rows = rows.remove_columns(unused)
     encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer)
-    place = functools.partial(place_of, name, documents=documents, key=key)
+    location = functools.partial(location_of, name, documents=documents, key=key)
     start = 0
     for batch in _batches(rows):
-        _take_in(batch, start, kind, token_rows, encoder, place, key, each_turn=data.example_per_turn)
+        _take_in(enumerate(batch, start), kind, token_rows, encoder, location, key, each_turn=data.example_per_turn)
         start += len(batch)
         progress(start, len(rows))
     if not len(token_rows):
@@ -299,28 +299,27 @@ def _batches(rows: Dataset) -> Iterator[list[Row]]:
 
 
 def _take_in(
-    rows: list[Row],
-    start: int,
+    rows: Iterable[tuple[int, Row]],
     kind: RowReader,
     token_rows: TokenRows,
     encoder: ChatEncoder | TextEncoder,
-    place: Callable[[int], str],
+    location: Callable[[int], str],
     key: str,
     *,
     each_turn: bool,
 ) -> None:
-    """Encode rows into ``token_rows``; the first of them is row ``start`` of the source."""
+    """Encode rows, with their indices in the source, into ``token_rows``."""
     texts: list[Any] = []
     owners: list[int] = []  # for each text, the index of its row in the source
     roles: dict[int, list[int]] = {}
-    for index, row in enumerate(rows, start):
+    for index, row in rows:
         try:
             sequences = kind.sequences(row, token_rows.format, token_rows.remarks)
         except NoTarget as reason:
             token_rows.leave_out(str(reason))
             continue
         except RequestError as error:
-            raise RequestError(f"{key}: {place(index)}: {error}") from None
+            raise RequestError(f"{key}: {location(index)}: {error}") from None
         examples = by_turn(sequences) if each_turn else kind.split(sequences)
         roles[index] = [role for role, _ in examples[0]]
         texts += [text for example in examples for _, text in example]
@@ -329,14 +328,14 @@ def _take_in(
     try:
         encoded = encoder.encode(texts, remarks)
     except TurnsError as error:
-        raise RequestError(f"{key}: {place(owners[error.index])}: {error}") from None
+        raise RequestError(f"{key}: {location(owners[error.index])}: {error}") from None
     pairs = zip(owners, encoded, remarks, strict=True)
     for index, several in groupby(pairs, lambda pair: pair[0]):
         of_row = list(several)
         each, answers = len(roles[index]), [one for _, one, _ in of_row]
         token_rows.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
         changes: set[str] = set().union(*(changed for _, _, changed in of_row))
-        token_rows.encoding.add(changes, functools.partial(place, index))
+        token_rows.encoding.add(changes, functools.partial(location, index))
 
 
 def _nothing_left(token_rows: TokenRows) -> str:

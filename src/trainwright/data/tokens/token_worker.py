@@ -21,7 +21,7 @@ from trainwright.errors import RequestError
 
 # The pattern of the ByteLevel pre-tokenizer, from GPT-2 (github.com/openai/gpt-2, src/encoder.py).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_MOST_WORDS = 1_000_000
+_MAX_WORDS = 1_000_000
 _CHECKED = 100_000  # characters
 Encoded = tuple[bytes, list[int]]  # concatenated tokens of pieces, and the number of tokens of each
 
@@ -71,7 +71,7 @@ class WordTokens:
             return None
         known = self._known
         if missing := [word for word in set(words) if word not in known]:
-            if len(known) > _MOST_WORDS:
+            if len(known) > _MAX_WORDS:
                 known.clear()
                 missing = list(set(words))
             encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
@@ -147,9 +147,9 @@ class Encoder:
             RequestError: the vocabulary lacks a character, or the tokenizer fails.
         """
         if self._known is not None:
-            for place, text, _, _ in pieces:
+            for location, text, _, _ in pieces:
                 if unknown := set(text) - self._known:
-                    raise RequestError(f"{place}: the tokenizer has no token for {min(unknown)!r}")
+                    raise RequestError(f"{location}: the tokenizer has no token for {min(unknown)!r}")
         prefix, suffix = (np.asarray(ends, dtype=np.int64) for ends in (self._settings.prefix, self._settings.suffix))
         sequences, lengths = [], []
         for _, text, first, last in pieces:

@@ -30,7 +30,7 @@ from trainwright.engine.checkpoints.checkpoint import (
     part_name,
 )
 from trainwright.engine.checkpoints.directories import remove
-from trainwright.engine.checkpoints.writer import Task, Writer
+from trainwright.engine.checkpoints.writer import BackgroundTask, Writer
 from trainwright.machine.detect import detect
 from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.layout import Shard
@@ -54,10 +54,10 @@ class _InFlight:
     located: dict[str, Any]  # the manifest's entries of this rank's blocks
     state: dict[str, Any]
     recipe: str
-    part: Task | str
-    begun: float = field(default_factory=time.monotonic)
+    part: BackgroundTask | str
+    started_at: float = field(default_factory=time.monotonic)
     parts_complete: bool = False
-    completion: Task | None = None  # on rank 0
+    completion: BackgroundTask | None = None  # on rank 0
 
 
 class Background:
@@ -104,14 +104,14 @@ class Background:
         """
         assert self._flight is None
         blocks, scratch = own_blocks(shards), self._checkpoints.scratch(step)
-        part: Task | str | None = self._checkpoints.prepare(self._world)
+        part: BackgroundTask | str | None = self._checkpoints.prepare(self._world)
         if part is None:
             part = attempt(lambda: self._write(scratch, blocks, changing), scratch)
         assert part is not None
         places = located(part_name(self._world.rank), blocks)
         self._flight = _InFlight(step, places, state, recipe, part)
 
-    def _write(self, scratch: Path, blocks: Mapping[str, Shard], changing: Set[int]) -> Task:
+    def _write(self, scratch: Path, blocks: Mapping[str, Shard], changing: Set[int]) -> BackgroundTask:
         make_scratch(scratch)
         self._writer = self._writer or Writer()
         tensors = {name: shard.local for name, shard in blocks.items()}
@@ -157,7 +157,7 @@ class Background:
         if writer is None or not writer.usable:
             remove(path)
         else:
-            Task(lambda: writer.ask(job="remove", place=str(path)))
+            BackgroundTask(lambda: writer.ask(job="remove", path=str(path)))
 
     def close(self) -> None:
         """End the process."""
@@ -179,9 +179,9 @@ class Background:
             assert writer is not None
             scratch, final = self._checkpoints.scratch(flight.step), self._checkpoints.path(flight.step)
             state = json.dumps(flight.state, indent=1)
-            flight.completion = Task(
+            flight.completion = BackgroundTask(
                 lambda: writer.ask(
-                    job="finish", place=str(scratch), final=str(final), parts=parts, state=state, recipe=flight.recipe
+                    job="finish", path=str(scratch), final=str(final), parts=parts, state=state, recipe=flight.recipe
                 )
             )
 
@@ -196,7 +196,7 @@ class Background:
         except CheckpointError:
             self.usable = all(self._world.gather(self._writer is not None and self._writer.usable))
             raise
-        return SavedCheckpoint(self._checkpoints.path(flight.step), time.monotonic() - flight.begun)
+        return SavedCheckpoint(self._checkpoints.path(flight.step), time.monotonic() - flight.started_at)
 
 
 class BackgroundChoice:

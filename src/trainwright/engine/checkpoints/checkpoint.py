@@ -388,11 +388,11 @@ def own_blocks(shards: Mapping[str, Shard]) -> dict[str, Shard]:
     return own
 
 
-def attempt(action: Any, place: Path) -> Any:
-    """Return the action's result, or a message saying why it failed at ``place``: ranks agree before any of them
+def attempt(action: Any, path: Path) -> Any:
+    """Return the action's result, or a message saying why it failed at ``path``: ranks agree before any of them
     raises.
     """
     try:
         return action()
     except OSError as error:
-        return f"{error.strerror or error} ({error.filename or place})"
+        return f"{error.strerror or error} ({error.filename or path})"

@@ -30,7 +30,7 @@ from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestEr
 from trainwright.parallel.layout import Shard
 
 # checkpoint.on_failure: stop.
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 # What another try of the machine would not change; other errors of a disk are its failure.
 _CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 _CANNOT = tuple(map(os.strerror, _CODES))
@@ -66,7 +66,7 @@ class Checkpointing:
         self.step: int | None = None
         # The lowest validation loss and its step, as of the newest complete checkpoint and of the one being written.
         self._best: tuple[float | None, int | None] = (None, None)
-        self._begun_best: tuple[float | None, int | None] = (None, None)
+        self._best_at_start: tuple[float | None, int | None] = (None, None)
         self._training = training
         self._checkpoints = checkpoints
         self._policies = _by_name(policies)
@@ -76,8 +76,8 @@ class Checkpointing:
         self._saving = Saving(training.recipe.checkpoint.every, training.recipe.faults.mean_time_between)
         self._background = Background(checkpoints, training.world)
         self._choice = BackgroundChoice(training.recipe.checkpoint.background, training.world)
-        places = training.recipe.checkpoint.copies if training.world.is_main else []
-        self._copies = Copies(places, checkpoints.directory)
+        urls = training.recipe.checkpoint.copies if training.world.is_main else []
+        self._copies = Copies(urls, checkpoints.directory)
         self._is_ready = False
         self._failures = 0  # in a row
         self._is_ending = False
@@ -94,7 +94,7 @@ class Checkpointing:
         return self._saving.is_due(step, writing=self._background.step is not None)
 
     @property
-    def begun(self) -> int | None:
+    def started_step(self) -> int | None:
         """The step of the newest checkpoint, complete or being written."""
         return self.step if self._background.step is None else self._background.step
 
@@ -119,14 +119,14 @@ class Checkpointing:
         if self.step == step:
             return
         started_at = time.monotonic()
-        self._begun_best = training.progress.best_loss, training.progress.best_step
+        self._best_at_start = training.progress.best_loss, training.progress.best_step
         training.events.announce("writing a checkpoint", step)
         heartbeat.phase("checkpoint", step)
         shards = training.strategy.state()
         if not required and not wait and self._uses_background(shards):
             changing = {buffer.data_ptr() for buffer in training.strategy.module.buffers()}
             self._background.begin(step, shards, self._state(), training.recipe_text, changing)
-            self._saving.begun()
+            self._saving.started()
             self._blocked = time.monotonic() - started_at
             return
         used = time.process_time()
@@ -135,10 +135,10 @@ class Checkpointing:
             if training.task.base is not None:
                 check_checkpoint(training.task, training.world, saved.path, shards)
         except CheckpointError as error:
-            self._saving.begun()
+            self._saving.started()
             self._failed(step, error, time.monotonic() - started_at, required=required)
         else:
-            self._saving.begun()
+            self._saving.started()
             self._blocked = time.monotonic() - started_at
             self._choice.written(_own_bytes(shards), (time.process_time() - used) / self._blocked)
             self._saved(step, saved)
@@ -186,11 +186,11 @@ class Checkpointing:
         self._background.close()
         heartbeat.phase("copies", self._training.progress.step)
         self._copies.wait()
-        self._tell_of_copies()
+        self._report_copies()
 
-    def _tell_of_copies(self) -> None:
+    def _report_copies(self) -> None:
         for problem in self._copies.problems():
-            self._tell(problem, "continue")
+            self._report(problem, "continue")
         for line in self._copies.recovered():
             self._training.events.emit(Notice(message=line))
 
@@ -229,12 +229,12 @@ class Checkpointing:
             self._saved(step, saved, waited=seconds if waits else 0.0)
 
     def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
-        self.step, self._best, started_at, self._failures = step, self._begun_best, time.monotonic(), 0
+        self.step, self._best, started_at, self._failures = step, self._best_at_start, time.monotonic(), 0
         heartbeat.phase("checkpoint", step)  # one from the background is complete while another phase goes on
         if self._training.world.is_main:
             self._prune()
             self._copies.add(saved.path)
-            self._tell_of_copies()
+            self._report_copies()
         self._training.world.barrier()  # it may have removed for long
         self._blocked += time.monotonic() - started_at
         slowed = self._slowed.take()
@@ -258,8 +258,8 @@ class Checkpointing:
         if progress.best_step == step:  # which is lost: the one before is the best that there is
             progress.best_loss, progress.best_step = self._best
         self._failures += 1
-        stops = self._failures >= _MOST_FAILURES and may_stop and self._stops
-        self._tell(str(error), "stop" if required or stops else "continue")
+        stops = self._failures >= _MAX_FAILURES and may_stop and self._stops
+        self._report(str(error), "stop" if required or stops else "continue")
         if stops and not required:
             earlier = "none was written" if self.step is None else f"the newest is of step {self.step}"
             raise NothingSaved(
@@ -314,7 +314,7 @@ class Checkpointing:
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
                 events.emit(Fault(kind="checkpoint", rank=0, detail=str(reason), action=action))
-            self._tell_of_copies()
+            self._report_copies()
             if copy is not None:
                 checkpoint = copy
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
@@ -390,9 +390,9 @@ class Checkpointing:
         try:
             self._checkpoints.prune(self._best[1], self._background.remove, self._trusted_before())
         except OSError as error:
-            self._tell(f"older checkpoints were not removed: {error}", "continue")
+            self._report(f"older checkpoints were not removed: {error}", "continue")
 
-    def _tell(self, detail: str, action: str) -> None:
+    def _report(self, detail: str, action: str) -> None:
         step = self._training.progress.step
         self._training.events.emit(Fault(kind="checkpoint", rank=0, detail=detail, action=action, step=step))
 

@@ -43,7 +43,10 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
             done = attempt(lambda: task.export(tensors, final))
         except OSError as error:
             reason = f"{final} could not be written: {error.strerror or error}"
-            failure = EXIT_TRAINING, f"{reason}; {_kept(step, saved)}: free disk space, then --resume this run"
+            failure = (
+                EXIT_TRAINING,
+                f"{reason}; {_describe_saved(step, saved)}: free disk space, then --resume this run",
+            )
         except TrainwrightError as error:
             failure = error.exit_code, str(error)
         else:
@@ -51,8 +54,8 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
                 failure = (
                     EXIT_TRAINING,
                     (
-                        f"memory ran out while {final} was written: {done.detail}; {_kept(step, saved)}: --resume this "
-                        "run with more memory"
+                        f"memory ran out while {final} was written: {done.detail}; {_describe_saved(step, saved)}: "
+                        "--resume this run with more memory"
                     ),
                 )
     for _ in tensors:  # every rank takes part in gathering
@@ -63,10 +66,10 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     try:
         return check_export(task, strategy, final, different)
     except TrainingError as error:
-        raise TrainingError(f"{error}; {_kept(step, saved)}") from None
+        raise TrainingError(f"{error}; {_describe_saved(step, saved)}") from None
 
 
-def _kept(step: int, saved: int | None) -> str:
+def _describe_saved(step: int, saved: int | None) -> str:
     """Return what can be resumed of a run whose last step is done."""
     if saved == step:
         return "the training is done and checkpointed"

@@ -29,7 +29,7 @@ from trainwright.paths import user_path
 RUN, EVENTS, ATTEMPTS = "run.json", "events", "attempts.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
 _PIECE = 4 * 2**20
-_MOST_PARTS = 9_000  # of an upload in parts: stores accept 10,000
+_MAX_PARTS = 9_000  # of an upload in parts: stores accept 10,000
 _LEAST_PART = 8 * 2**20
 _RUN_BYTES = 64 * 2**20  # no run.json is larger
 # Their first name is a bucket, which has to exist: making directories would create one under a wrong name.
@@ -39,7 +39,7 @@ _SECRETS = re.compile(r"(?i)(^|[_-]|[a-z])(sig|signature|token|secret|password|k
 Files = Sequence[tuple[str, BinaryIO]]
 
 
-class Place:
+class RemoteStore:
     """Where the copies of a run are.
 
     Args:
@@ -311,7 +311,7 @@ def _pieces(file: BinaryIO) -> _Pieces:
 
 def _part_size(pieces: Iterable[bytes]) -> int:
     """Return the bytes per part of an upload, which is what stays in memory, a multiple of 256 KiB."""
-    needed = getattr(pieces, "size", 0) // _MOST_PARTS
+    needed = getattr(pieces, "size", 0) // _MAX_PARTS
     return max(_LEAST_PART, -(-needed // 2**18) * 2**18)
 
 

@@ -56,7 +56,7 @@ class Saving:
             return step % self._every == 0
         return self._interval is not None and self._clock() - self._since >= self._interval
 
-    def begun(self) -> None:
+    def started(self) -> None:
         """Record that a checkpoint is written from now on."""
         self._since = self._clock()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainwright.engine.checkpoints.manifest import CheckpointError
-from trainwright.engine.checkpoints.remote_store import Place
+from trainwright.engine.checkpoints.remote_store import RemoteStore
 from trainwright.errors import writes_to
 
 RECIPE, PLAN, EVENTS = "recipe.yaml", "plan.json", "events.jsonl"  # in a run directory
@@ -75,10 +75,10 @@ class StoredRun:
         return stored
 
     @classmethod
-    def of(cls, place: Place, name: str) -> StoredRun | None:
+    def of(cls, store: RemoteStore, name: str) -> StoredRun | None:
         """Return what is stored beside checkpoint ``name``; None if it was copied without. Raises CheckpointError."""
         try:
-            return cls.parse(place.read_run(name))
+            return cls.parse(store.read_run(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -87,7 +87,7 @@ class StoredRun:
         with file.open("rb") as own:
             return all(_digest(_range(own, part.start, part.end)) == part.sha256 for part in self.events)
 
-    def write_events(self, place: Place, file: Path) -> None:
+    def write_events(self, store: RemoteStore, file: Path) -> None:
         """Write the events to ``file``.
 
         Raises:
@@ -100,7 +100,7 @@ class StoredRun:
         with target:
             for part in self.events:
                 try:
-                    digest = place.read_part(part.name, target)
+                    digest = store.read_part(part.name, target)
                 except FileNotFoundError as error:
                     raise CheckpointError(f"a part of its events is missing: {error}") from error
                 if digest != part.sha256:
@@ -109,7 +109,7 @@ class StoredRun:
                 os.fsync(target.fileno())
 
 
-def name_in_places(run: Path) -> str:
+def name_in_stores(run: Path) -> str:
     """Return the name of a run's copies: that of its directory, with that of the array of jobs it is an element of."""
     run = run.absolute()
     try:
@@ -134,8 +134,8 @@ def identity_of(run: Path) -> str:
 class EventParts:
     """Writes a run's events to a place, each only once."""
 
-    def __init__(self, run: Path, place: Place) -> None:
-        self._file, self._place = run / EVENTS, place
+    def __init__(self, run: Path, store: RemoteStore) -> None:
+        self._file, self._store = run / EVENTS, store
         self._parts: tuple[Part, ...] = ()
 
     def take_over(self, stored: StoredRun) -> None:
@@ -155,7 +155,7 @@ class EventParts:
             start, end = parts[-1].end if parts else 0, _end_of_lines(file)
             if end > (self._parts[-1].end if self._parts else 0):
                 part = Part(start, end, _digest(_range(file, start, end)))
-                self._place.write_part(part.name, _range(file, start, end))
+                self._store.write_part(part.name, _range(file, start, end))
                 self._parts = (*parts, part)
         return self._parts
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, step_of
-from trainwright.engine.checkpoints.remote_store import Files, Place
+from trainwright.engine.checkpoints.remote_store import Files, RemoteStore
 from trainwright.engine.checkpoints.stored_run import EVENTS, PLAN, RECIPE, EventParts, Part, StoredRun, identity_of
 from trainwright.paths import write_file
 
@@ -24,23 +24,23 @@ _abandoning = threading.Lock()
 
 
 @dataclass
-class Work:
+class CheckpointUpload:
     """A checkpoint or the model to copy; its files are open, so they stay readable if they are removed."""
 
     path: Path
     stack: ExitStack
     files: Files
-    places: list[Writing]
+    stores: list[StoreState]
     tries: int = 0
     last_tries: int = 0  # those that failed while the end of the run waited
 
     @classmethod
-    def of(cls, path: Path, places: list[Writing]) -> Work:
+    def of(cls, path: Path, stores: list[StoreState]) -> CheckpointUpload:
         """Open the files below ``path``, a complete checkpoint or the model. Raises OSError."""
         stack = ExitStack()
         paths = sorted(file for file in path.rglob("*") if file.is_file())
         files = [(file.relative_to(path).as_posix(), stack.enter_context(file.open("rb"))) for file in paths]
-        return cls(path, stack, files, list(places))
+        return cls(path, stack, files, list(stores))
 
     @property
     def step(self) -> int:
@@ -75,8 +75,8 @@ class Abandoned:
         step: copies of this step and later ones are abandoned, as far as this run has written them; None: nothing is.
     """
 
-    def __init__(self, checkpoints: Path, place: Place) -> None:
-        self._file, self._root, self._events = checkpoints / _ABANDONED, place.root, checkpoints.parent / EVENTS
+    def __init__(self, checkpoints: Path, store: RemoteStore) -> None:
+        self._file, self._root, self._events = checkpoints / _ABANDONED, store.root, checkpoints.parent / EVENTS
         self.step: int | None = _abandoned_in(self._file).get(self._root)
 
     def add(self, step: int) -> None:
@@ -126,10 +126,10 @@ def _abandoned_in(file: Path) -> dict[str, int]:
 
 
 @dataclass
-class Writing:
+class StoreState:
     """A place, with what is known to be in it."""
 
-    place: Place
+    store: RemoteStore
     checkpoints: Path
     abandoned: Abandoned = field(init=False)
     events: EventParts = field(init=False)
@@ -137,20 +137,20 @@ class Writing:
     failing: bool = False
 
     def __post_init__(self) -> None:
-        self.abandoned = Abandoned(self.checkpoints, self.place)
+        self.abandoned = Abandoned(self.checkpoints, self.store)
 
     @property
     def run(self) -> Path:
         """The directory of the run."""
         return self.checkpoints.parent
 
-    def copy(self, work: Work, retained: set[int]) -> None:
+    def copy(self, upload: CheckpointUpload, retained: set[int]) -> None:
         """Write a checkpoint, and remove earlier ones of other steps than ``retained``. Raises what the place raises.
 
         Later ones stay if they are complete: the run has gone on elsewhere, and this machine is behind.
         """
         known = self._known_here()
-        sums = _sums(work)
+        sums = _sums(upload)
         parts: list[tuple[Part, ...]] = []
 
         def record() -> str:
@@ -158,44 +158,44 @@ class Writing:
             recipe, plan = ((self.run / name).read_text(encoding="utf-8") for name in (RECIPE, PLAN))
             return StoredRun(identity_of(self.run), recipe, plan, parts[-1]).text()
 
-        self.place.write(work.path.name, work.files, sums, record)
-        known[work.path.name] = parts[-1]
-        others = {step: name for step, name in self.place.steps().items() if step not in retained}
-        self.remove({name for step, name in others.items() if step < work.step or not self.place.is_complete(name)})
+        self.store.write(upload.path.name, upload.files, sums, record)
+        known[upload.path.name] = parts[-1]
+        others = {step: name for step, name in self.store.steps().items() if step not in retained}
+        self.remove({name for step, name in others.items() if step < upload.step or not self.store.is_complete(name)})
 
-    def copy_model(self, work: Work) -> None:
+    def copy_model(self, upload: CheckpointUpload) -> None:
         """Write the model, unless the same is there. Raises what the place raises."""
         self._known_here()
-        manifest = json.dumps({"files": work.digests}, indent=1).encode()
-        if self.place.manifest(FINAL) == manifest:
+        manifest = json.dumps({"files": upload.digests}, indent=1).encode()
+        if self.store.manifest(FINAL) == manifest:
             return
-        self.place.remove([FINAL])  # an earlier one may have had other files
-        sums = {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in work.digests.items()}
-        self.place.write(FINAL, [*work.files, (MANIFEST, io.BytesIO(manifest))], sums)
+        self.store.remove([FINAL])  # an earlier one may have had other files
+        sums = {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in upload.digests.items()}
+        self.store.write(FINAL, [*upload.files, (MANIFEST, io.BytesIO(manifest))], sums)
 
     def remove(self, names: set[str]) -> None:
         """Remove checkpoints, and the parts of the events that no other one refers to. Raises what the place raises."""
         known = self._known_here()
-        self.place.remove(sorted(names))
+        self.store.remove(sorted(names))
         for name in names:
             known.pop(name, None)
         needed = {part.name for parts in known.values() for part in parts}
-        for part in set(self.place.parts()) - needed:
-            self.place.remove_part(part)
+        for part in set(self.store.parts()) - needed:
+            self.store.remove_part(part)
 
     def remove_abandoned(self) -> None:
         """Remove what is abandoned, if that has not been done. Raises what the place raises."""
         step = self.abandoned.step
         if step is None:
             return
-        later = {each: name for each, name in self.place.steps().items() if each >= step}
+        later = {each: name for each, name in self.store.steps().items() if each >= step}
         self.remove({name for each, name in later.items() if self.abandoned.has(each, self.stored(name))})
         self.abandoned.removed(step)
 
     def stored(self, name: str) -> StoredRun | None:
         """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""
         try:
-            stored = StoredRun.of(self.place, name)
+            stored = StoredRun.of(self.store, name)
         except CheckpointError:
             return None
         if stored is not None and stored.run != identity_of(self.run):
@@ -207,14 +207,14 @@ class Writing:
 
         Another run may have begun with the same name since the last call, so new checkpoints are looked at each time.
         """
-        names = set(self.place.steps().values())
+        names = set(self.store.steps().values())
         if self.known is not None:
             for name in names - self.known.keys():
                 if (stored := self.stored(name)) is not None:
                     self.known[name] = stored.events
             return self.known
         events: dict[str, tuple[Part, ...]] = {}
-        self.events = EventParts(self.run, self.place)
+        self.events = EventParts(self.run, self.store)
         for name in sorted(names, reverse=True):
             if (stored := self.stored(name)) is None:
                 continue  # it is replaced or removed like any other
@@ -233,9 +233,9 @@ def _measured(file: BinaryIO) -> dict[str, int | str]:
     return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
-def _sums(work: Work) -> dict[str, tuple[int, str]]:
+def _sums(upload: CheckpointUpload) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of the files of a checkpoint, which the run may have removed meanwhile."""
-    manifest = next(file for name, file in work.files if name == MANIFEST)
+    manifest = next(file for name, file in upload.files if name == MANIFEST)
     manifest.seek(0)
     files = json.load(manifest)["files"]
     return {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in files.items()}

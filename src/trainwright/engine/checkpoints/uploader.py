@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in
-from trainwright.engine.checkpoints.remote_store import Place
-from trainwright.engine.checkpoints.stored_run import EVENTS, name_in_places
-from trainwright.engine.checkpoints.upload_state import Work, Writing
+from trainwright.engine.checkpoints.remote_store import RemoteStore
+from trainwright.engine.checkpoints.stored_run import EVENTS, name_in_stores
+from trainwright.engine.checkpoints.upload_state import CheckpointUpload, StoreState
 from trainwright.errors import TrainwrightError, writes_to
 
 if TYPE_CHECKING:
@@ -31,22 +31,22 @@ class Copies:
     A copy that fails is tried again, until a newer checkpoint takes its place; this is told once for each place.
 
     Args:
-        places: values of ``checkpoint.copies``.
+        urls: values of ``checkpoint.copies``.
         checkpoints: directory of the run's checkpoints. What is no longer there is removed from the places too.
 
     Raises:
-        RequestError: see ``Place``.
+        RequestError: see ``RemoteStore``.
     """
 
-    def __init__(self, places: Sequence[str], checkpoints: Path) -> None:
+    def __init__(self, urls: Sequence[str], checkpoints: Path) -> None:
         self._directory, self._run = checkpoints, checkpoints.parent
-        name = name_in_places(self._run) if places else ""
-        self._places = [Writing(Place(where, name), checkpoints) for where in places]
+        name = name_in_stores(self._run) if urls else ""
+        self._stores = [StoreState(RemoteStore(where, name), checkpoints) for where in urls]
         self.seconds: float | None = None  # how long the newest complete copy has taken
         self._problems: list[str] = []
         self._recovered: list[str] = []
-        self._waiting: Work | None = None
-        self._model: Work | None = None  # waits until the last checkpoint is copied
+        self._waiting: CheckpointUpload | None = None
+        self._model: CheckpointUpload | None = None  # waits until the last checkpoint is copied
         self._abandoned: int | None = None  # copies of this step and later ones are to be removed now
         self._closing = False
         self._changed = threading.Condition()
@@ -54,22 +54,22 @@ class Copies:
 
     def add(self, checkpoint: Path) -> None:
         """Copy a complete checkpoint once the one that is being copied is; a newer one takes its place until then."""
-        if not self._places:
+        if not self._stores:
             return
-        work = Work.of(checkpoint, self._places)
+        upload = CheckpointUpload.of(checkpoint, self._stores)
         with self._changed:
             if self._waiting is not None:
                 self._waiting.stack.close()
-            self._waiting = work
+            self._waiting = upload
             self._wake()
 
     def add_model(self, final: Path) -> None:
         """Copy the trained model, a directory ``final``, after the last checkpoint."""
-        if not self._places:
+        if not self._stores:
             return
-        work = Work.of(final, self._places)
+        upload = CheckpointUpload.of(final, self._stores)
         with self._changed:
-            self._model = work
+            self._model = upload
             self._wake()
 
     def problems(self) -> list[str]:
@@ -95,27 +95,27 @@ class Copies:
             if (now := self._moved()) != moved:
                 moved, since = now, time.monotonic()
             elif thread.is_alive() and time.monotonic() - since > stall:
-                where = ", ".join(writing.place.where for writing in self._places)
+                where = ", ".join(state.store.where for state in self._stores)
                 self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
                 return
         self._closing = False
-        for writing in (each for each in self._places if each.abandoned.step is not None):
+        for state in (each for each in self._stores if each.abandoned.step is not None):
             self._problems.append(
-                f"checkpoint.copies: {writing.place.where}: copies of this run from step {writing.abandoned.step} on, "
+                f"checkpoint.copies: {state.store.where}: copies of this run from step {state.abandoned.step} on, "
                 "before which it went back, may still be there; they are removed when the run is resumed here; do not "
                 "resume it on another machine before"
             )
 
     def remove_from(self, step: int) -> None:
         """Remove the copies of ``step`` and later ones: the run goes back to before it."""
-        if not self._places:
+        if not self._stores:
             return
         with self._changed:
             if self._waiting is not None and self._waiting.belongs_after(step):
                 self._waiting.stack.close()
                 self._waiting = None
-            for writing in self._places:
-                writing.abandoned.add(step)
+            for state in self._stores:
+                state.abandoned.add(step)
             self._remove_abandoned(step)
 
     def newest(
@@ -126,33 +126,33 @@ class Copies:
         Copies of step ``before`` and later ones are passed over, and those that are abandoned, which are removed.
         """
         with self._changed:
-            abandoned = [each.abandoned.step for each in self._places if each.abandoned.step is not None]
+            abandoned = [each.abandoned.step for each in self._stores if each.abandoned.step is not None]
             if abandoned and self._thread is None:  # otherwise it is tried before the next copy
                 self._remove_abandoned(min(abandoned))
-        for step, name, writing in self._newest_first():
+        for step, name, state in self._newest_first():
             if after is not None and step <= after:
                 break
             if before is not None and step >= before:
                 continue
             try:
-                stored = writing.stored(name)
+                stored = state.stored(name)
                 if stored is not None and not stored.begins(self._run / EVENTS):
                     raise CheckpointError("the run has gone on elsewhere; stop it, and --resume it to go on from there")
-                if writing.abandoned.has(step, stored):
+                if state.abandoned.has(step, stored):
                     continue
-                restore(writing.place, name, self._directory)
+                restore(state.store, name, self._directory)
                 return open_checkpoint(self._directory / name)
             except Exception as error:  # of any library of fsspec
-                self._problems.append(f"the copy of {name} in {writing.place.where} cannot be used: {error}")
+                self._problems.append(f"the copy of {name} in {state.store.where} cannot be used: {error}")
         return None
 
-    def _newest_first(self) -> Iterator[tuple[int, str, Writing]]:
-        checkpoints: list[tuple[int, str, Writing]] = []
-        for writing in self._places:
+    def _newest_first(self) -> Iterator[tuple[int, str, StoreState]]:
+        checkpoints: list[tuple[int, str, StoreState]] = []
+        for state in self._stores:
             try:
-                checkpoints.extend((step, name, writing) for step, name in writing.place.steps().items())
+                checkpoints.extend((step, name, state) for step, name in state.store.steps().items())
             except Exception as error:
-                self._failed(writing, error)
+                self._failed(state, error)
         return iter(sorted(checkpoints, key=lambda each: -each[0]))
 
     def _remove_abandoned(self, step: int) -> None:
@@ -168,96 +168,96 @@ class Copies:
             self._thread.start()
 
     def _work(self) -> None:
-        work: Work | None = None
+        upload: CheckpointUpload | None = None
         while True:
             with self._changed:
-                if work is not None and not self._should_retry(work):
+                if upload is not None and not self._should_retry(upload):
                     if self._waiting is None:
-                        self._tell_of_incomplete(work)
-                    work.stack.close()
-                    work = None
+                        self._report_incomplete(upload)
+                    upload.stack.close()
+                    upload = None
                 abandoned, self._abandoned = self._abandoned, None
-                carried = work  # what waits was added after the run went back
-                if work is None:
-                    work, self._waiting = self._waiting, None
-                if work is None:
-                    work, self._model = self._model, None
-                if work is None and abandoned is None:
+                carried = upload  # what waits was added after the run went back
+                if upload is None:
+                    upload, self._waiting = self._waiting, None
+                if upload is None:
+                    upload, self._model = self._model, None
+                if upload is None and abandoned is None:
                     self._thread = None
                     return
             if abandoned is not None:
-                for writing in self._places:
+                for state in self._stores:
                     try:
-                        writing.remove_abandoned()
+                        state.remove_abandoned()
                     except Exception as error:  # tried again before the next copy
-                        self._failed(writing, error)
+                        self._failed(state, error)
                 if carried is not None and carried.belongs_after(abandoned):
-                    carried.places.clear()
-            if work is not None:
-                work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
-                work.tries += 1
-                work.last_tries += self._closing
-                if not work.places:
-                    work.stack.close()
-                    work = None
+                    carried.stores.clear()
+            if upload is not None:
+                upload.stores[:] = [state for state in upload.stores if not self._copied(state, upload)]
+                upload.tries += 1
+                upload.last_tries += self._closing
+                if not upload.stores:
+                    upload.stack.close()
+                    upload = None
 
-    def _should_retry(self, work: Work) -> bool:
+    def _should_retry(self, upload: CheckpointUpload) -> bool:
         """Wait before a copy is tried again; return whether to. Call it with the lock."""
         closing = self._closing
-        pause = 1.0 if closing else min(2.0 ** (work.tries - 1), _LONGEST_PAUSE)
+        pause = 1.0 if closing else min(2.0 ** (upload.tries - 1), _LONGEST_PAUSE)
         self._changed.wait_for(
             lambda: self._waiting is not None or self._abandoned is not None or self._closing != closing, pause
         )
-        return self._waiting is None and not (self._closing and work.last_tries >= _LAST_TRIES)
+        return self._waiting is None and not (self._closing and upload.last_tries >= _LAST_TRIES)
 
-    def _tell_of_incomplete(self, work: Work) -> None:
+    def _report_incomplete(self, upload: CheckpointUpload) -> None:
         """Say where the last copy is not complete, also if the place was told to fail before. Call it with the lock."""
-        for writing in work.places:
+        for state in upload.stores:
             self._problems.append(
-                f"checkpoint.copies: {writing.place.where}: {work.path.name} is not complete there; copy it yourself "
-                f"from {work.path}"
+                f"checkpoint.copies: {state.store.where}: {upload.path.name} is not complete there; copy it yourself "
+                f"from {upload.path}"
             )
 
-    def _copied(self, writing: Writing, work: Work) -> bool:
+    def _copied(self, state: StoreState, upload: CheckpointUpload) -> bool:
         started_at = time.monotonic()
         with self._changed:
-            if self._abandoned is not None and work.belongs_after(self._abandoned):
+            if self._abandoned is not None and upload.belongs_after(self._abandoned):
                 return False
         try:
-            writing.remove_abandoned()
-            if work.is_model:
-                writing.copy_model(work)
+            state.remove_abandoned()
+            if upload.is_model:
+                state.copy_model(upload)
             else:
-                writing.copy(work, {*checkpoints_in(self._directory), work.step})
+                state.copy(upload, {*checkpoints_in(self._directory), upload.step})
         except Exception as error:  # of any library of fsspec; training goes on
-            self._failed(writing, error)
+            self._failed(state, error)
             return False
-        if not work.is_model:
+        if not upload.is_model:
             self.seconds = time.monotonic() - started_at
-        if writing.failing:
-            writing.failing = False
+        if state.failing:
+            state.failing = False
             with self._changed:
                 self._recovered.append(
-                    f"checkpoint.copies: {writing.place.where} can be written again: {work.path.name}"
+                    f"checkpoint.copies: {state.store.where} can be written again: {upload.path.name}"
                 )
         return True
 
-    def _failed(self, writing: Writing, error: Exception) -> None:
+    def _failed(self, state: StoreState, error: Exception) -> None:
         try:
-            with writing.place.in_words():
+            with state.store.in_words():
                 raise error
         except TrainwrightError as words:
-            problem = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
+            problem = str(words) if str(words).startswith("checkpoint.copies") else f"{state.store.where}: {words}"
         with self._changed:
-            if not writing.failing:
+            if not state.failing:
                 self._problems.append(f"{problem}; training goes on, and copying is tried again")
-            writing.failing = True
+            state.failing = True
 
     def _moved(self) -> int:
-        return sum(writing.place.moved for writing in self._places)
+        return sum(state.store.moved for state in self._stores)
 
 
-def restore(place: Place, name: str, checkpoints: Path) -> None:
+def restore(store: RemoteStore, name: str, checkpoints: Path) -> None:
     """Read checkpoint ``name`` from a place into the directory of a run's checkpoints.
 
     Raises:
@@ -265,12 +265,12 @@ def restore(place: Place, name: str, checkpoints: Path) -> None:
         RequestError, MachineError: ``checkpoints`` cannot be written.
         Exception: the place cannot be read; whatever its library raises.
     """
-    scratch, final = checkpoints / f".writing-{name}", checkpoints / name
+    scratch, final = checkpoints / f".state-{name}", checkpoints / name
     with writes_to(checkpoints):
         checkpoints.mkdir(exist_ok=True)
         remove(scratch)
     try:
-        place.read(name, scratch)
+        store.read(name, scratch)
     except BaseException:
         remove(scratch)
         raise

@@ -24,7 +24,7 @@ _START = (
 )
 
 
-class Task:
+class BackgroundTask:
     """Work of a thread. ``outcome`` is its result, or why it failed; only valid when ``done``."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -84,27 +84,27 @@ class Writer:
         """Begin to allocate memory for the copy of ``size`` bytes; copying needs no allocation then."""
         if size and hasattr(os, "posix_fallocate"):
             memory = self._memory
-            Task(lambda: os.posix_fallocate(memory, 0, size))
+            BackgroundTask(lambda: os.posix_fallocate(memory, 0, size))
 
-    def write(self, path: Path, tensors: Mapping[str, torch.Tensor], changing: Set[int]) -> Task:
+    def write(self, path: Path, tensors: Mapping[str, torch.Tensor], changing: Set[int]) -> BackgroundTask:
         """Begin to copy tensors and then to write them to ``path``; the outcome is ``{"size": …, "sha256": …}``.
 
         They must not change before ``copied`` is set, except those whose addresses are in ``changing``: these are
         copied before this returns.
         """
-        places, end = [], 0
+        offsets, end = [], 0
         for tensor in tensors.values():
-            places.append((end, tensor.detach()))
+            offsets.append((end, tensor.detach()))
             end += tensor.numel() * tensor.element_size()
         begin, self.copied = head(tensors), threading.Event()
         try:
-            for offset, tensor in places:
+            for offset, tensor in offsets:
                 if tensor.data_ptr() in changing:
                     self._copy(offset, tensor)
         except OSError:
             self.close()
             raise
-        later = [(offset, tensor) for offset, tensor in places if tensor.data_ptr() not in changing]
+        later = [(offset, tensor) for offset, tensor in offsets if tensor.data_ptr() not in changing]
         device = next((tensor.device for _, tensor in later if tensor.device.type == "cuda"), None)
         # What the device has been asked to compute comes first.
         event = None if device is None else torch.cuda.current_stream(device).record_event()
@@ -122,11 +122,11 @@ class Writer:
                 raise
             finally:
                 later.clear()  # the tensors may be released
-                places.clear()
+                offsets.clear()
                 self.copied.set()
-            return self.ask(job="part", place=str(path), head=base64.b64encode(begin).decode(), size=end)
+            return self.ask(job="part", path=str(path), head=base64.b64encode(begin).decode(), size=end)
 
-        return Task(work)
+        return BackgroundTask(work)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Return the answer of the process. Raises OSError if the process could not do it, or has ended."""

@@ -40,7 +40,7 @@ def main(memory: int, parent: int) -> None:
         try:
             answer = _JOBS[request.pop("job")](memory, **request)
         except OSError as error:
-            answer = {"error": f"{error.strerror or error} ({error.filename or request.get('place', '')})"}
+            answer = {"error": f"{error.strerror or error} ({error.filename or request.get('path', '')})"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
@@ -58,9 +58,9 @@ def _check_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _part(memory: int, place: str, head: str, size: int) -> dict[str, Any]:
+def _part(memory: int, path: str, head: str, size: int) -> dict[str, Any]:
     """Write the first ``size`` bytes of the memory to a file after its head, read the file again, and compare."""
-    written, digest = write_synced(Path(place), _pieces(memory, base64.b64decode(head), size))
+    written, digest = write_synced(Path(path), _pieces(memory, base64.b64decode(head), size))
     return {"size": written, "sha256": digest}
 
 
@@ -78,15 +78,13 @@ def _pieces(memory: int, head: bytes, size: int) -> Iterator[bytes | memoryview]
     _check_parent(parent)
 
 
-def _finish(
-    memory: int, place: str, final: str, parts: list[dict[str, Any]], state: str, recipe: str
-) -> dict[str, Any]:
-    finish(Path(place), Path(final), parts, state, recipe)
+def _finish(memory: int, path: str, final: str, parts: list[dict[str, Any]], state: str, recipe: str) -> dict[str, Any]:
+    finish(Path(path), Path(final), parts, state, recipe)
     return {}
 
 
-def _remove(memory: int, place: str) -> dict[str, Any]:
-    remove(Path(place))
+def _remove(memory: int, path: str) -> dict[str, Any]:
+    remove(Path(path))
     return {}
 
 

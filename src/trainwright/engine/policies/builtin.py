@@ -13,7 +13,7 @@ from trainwright.engine.policies.base import RewindRequested, StepGradients, Ste
 _FIRST_LOSS_SCALE = 2.0**16
 _GROW_LOSS_SCALE_EVERY = 2000
 # Of steps that are skipped or left out because of their numbers; the next one ends the run.
-MOST_IN_A_ROW = 10
+MAX_IN_A_ROW = 10
 
 
 class LossScale(StepPolicy):
@@ -98,8 +98,8 @@ class NonFinite(StepPolicy):
         """Return whether the loss or the norm of the gradient is not finite."""
         progress = self.training.progress
         progress.non_finite = 0 if gradients.is_finite else progress.non_finite + 1
-        if progress.non_finite > MOST_IN_A_ROW:
-            raise WrongNumbers(f"training stopped: {MOST_IN_A_ROW} steps in a row have no finite numbers")
+        if progress.non_finite > MAX_IN_A_ROW:
+            raise WrongNumbers(f"training stopped: {MAX_IN_A_ROW} steps in a row have no finite numbers")
         return not gradients.is_finite
 
 

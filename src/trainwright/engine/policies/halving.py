@@ -52,7 +52,7 @@ class Halving(StepPolicy):
         release()
         rank, shortage = self._first(gradients.shortage)
         if batch.rows == 1:
-            self._tell(step, rank, shortage, "stop")
+            self._report(step, rank, shortage, "stop")
             raise self.error(step, batch, shortage, rank)
         rows = halved(batch.rows)
         for stream in (self._task.stream, self._task.validation):
@@ -61,7 +61,7 @@ class Halving(StepPolicy):
         divided = self._task.stream.global_batch(step - 1)
         before, after = (len(each.for_rank(0, self._world.size)) for each in (batch, divided))
         change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
-        self._tell(step, rank, shortage, f"{change}; step {step} is repeated")
+        self._report(step, rank, shortage, f"{change}; step {step} is repeated")
         training = self.training
         training.recipe = with_rows(training.recipe, rows)
         training.recipe_text = training.keep_recipe(training.recipe, reason(rows, batch.rows, step))
@@ -84,11 +84,11 @@ class Halving(StepPolicy):
         rank, shortage = self._first(own)
         rows = max(self._task.validation.global_batch(k).rows for k in range(len(self._task.validation)))
         if rows == 1:
-            self._tell(step, rank, shortage, "stop")
+            self._report(step, rank, shortage, "stop")
             raise self.error(step, self._task.validation.global_batch(0), shortage, rank)
         self._task.validation.limit_rows(halved(rows))
         action = f"validation in micro-batches of {halved(rows)} instead of {rows}; it is repeated"
-        self._tell(step, rank, shortage, action)
+        self._report(step, rank, shortage, action)
         return True
 
     def error(self, step: int, batch: GlobalBatch, shortage: MemoryShortage, rank: int | None = None) -> OutOfMemory:
@@ -105,7 +105,7 @@ class Halving(StepPolicy):
     def _world(self) -> World:
         return self._strategy.world
 
-    def _tell(self, step: int, rank: int, shortage: MemoryShortage, action: str) -> None:
+    def _report(self, step: int, rank: int, shortage: MemoryShortage, action: str) -> None:
         fault = Fault(kind="out_of_memory", rank=rank, detail=shortage.detail, action=action, step=step)
         self.training.events.emit(fault)
 

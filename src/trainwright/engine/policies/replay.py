@@ -21,7 +21,7 @@ from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPol
 from trainwright.models.files import checksum
 
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
-_PART, _MOST_PARTS = 4096, 256  # elements; how many are kept for the comparison
+_PART, _MAX_PARTS = 4096, 256  # elements; how many are kept for the comparison
 _CHECKED = "checked"
 _WEIGHTS, _PASS = "corrupted_weights", "corrupted_computation"
 
@@ -126,7 +126,7 @@ class Replay(StepPolicy):
             self._fail(_WEIGHTS, ranks, f"the weights of the ranks differ at step {step}", step)
         if ranks := self._farthest(self._suspected.pop(step, [])):
             detail = f"the weights of {_named(ranks)} were wrong at step {step}, before the run went back"
-            self._tell(_WEIGHTS, ranks, detail, "continue", step)
+            self._report(_WEIGHTS, ranks, detail, "continue", step)
 
     def _judge(
         self, step: int, wrong: list[int], first: list[Passes], second: list[Passes], third: list[Passes]
@@ -145,7 +145,7 @@ class Replay(StepPolicy):
             if self.training.recipe.faults.on_corruption == "stop":
                 self._end(_PASS, ranks, detail, step)
             self._compares_passes = False
-            self._tell(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
+            self._report(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
             return
         self._fail(_PASS, changed, f"{_named(changed)} computed step {step} wrongly: repeated, it is right", step)
 
@@ -160,7 +160,7 @@ class Replay(StepPolicy):
     def _end(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
         unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
-        self._tell(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
+        self._report(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
         remove = ""
         if (since := self.trusted_before) is not None:
             remove = f"remove the checkpoints of step {since} and later ones, in checkpoint.copies too, "
@@ -169,7 +169,7 @@ class Replay(StepPolicy):
             "--resume"
         )
 
-    def _tell(self, kind: str, ranks: Sequence[int], detail: str, action: str, step: int) -> None:
+    def _report(self, kind: str, ranks: Sequence[int], detail: str, action: str, step: int) -> None:
         self.training.events.emit(Fault(kind=kind, rank=ranks[0], detail=detail, action=action, step=step))
 
     def _take(self) -> Passes:
@@ -211,7 +211,7 @@ class Replay(StepPolicy):
             parts = weight.detach().reshape(-1).split(_PART)
             of_parts: list[list[int]] = world.gather([int(checksum(part)) for part in parts])
             for number, part in enumerate(parts):
-                if len({of_rank[number] for of_rank in of_parts}) > 1 and len(differences) < _MOST_PARTS:
+                if len({of_rank[number] for of_rank in of_parts}) > 1 and len(differences) < _MAX_PARTS:
                     differences.append(_Differing(name, number, torch.stack(world.gather(part.cpu()))))
         return differences
 

@@ -63,7 +63,7 @@ class Straggler(NamedTuple):
     gain: float
 
 
-class Comparison:
+class RankComparison:
     """Compare the seconds of ranks over the last steps.
 
     Args:
@@ -177,8 +177,8 @@ class Stragglers(StepPolicy):
         super().__init__(training)
         world = training.world
         on_cpu = world.device.type == "cpu"
-        self._comparison, self._since = Comparison(processors_exchange=on_cpu), time.monotonic()
-        self._found: Straggler | None = None
+        self._comparison, self._since = RankComparison(processors_exchange=on_cpu), time.monotonic()
+        self._straggler: Straggler | None = None
         self._process = OwnProcess(torch.get_num_threads(), world.local_size, None if on_cpu else world.device.index)
         self._before = self._process.counters(), heartbeat.in_collectives()
 
@@ -190,16 +190,16 @@ class Stragglers(StepPolicy):
         if own is not None and world.size > 1:
             seconds = [_seconds_of(report) for report in gradients.reports]
             own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
-            self._found = self._comparison.add(seconds, wall)
+            self._straggler = self._comparison.add(seconds, wall)
             if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _COUNTED_SECONDS:
                 self._before = self._process.counters(), heartbeat.in_collectives()
         return {}
 
     def after(self, step: int) -> None:
         """Emit a notice about a straggler, with what it knows about itself. Every rank has found the same."""
-        if self._found is None:
+        if self._straggler is None:
             return
-        straggler, world = self._found, self.training.world
+        straggler, world = self._straggler, self.training.world
         causes: list[Slowdown] = []
         threads = world.gather(self._process.threads)
         if straggler.rank == world.rank:
@@ -211,7 +211,7 @@ class Stragglers(StepPolicy):
                 sleeps=False,
             )
         causes = world.gather(causes, Slowdown)[straggler.rank]
-        self._found = None
+        self._straggler = None
         if straggler.gain < _GAIN:  # only here, as walls, unlike the seconds of ranks, are not the same everywhere
             return
         why = in_words(causes)

@@ -19,7 +19,6 @@ from pathlib import Path
 from trainwright.engine.events import Record
 from trainwright.errors import RequestError
 from trainwright.launch.ending.stop import scheduler_job
-from trainwright.recipe.sections.fields import seconds_of
 
 STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
@@ -296,6 +295,8 @@ def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[
     if until is not None:
         ends.append((_time_of(until, now), f"--until {until}"))
     if time_limit is not None:
+        from trainwright.recipe.sections.fields import seconds_of  # imports pydantic
+
         try:
             ends.append((now + timedelta(seconds=seconds_of(time_limit)), f"--time-limit {time_limit}"))
         except (ValueError, OverflowError):

@@ -19,7 +19,6 @@ def flash_forward(
     value: torch.Tensor,
     boundaries: torch.Tensor,
     scale: float,
-    longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the CPU flash kernel per sequence, or once for sequences of equal length.
 
@@ -27,14 +26,18 @@ def flash_forward(
         Output [1, H, T, D] and log-sum-exp [1, H, T].
     """
     output, logsumexp = _empty_output(query, value)
-    query, key, value = working(longest, query, key, value)
     edges = boundaries.tolist()
+    query, key, value = working(_longest(edges), query, key, value)
     tensors = (query, key, value, output, logsumexp)
     for q, k, v, *room in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
         results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         for part, piece in zip(room, results, strict=True):
             part.copy_(piece)
     return output, logsumexp
+
+
+def _longest(edges: list[int]) -> int:
+    return max(end - begin for begin, end in itertools.pairwise(edges))
 
 
 def _by_sequence(tensor: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
@@ -67,12 +70,11 @@ def flash_backward(
     logsumexp: torch.Tensor,
     boundaries: torch.Tensor,
     scale: float,
-    longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of ``query``, ``key`` and ``value``, of their shapes."""
     grads = _empty_grads(query, key, value)
-    grad, query, key, value, output = working(longest, grad, query, key, value, output)
     edges = boundaries.tolist()
+    grad, query, key, value, output = working(_longest(edges), grad, query, key, value, output)
     tensors = (grad, query, key, value, output, logsumexp, *grads)
     for *inputs, to_query, to_key, to_value in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
@@ -97,14 +99,14 @@ def working(longest: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, boundaries, ctx.scale, ctx.longest = inputs
+    query, key, value, boundaries, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, boundaries, *output)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     query, key, value, boundaries, output, logsumexp = ctx.saved_tensors
-    grads = _flash_cpu_backward(grad, query, key, value, output, logsumexp, boundaries, ctx.scale, ctx.longest)
-    return (*grads, None, None, None)
+    grads = _flash_cpu_backward(grad, query, key, value, output, logsumexp, boundaries, ctx.scale)
+    return (*grads, None, None)
 
 
 flash_cpu.register_autograd(_backward, setup_context=_save_for_backward)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.models.attention.kernels import KERNELS, Chosen, Needs, Platform, in_words
+from trainwright.models.attention.kernels import KERNELS, AttentionNeeds, Chosen, Platform, in_words
 from trainwright.models.attention.packs import DTYPES
 from trainwright.models.gpt.config import MODEL_TYPE as GPT
 from trainwright.recipe.sections.model import OWN
@@ -29,18 +29,20 @@ def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platfo
         return [f"computed by {model.config.implementation} itself"]
     name = model.config._attn_implementation  # chosen by transformers, whatever the heads are
     kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
-    needs = Needs(0, 0, DTYPES[dtype], packed=False, deterministic=torch.are_deterministic_algorithms_enabled())
+    needs = AttentionNeeds(
+        0, 0, DTYPES[dtype], packed=False, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
     line = f"{name}, over padded rows" if kernel is None else Chosen(kernel, ()).line(needs, platform)
     return [line if platform.attention == "auto" else f"{line} (model.attention is {platform.attention})"]
 
 
-def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Needs]:
+def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[AttentionNeeds]:
     """Yield what the layers of ``model`` need on packs of sequences: one for each kind of layer."""
     config: Any = model.config.get_text_config()
     dropouts = (*_DROPOUTS, "dropout") if config.model_type == GPT else _DROPOUTS
     for windowed in _windows(config):
         size, value_size = _widths(config, windowed=windowed)
-        yield Needs(
+        yield AttentionNeeds(
             size,
             value_size,
             DTYPES[dtype],

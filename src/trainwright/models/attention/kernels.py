@@ -53,7 +53,7 @@ CPU = Platform("CPU", (0, 0))
 
 
 @dataclass(frozen=True)
-class Needs:
+class AttentionNeeds:
     """What a layer's attention has to compute.
 
     ``packed``: within the sequences of a pack; otherwise over padded rows. ``size``, ``value_size``: widths of a head's
@@ -87,15 +87,15 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """An attention kernel and its limits.
 
     ``memory``: how much memory it takes. "flash": a number for each query; "sequences": the same, sequence by sequence;
-    "scores": all scores of a sequence. ``vendors``: of the devices it runs on. ``least``, ``most``: compute
-    capabilities of NVIDIA. ``least_bf16``: the one from which it computes in bf16. ``multiple``: heads are padded with
-    zeros to a multiple of it, which changes no result. ``values``: their width: "any"; "padded": made as wide as keys
+    "scores": all scores of a sequence. ``vendors``: of devices. ``min_capability``, ``max_capability``: of NVIDIA's.
+    ``least_bf16``: the one from which it computes in bf16. ``multiple``: heads are padded with zeros to a
+    multiple of it, which changes no result. ``values``: their width: "any"; "padded": made as wide as keys
     with zeros; "equal": only as wide as keys. ``largest``: width of a padded head. ``gaps``: widths that fail.
-    ``features``: fields of ``Needs`` that it can compute. ``apart``: pairs of them that it cannot compute together.
+    ``features``: fields of ``AttentionNeeds`` that it can compute. ``apart``: pairs that it cannot compute together.
     ``always_deterministic``: also without asking. ``largest_deterministic``: width of a padded head. ``generation``: of
     FlashAttention, for the time.
     """
@@ -106,8 +106,8 @@ class Kernel:
     memory: Literal["flash", "sequences", "scores"]
     vendors: frozenset[Vendor]
     dtypes: frozenset[Dtype] = _ALL
-    least: Capability = (0, 0)
-    most: Capability | None = None
+    min_capability: Capability = (0, 0)
+    max_capability: Capability | None = None
     least_bf16: Capability = (0, 0)
     multiple: int = 1
     values: Literal["any", "padded", "equal"] = "any"
@@ -138,15 +138,15 @@ _DROPOUT_GAPS = (Gap((225, 256), ((8, 6), (8, 9)), dropout=True), Gap((225, 256)
 
 # For each kind of rows and device, the fastest first.
 KERNELS = (
-    Kernel(
+    AttentionKernel(
         name="flash_attn_3",
         title="FlashAttention-3",
         packed=True,
         memory="flash",
         vendors=_NVIDIA,
         dtypes=_HALVES,
-        least=(9, 0),
-        most=(9, 0),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
         multiple=8,
         values="padded",
         largest=256,
@@ -154,28 +154,28 @@ KERNELS = (
         largest_deterministic=192,
         generation=3,
     ),
-    Kernel(
+    AttentionKernel(
         name="varlen",
         title="torch's varlen flash attention",
         packed=True,
         memory="flash",
         vendors=_GPU,
         dtypes=_HALVES,
-        least=(8, 0),
+        min_capability=(8, 0),
         multiple=8,
         values="padded",
         largest=256,
         gaps=_CONSUMER_GAPS,
         features=frozenset({"window"}),
     ),
-    Kernel(
+    AttentionKernel(
         name="flash_attn",
         title="flash-attn 2",
         packed=True,
         memory="flash",
         vendors=_NVIDIA,
         dtypes=_HALVES,
-        least=(8, 0),
+        min_capability=(8, 0),
         multiple=8,
         values="padded",
         largest=256,
@@ -183,30 +183,30 @@ KERNELS = (
         features=frozenset({"softcap", "dropout", "window"}),
         apart=(("softcap", "dropout"),),
     ),
-    Kernel(
+    AttentionKernel(
         name="sdpa_each",
         title="torch's SDPA, sequence by sequence",
         packed=True,
         memory="sequences",
         vendors=_GPU,
-        least=(5, 0),
+        min_capability=(5, 0),
         least_bf16=(8, 0),
         multiple=8,
         features=frozenset({"dropout"}),
     ),
-    Kernel(
+    AttentionKernel(
         name="flex",
         title="torch's flex_attention",
         packed=True,
         memory="flash",
         vendors=_NVIDIA,
-        least=(8, 0),
+        min_capability=(8, 0),
         multiple=16,
         largest=256,
         features=frozenset({"softcap", "sinks", "window"}),
         always_deterministic=True,
     ),
-    Kernel(
+    AttentionKernel(
         name="cpu_flash",
         title="torch's flash attention for CPUs, sequence by sequence",
         packed=True,
@@ -215,7 +215,7 @@ KERNELS = (
         values="equal",
         always_deterministic=True,
     ),
-    Kernel(
+    AttentionKernel(
         name="scores",
         title="plain operations, sequence by sequence",
         packed=True,
@@ -223,7 +223,7 @@ KERNELS = (
         vendors=_EVERYWHERE,
         features=_EVERYTHING,
     ),
-    Kernel(
+    AttentionKernel(
         name="sdpa",
         title="torch's SDPA",
         packed=False,
@@ -231,7 +231,7 @@ KERNELS = (
         vendors=_EVERYWHERE,
         features=frozenset({"dropout", "window", "bias"}),
     ),
-    Kernel(
+    AttentionKernel(
         name="eager",
         title="plain operations",
         packed=False,
@@ -266,7 +266,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
 class Chosen:
     """The chosen kernel. ``refused``: the title of each faster one, and why it was not taken."""
 
-    kernel: Kernel
+    kernel: AttentionKernel
     refused: tuple[tuple[str, str], ...]
 
     def words(self) -> str:
@@ -274,7 +274,7 @@ class Chosen:
         others = "; ".join(f"{title}: {why}" for title, why in self.refused)
         return self.kernel.title + (f" ({others})" if others else "")
 
-    def line(self, needs: Needs, platform: Platform) -> str:
+    def line(self, needs: AttentionNeeds, platform: Platform) -> str:
         """Return the kernel in words, for which rows it is, and whether repeated runs are bit-identical."""
         rows = "" if needs.packed else ", over padded rows"
         longer = ", for sequences longer than the window" if needs.window and needs.packed else ""
@@ -282,7 +282,7 @@ class Chosen:
         return self.words() + rows + longer + ("" if ordered else f"; {_UNORDERED}")
 
 
-def choose(needs: Needs, platform: Platform) -> Chosen:
+def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
     """Return the fastest kernel that computes ``needs`` on ``platform``, and why not a faster one.
 
     Raises:
@@ -300,7 +300,7 @@ def choose(needs: Needs, platform: Platform) -> Chosen:
     raise ValueError(f"no attention kernel can compute {needs} on {platform}")
 
 
-def _impossible(needs: Needs, platform: Platform) -> str:
+def _impossible(needs: AttentionNeeds, platform: Platform) -> str:
     """Return why no kernel of ``model.attention`` computes ``needs``, and the values that do."""
     free = replace(platform, attention="auto")
     against = {kernel.name: _against(kernel, needs, free) for kernel in KERNELS}
@@ -313,7 +313,7 @@ def _impossible(needs: Needs, platform: Platform) -> str:
     )
 
 
-def _against(kernel: Kernel, needs: Needs, platform: Platform) -> str | None:
+def _against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> str | None:
     """Return the first reason why a kernel cannot compute ``needs`` on ``platform``, or is not to; None if it can."""
     if kernel.packed != needs.packed:
         return "is for packs, see data.pack_length" if kernel.packed else "is for padded rows"
@@ -324,7 +324,7 @@ def _against(kernel: Kernel, needs: Needs, platform: Platform) -> str | None:
     return next(_reasons_against(kernel, needs, platform), None)
 
 
-def in_words(layers: Iterable[Needs], platform: Platform) -> list[str]:
+def in_words(layers: Iterable[AttentionNeeds], platform: Platform) -> list[str]:
     """Return a line for each kernel that computes one of ``layers`` on ``platform``, with the reasons."""
     lines: dict[str, str] = {}
     for needs in layers:
@@ -333,7 +333,7 @@ def in_words(layers: Iterable[Needs], platform: Platform) -> list[str]:
     return list(lines.values())
 
 
-def _reasons_against(kernel: Kernel, needs: Needs, platform: Platform) -> Iterator[str]:
+def _reasons_against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
     """Yield the reasons why a kernel cannot compute ``needs`` on ``platform``; last, that it is not installed."""
     yield from _reasons_of_the_device(kernel, needs, platform)
     for feature, words in _WORDS.items():
@@ -347,17 +347,20 @@ def _reasons_against(kernel: Kernel, needs: Needs, platform: Platform) -> Iterat
         yield missing
 
 
-def _reasons_of_the_device(kernel: Kernel, needs: Needs, platform: Platform) -> Iterator[str]:
+def _reasons_of_the_device(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
     own = f"this GPU has {_dotted(platform.capability)}"
-    if platform.vendor == "NVIDIA" and not kernel.least <= platform.capability <= (kernel.most or platform.capability):
-        yield f"needs compute capability {_dotted(kernel.least)}{'' if kernel.most else ' or higher'}, {own}"
+    if platform.vendor == "NVIDIA" and not kernel.min_capability <= platform.capability <= (
+        kernel.max_capability or platform.capability
+    ):
+        or_higher = "" if kernel.max_capability else " or higher"
+        yield f"needs compute capability {_dotted(kernel.min_capability)}{or_higher}, {own}"
     if needs.dtype not in kernel.dtypes:
         yield f"does not compute in {needs.dtype}"
     if needs.dtype == "bf16" and platform.vendor == "NVIDIA" and platform.capability < kernel.least_bf16:
         yield f"needs compute capability {_dotted(kernel.least_bf16)} or higher for bf16, {own}"
 
 
-def _reasons_of_the_size(kernel: Kernel, needs: Needs, platform: Platform) -> Iterator[str]:
+def _reasons_of_the_size(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
     width = max(kernel.widths(needs.size, needs.value_size))
     if kernel.values == "equal" and needs.size != needs.value_size:
         yield f"needs values as wide as keys, these have {needs.value_size} and {needs.size} channels"

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
@@ -25,7 +25,17 @@ from trainwright.models.attention import plain
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
 from trainwright.models.attention.installed import missing_kernels
-from trainwright.models.attention.kernels import CPU, KERNELS, REQUESTED, Dtype, Kernel, Needs, Platform, Vendor, choose
+from trainwright.models.attention.kernels import (
+    CPU,
+    KERNELS,
+    REQUESTED,
+    AttentionKernel,
+    AttentionNeeds,
+    Dtype,
+    Platform,
+    Vendor,
+    choose,
+)
 from trainwright.models.attention.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -57,6 +67,25 @@ def packed_name(attention: str) -> str:
     return PACKED if attention == "auto" else f"{PACKED}_{attention}"
 
 
+class PackArguments(TypedDict, total=False):
+    """What transformers passes to an attention implementation, and what packs add to it; others are ignored.
+
+    ``cu_seq_lens_q``: boundaries of the sequences on the device. ``sequences``: the same on the host; without it, a
+    GPU's kernels that need it read the boundaries.
+    """
+
+    cu_seq_lens_q: torch.Tensor | None
+    max_length_q: int | None
+    sequences: Sequences | None
+    dropout: float
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    s_aux: torch.Tensor | None
+    is_causal: bool | None
+    position_bias: torch.Tensor | None
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -64,35 +93,27 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    sequences: Sequences | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     attention: str = "auto",
-    **kwargs: Any,
+    **arguments: Unpack[PackArguments],
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] within each sequence.
 
     Args:
-        cu_seq_lens_q: boundaries of the sequences on the device.
-        sequences: the same on the host; without it, a GPU's kernels that need it read the boundaries.
+        attention: the value of ``model.attention``.
 
     Returns:
         ``(output [1, T, H, D], None)``, as required by transformers.
     """
+    cu_seq_lens_q, max_length_q = arguments.get("cu_seq_lens_q"), arguments.get("max_length_q")
     if cu_seq_lens_q is None or max_length_q is None:
         raise UnpackableError(f"{type(module).__name__} does not know where packed sequences begin")
-    if kwargs.get("position_bias") is not None or is_causal is False:
+    if arguments.get("position_bias") is not None or arguments.get("is_causal") is False:
         raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
-    chunk = _chunk_of(module)
+    chunk, sequences = _chunk_of(module), arguments.get("sequences")
     if chunk is not None and chunk < max_length_q:
         sequences = _on_host(sequences, cu_seq_lens_q, max_length_q).in_chunks(chunk)
         cu_seq_lens_q, max_length_q = sequences.boundaries, chunk
+    scaling, window = arguments.get("scaling"), arguments.get("sliding_window")
     call = Call(
         query,
         key,
@@ -100,10 +121,10 @@ def packed_attention(
         cu_seq_lens_q,
         max_length_q,
         scaling if scaling is not None else query.shape[-1] ** -0.5,
-        sliding_window if sliding_window is not None and sliding_window < max_length_q else None,
-        dropout,
-        softcap,
-        s_aux,
+        window if window is not None and window < max_length_q else None,
+        arguments.get("dropout", 0.0),
+        arguments.get("softcap"),
+        arguments.get("s_aux"),
     )
     name = _kernel(call, attention)
     padded = call.padded(*_KERNELS[name].widths(query.shape[-1], value.shape[-1]))
@@ -136,7 +157,7 @@ def kernel_name(
     key = device, index, dtype, size, value_size, flags, deterministic, attention
     if key not in _chosen:
         softcap, sinks, dropout, window = flags
-        needs = Needs(
+        needs = AttentionNeeds(
             size,
             value_size,
             DTYPES.get(dtype, "fp32"),
@@ -180,7 +201,7 @@ def _cpu_flash(call: Call, sequences: Sequences | None) -> torch.Tensor:
     if not converted and plain.are_equal(call):
         return plain.equal_sequences(call)
     inputs = call.query, call.key, call.value
-    return flash_cpu(*inputs, call.boundaries, call.scale, call.longest)[0].transpose(1, 2)
+    return flash_cpu(*inputs, call.boundaries, call.scale)[0].transpose(1, 2)
 
 
 def _sequences(call: Call, sequences: Sequences | None) -> torch.Tensor:
@@ -193,7 +214,7 @@ def _flex(call: Call, sequences: Sequences | None) -> torch.Tensor:
     return attend(call, _on_host(sequences, call.boundaries, call.longest).block_mask(call.window))
 
 
-_KERNELS: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
+_KERNELS: Mapping[str, AttentionKernel] = {kernel.name: kernel for kernel in KERNELS}
 # Maps a kernel's name to its function, which takes padded heads and returns [1, T, H, V].
 _RUNS: Mapping[str, Callable[[Call, Sequences | None], torch.Tensor]] = {
     "flash_attn_3": lambda call, sequences: third(call),

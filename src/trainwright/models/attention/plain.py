@@ -41,18 +41,17 @@ def _repeated(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def each_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Compute the general case: dropout, sliding windows, softcapping, attention sinks."""
     edges = call.boundaries.tolist() if sequences is None else sequences.edges
-    query, softcap, sinks = call.query, call.softcap, call.sinks
-    key, value = _repeated(call)
+    query, (key, value) = call.query, _repeated(call)
     outputs = []
     for begin, end in itertools.pairwise(edges):
         q, k, v = query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end]
         allowed = _causal(end - begin, call.window, query.device)
-        if softcap is None and sinks is None:
+        if call.softcap is None and call.sinks is None:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=allowed, dropout_p=call.dropout, is_causal=allowed is None, scale=call.scale
             )
         else:
-            out = _scores_attention(q, k, v, allowed, call.scale, call.dropout, softcap, sinks)
+            out = _scores_attention(call, q, k, v, allowed)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -65,23 +64,16 @@ def _causal(length: int, window: int | None, device: torch.device) -> torch.Tens
 
 
 def _scores_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    allowed: torch.Tensor | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
 ) -> torch.Tensor:
     length = query.shape[2]
-    scores = (query @ key.transpose(-1, -2) * scale).float()
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = (query @ key.transpose(-1, -2) * call.scale).float()
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     if allowed is None:
         allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~allowed, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, length, 1).float()], dim=-1)
+    if call.sinks is not None:
+        scores = torch.cat([scores, call.sinks.view(1, -1, 1, 1).expand(1, -1, length, 1).float()], dim=-1)
     weights = scores.softmax(-1)[..., :length].to(value.dtype)
-    return F.dropout(weights, dropout) @ value
+    return F.dropout(weights, call.dropout) @ value

@@ -34,7 +34,7 @@ class Sequences:
         self._host = edges
         self.longest = longest
         self.boundaries = _moved(edges, device)  # the same on ``device``
-        self._made: dict[tuple[str, int | None], Any] = {}
+        self._chunked: dict[tuple[str, int | None], Any] = {}
 
     @cached_property
     def edges(self) -> list[int]:
@@ -45,19 +45,19 @@ class Sequences:
     def in_chunks(self, size: int) -> Sequences:
         """Return the sequences with a cut after every ``size`` tokens of each."""
         key = ("chunks", size)
-        if key not in self._made:
-            cut = [place for begin, end in itertools.pairwise(self.edges) for place in range(begin, end, size)]
+        if key not in self._chunked:
+            cut = [position for begin, end in itertools.pairwise(self.edges) for position in range(begin, end, size)]
             chunks = torch.tensor([*cut, self.edges[-1]], dtype=torch.int32)
-            self._made[key] = Sequences(chunks, min(size, self.longest), self.boundaries.device)
-        chunked: Sequences = self._made[key]
+            self._chunked[key] = Sequences(chunks, min(size, self.longest), self.boundaries.device)
+        chunked: Sequences = self._chunked[key]
         return chunked
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the allowed pairs of tokens for flex_attention; a token attends to at most ``window`` tokens."""
         key = ("blocks", window)
-        if key not in self._made:
-            self._made[key] = _block_mask(self.edges, window, self.boundaries.device)
-        mask: BlockMask = self._made[key]
+        if key not in self._chunked:
+            self._chunked[key] = _block_mask(self.edges, window, self.boundaries.device)
+        mask: BlockMask = self._chunked[key]
         return mask
 
 

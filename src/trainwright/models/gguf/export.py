@@ -333,9 +333,9 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
     from trainwright.models.gguf.reading import write_converted
     from trainwright.models.tokenization import tokenizer_from
 
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as place:
-        write_converted(file, Path(place) / "model", "--out")
-        again = tokenizer_from(Path(place) / "model", "MODEL")
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as scratch:
+        write_converted(file, Path(scratch) / "model", "--out")
+        again = tokenizer_from(Path(scratch) / "model", "MODEL")
         for text in _TEXTS:
             if again(text, add_special_tokens=False).input_ids != tokenizer(text, add_special_tokens=False).input_ids:
                 raise RequestError(
@@ -343,7 +343,7 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
                     "would become other tokens; nothing was written"
                 )
         pair, rotations = [], []
-        for place_of in (directory, Path(place) / "model"):
+        for place_of in (directory, Path(scratch) / "model"):
             with no_progress_bar():
                 model = AutoModelForCausalLM.from_pretrained(place_of, dtype=torch.float32, local_files_only=True)
             pair.append(logits_of(model.eval(), torch.arange(1, 17)[None]))

@@ -36,7 +36,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = _norm(config, config.hidden_size)
-        self.attention = Attention(config, index)
+        self.attention = SelfAttention(config, index)
         self.mlp_norm = _norm(config, config.hidden_size)
         self.mlp = MLP(config)
 
@@ -55,7 +55,7 @@ class TransformerBlock(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal self-attention with h query heads and g key-value heads."""
 
     def __init__(self, config: GPTConfig, index: int) -> None:

@@ -318,8 +318,8 @@ def _materialize(module: nn.Module, device: torch.device, rests_on: torch.device
                 users.setdefault(parameter, []).append((user, name))
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-        place = rests_on if isinstance(tensor, DTensor) else device
-        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+        target = rests_on if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor
 
     if users:
         module._apply(with_memory)

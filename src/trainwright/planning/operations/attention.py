@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainwright.models.attention.kernels import Kernel as Kind
+from trainwright.models.attention.kernels import AttentionKernel
 from trainwright.planning.operations.elementary import (
     as_tensor,
     broadcast,
@@ -51,7 +51,7 @@ class Attention(ScoresAttention):
         whole = replace(self, heads=replace(heads, size=size, value=value))._by(kernel, q, k, v)
         return contiguous(tape, slices(tape, whole, [self.batch.tokens * heads.queries * heads.value_size])[0])
 
-    def _by(self, kernel: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _by(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run a kernel for the sequences of a pack."""
         if kernel.name == "flex":
             return view(self.tape, self._flex(q, k, v))
@@ -94,7 +94,7 @@ class Attention(ScoresAttention):
         pairs = heads.queries * batch.pairs
         return _flash(self.tape, q, k, v, pairs, heads.size, workspace, backward_workspace + _FP32 * sums, sums)
 
-    def _varlen(self, kernel: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _varlen(self, kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run flash attention over all sequences of a pack.
 
         The backward pass accumulates gradients of queries in fp32, and those of keys and values for every query head.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainwright.models.attention.installed import ASSUMED
-from trainwright.models.attention.kernels import CPU, Dtype, Kernel, Needs, Platform, choose
+from trainwright.models.attention.kernels import CPU, AttentionKernel, AttentionNeeds, Dtype, Platform, choose
 from trainwright.planning.architectures.architecture import Architecture
 
 
@@ -101,13 +101,13 @@ class Heads:
         """The number of query heads per key head."""
         return self.queries // self.keys
 
-    def kernel(self, device: Device, width: int, batch: BatchShape) -> Kernel:
+    def kernel(self, device: Device, width: int, batch: BatchShape) -> AttentionKernel:
         """Return the kernel that computes this attention in a dtype of ``width`` bytes."""
         return choose(self.needs(device, width, batch), device.limits).kernel
 
-    def needs(self, device: Device, width: int, batch: BatchShape) -> Needs:
+    def needs(self, device: Device, width: int, batch: BatchShape) -> AttentionNeeds:
         """Return what a kernel has to compute for this attention in a dtype of ``width`` bytes."""
-        return Needs(
+        return AttentionNeeds(
             self.size,
             self.value_size,
             device.dtype(width),

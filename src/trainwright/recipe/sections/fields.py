@@ -77,7 +77,7 @@ def seconds_of(time: str) -> float:
 # A number of restarts within a time.
 _RATE = re.compile(r"([0-9]+) per (hour|day)")
 _RATE_SECONDS = {"hour": 3600.0, "day": 24 * 3600.0}
-_MOST_PER_PERIOD = 1000
+_MAX_PER_PERIOD = 1000
 
 
 class Rate(NamedTuple):
@@ -92,7 +92,7 @@ def rate_of(rate: str) -> Rate:
     if rate == "off":
         return Rate(0, _RATE_SECONDS["hour"])
     match = _RATE.fullmatch(rate.strip())
-    if match is None or int(match[1]) > _MOST_PER_PERIOD:
+    if match is None or int(match[1]) > _MAX_PER_PERIOD:
         raise ValueError(rate)
     return Rate(int(match[1]), _RATE_SECONDS[match[2]])
 
@@ -105,7 +105,7 @@ def _rate(value: object) -> object:
         rate_of(value)
     except (AssertionError, ValueError):
         raise PydanticCustomError(
-            "rate", f"a number of restarts such as 3 per hour or 10 per day (at most {_MOST_PER_PERIOD}), 0 or off"
+            "rate", f"a number of restarts such as 3 per hour or 10 per day (at most {_MAX_PER_PERIOD}), 0 or off"
         ) from None
     return value
 

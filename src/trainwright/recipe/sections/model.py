@@ -187,11 +187,11 @@ def absurd_sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the dotted key and the problem for every impossible number."""
     stack: list[tuple[str, Any, int]] = [("", config, 0)]
     while stack:
-        place, value, depth = stack.pop()
+        key_path, value, depth = stack.pop()
         if isinstance(value, Mapping) and depth < _DEEPEST:
-            stack += [(f"{place}.{key}" if place else str(key), item, depth + 1) for key, item in value.items()]
-        elif isinstance(value, int) and not isinstance(value, bool) and (reason := _absurd(place, value)):
-            yield place, reason
+            stack += [(f"{key_path}.{key}" if key_path else str(key), item, depth + 1) for key, item in value.items()]
+        elif isinstance(value, int) and not isinstance(value, bool) and (reason := _absurd(key_path, value)):
+            yield key_path, reason
 
 
 def check_sizes(config: Mapping[str, Any], origin: str) -> None:

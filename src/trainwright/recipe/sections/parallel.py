@@ -12,9 +12,9 @@ from trainwright.recipe.sections.fields import Auto, Count, Section, Text, Time,
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.registries import STRATEGIES
 
-_MOST_PROCESSES = 1_000_000
+_MAX_PROCESSES = 1_000_000
 # Every number of a range is checked.
-_MOST_OF_RANGE = 4096
+_MAX_OF_RANGE = 4096
 
 
 def _with_summaries(schema: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ class ProcessRange(Section):
     """As many processes as there are devices, between two numbers."""
 
     min: Count = Field(description="The run waits if there are fewer.")
-    max: Annotated[Count, Field(le=_MOST_OF_RANGE)] = Field(description="What the plan is made for.")
+    max: Annotated[Count, Field(le=_MAX_OF_RANGE)] = Field(description="What the plan is made for.")
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -40,15 +40,15 @@ class ProcessRange(Section):
 
 
 def _processes(value: object) -> object:
-    if value == "auto" or isinstance(value, ProcessRange) or (is_count(value, least=1) and value <= _MOST_PROCESSES):
+    if value == "auto" or isinstance(value, ProcessRange) or (is_count(value, least=1) and value <= _MAX_PROCESSES):
         return value
     try:
         return ProcessRange.model_validate(value)
     except ValidationError:
         raise PydanticCustomError(
             "processes",
-            f"a whole number from 1 to {_MOST_PROCESSES:,}, auto, or a range such as {{min: 1, max: 8}} of at most "
-            f"{_MOST_OF_RANGE:,}",
+            f"a whole number from 1 to {_MAX_PROCESSES:,}, auto, or a range such as {{min: 1, max: 8}} of at most "
+            f"{_MAX_OF_RANGE:,}",
         ) from None
 
 
@@ -57,7 +57,7 @@ class ParallelSection(Section):
 
     strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_with_summaries)
     num_processes: Annotated[
-        Annotated[Count, Field(le=_MOST_PROCESSES)] | ProcessRange | Auto, BeforeValidator(_processes)
+        Annotated[Count, Field(le=_MAX_PROCESSES)] | ProcessRange | Auto, BeforeValidator(_processes)
     ] = Field(
         "auto",
         description="Number of worker processes. auto: one per GPU; on CPUs, the fastest number. {min: 1, max: 8}: as "

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from trainwright.recipe.sections.fields import Auto, Count, Positive, Section, Text, reject_bool
 
 # A trace of a step has some megabytes for each rank.
-_MOST_PROFILED = 20
+_MAX_PROFILED = 20
 
 
 class ProfileSection(Section):
@@ -18,7 +18,7 @@ class ProfileSection(Section):
 
     steps: tuple[Count, Count] = Field(
         description="First and last step, such as [10, 12]; the first ones include compilation and the first use of "
-        f"memory. At most {_MOST_PROFILED} steps."
+        f"memory. At most {_MAX_PROFILED} steps."
     )
 
     @property
@@ -29,8 +29,8 @@ class ProfileSection(Section):
     @field_validator("steps")
     @classmethod
     def _in_order(cls, steps: tuple[int, int]) -> tuple[int, int]:
-        if not 0 <= steps[1] - steps[0] < _MOST_PROFILED:
-            raise PydanticCustomError("steps", f"first and last step, in order, at most {_MOST_PROFILED} steps in all")
+        if not 0 <= steps[1] - steps[0] < _MAX_PROFILED:
+            raise PydanticCustomError("steps", f"first and last step, in order, at most {_MAX_PROFILED} steps in all")
         return steps
 
 

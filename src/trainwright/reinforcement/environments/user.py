@@ -189,8 +189,8 @@ class _UserCopies(VectorEnvironment):
 
     def states(self) -> torch.Tensor:
         indices = np.zeros(self.copies, np.int64)
-        for place, count in enumerate(self.family.observation_counts):
-            indices = indices * count + self.seen[:, place]
+        for index, count in enumerate(self.family.observation_counts):
+            indices = indices * count + self.seen[:, index]
         return torch.from_numpy(indices).to(self.device)
 
     def _begin(self, mask: torch.Tensor) -> None:

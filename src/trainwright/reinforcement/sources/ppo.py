@@ -106,7 +106,7 @@ class Ppo:
             numbers = observations.view(self.goals, self.streams, -1).float()
             # From -1 to 1, as far as real numbers go.
             return numbers if self._kind == "coordinates" else numbers * (2 / (torch.tensor(counts) - 1)) - 1
-        parts = [one_hot(observations[:, place], count) for place, count in enumerate(counts)]
+        parts = [one_hot(observations[:, index], count) for index, count in enumerate(counts)]
         return torch.cat(parts, dim=1).view(self.goals, self.streams, -1).float()
 
     def _learn_from(self, rollout: _Rollout, last_values: torch.Tensor) -> None:

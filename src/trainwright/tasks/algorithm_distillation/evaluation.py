@@ -24,7 +24,7 @@ import torch
 from trainwright.drawing import new_figure
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import RequestError
-from trainwright.inference.finding import FoundModel, find_model
+from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.paths import user_path
@@ -79,7 +79,7 @@ def is_agent(model: str) -> bool:
     return is_history_model(path)
 
 
-def find_agent(request: AgentRequest) -> tuple[FoundModel, AlgorithmDistillationSection]:
+def find_agent(request: AgentRequest) -> tuple[UnloadedModel, AlgorithmDistillationSection]:
     """Return the location of the weights, and the section with the evaluation settings.
 
     Raises:
@@ -114,7 +114,7 @@ def _section_of(agent: Path) -> AlgorithmDistillationSection:
         ) from error
 
 
-def load_agent(agent: FoundModel, section: AlgorithmDistillationSection) -> HistoryObjective:
+def load_agent(agent: UnloadedModel, section: AlgorithmDistillationSection) -> HistoryObjective:
     """Return the model in evaluation mode on the CPU.
 
     Raises:

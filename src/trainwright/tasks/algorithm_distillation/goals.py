@@ -13,7 +13,7 @@ from trainwright.reinforcement.histories import Histories
 from trainwright.reinforcement.histories import task_key as _key
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 _KEY = "algorithm_distillation"
 # Keys of the section that determine the held-out tasks.
 HELD_OUT_BY = ("split_seed", "test_fraction", "test_tasks")
@@ -115,5 +115,5 @@ def _given(tasks: Sequence[Sequence[float]], environment: Environment, name: str
 
 
 def _named(tasks: Sequence[Sequence[float]]) -> str:
-    more = f" and {len(tasks) - _MOST_NAMED} more" if len(tasks) > _MOST_NAMED else ""
-    return ", ".join(map(str, tasks[:_MOST_NAMED])) + more
+    more = f" and {len(tasks) - _MAX_NAMED} more" if len(tasks) > _MAX_NAMED else ""
+    return ", ".join(map(str, tasks[:_MAX_NAMED])) + more

@@ -238,7 +238,7 @@ class Context:
         self._cache = KeyValueCache(shape.tokens) if cached else None
         self._steps: Steps | None = None  # steps in the context; in a compressed one, those of this region
         self._before: torch.Tensor | None = None  # tokens before them
-        self._begun = False
+        self._has_started = False
 
     @property
     def held(self) -> int:
@@ -252,8 +252,8 @@ class Context:
 
     def logits(self, model: HistoryModel, step: Steps) -> torch.Tensor:
         """Return the logits of actions [count, actions] after one more step [count, 1]."""
-        if not self._begun:
-            self._begun = True
+        if not self._has_started:
+            self._has_started = True
             self._begin(model)
         elif self.held == self._shape.steps:
             self._move_on(model)
@@ -267,9 +267,9 @@ class Context:
 
     def _begin(self, model: HistoryModel) -> None:
         if self._shape.latents:
-            self._place(model, model.first_memory(self._count), None)
+            self._prefill(model, model.first_memory(self._count), None)
         elif self._shape.regions == 2:
-            self._place(model, self._between_marks(model, model.no_region(self._count)), None)
+            self._prefill(model, self._between_marks(model, model.no_region(self._count)), None)
 
     def _move_on(self, model: HistoryModel) -> None:
         """Free space in a full context."""
@@ -281,19 +281,19 @@ class Context:
                 hidden = model.decoded(queries, self._cache)
             else:
                 hidden = model.decoded(torch.cat([self._tokens(model), queries], 1))
-            self._place(model, model.remembered(hidden[:, -shape.latents :]), None)
+            self._prefill(model, model.remembered(hidden[:, -shape.latents :]), None)
         elif shape.regions == 2:
             region = model.tokens(self._steps.without_past(shape.actions))
-            self._place(model, self._between_marks(model, region), None)
+            self._prefill(model, self._between_marks(model, region), None)
         else:
             recent = self._steps.part(self._moves_by, shape.steps)
-            self._place(model, None, recent.without_past(shape.actions) if recent.length else None)
+            self._prefill(model, None, recent.without_past(shape.actions) if recent.length else None)
 
     def _between_marks(self, model: HistoryModel, region: torch.Tensor) -> torch.Tensor:
         opens, closes = (model.mark(self._count, closes=closes) for closes in (False, True))
         return torch.cat([opens, region, closes], 1)
 
-    def _place(self, model: HistoryModel, before: torch.Tensor | None, steps: Steps | None) -> None:
+    def _prefill(self, model: HistoryModel, before: torch.Tensor | None, steps: Steps | None) -> None:
         self._before, self._steps = before, steps
         if self._cache is None:
             return

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.task_spec import Needs, OwnModel, TaskSpec
+from trainwright.recipe.task_spec import Needs, TaskModel, TaskSpec
 from trainwright.reinforcement.algorithms import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.section import (
     WITHOUT_TEXTS,
@@ -55,7 +55,7 @@ def _needs(recipe: Recipe) -> Needs:
     }
     predicted = 1.0 if section.targets == "every" else 1 / tokens
     assumption = "every window is full; the model is planned as a gpt2 of its sizes"
-    return Needs(own_model=OwnModel(config, tokens, predicted, assumption))
+    return Needs(own_model=TaskModel(config, tokens, predicted, assumption))
 
 
 def _fill(values: dict[str, Any]) -> dict[str, Any]:

@@ -144,13 +144,13 @@ class HistoryWindows:
         lengths, absent = self._lengths[chosen], self._absent[chosen]
         width = int((lengths + absent).max())
         # Absent regions are padding at the front.
-        place = np.arange(width)[None] - absent[:, None]
-        real = (place >= 0) & (place < lengths[:, None])
-        index = self._begins[chosen][:, None] + np.clip(place, 0, lengths[:, None] - 1)
+        position = np.arange(width)[None] - absent[:, None]
+        real = (position >= 0) & (position < lengths[:, None])
+        index = self._begins[chosen][:, None] + np.clip(position, 0, lengths[:, None] - 1)
         taken = {name: values[index] for name, values in self._steps.items()}
-        targets = real & (place == lengths[:, None] - 1) if self.cut.last_only else real
+        targets = real & (position == lengths[:, None] - 1) if self.cut.last_only else real
         return HistoryBatch(
-            steps=self._seen(taken, place),
+            steps=self._seen(taken, position),
             actions=_tensor(taken["actions"], np.int64),
             rewards=_tensor(taken["rewards"], np.float32),
             next_states=_tensor(taken["next_states"], np.int64),
@@ -158,8 +158,8 @@ class HistoryWindows:
             targets=torch.from_numpy(targets),
         )
 
-    def _seen(self, taken: dict[str, Array], place: Array) -> Steps:
-        first = place <= 0
+    def _seen(self, taken: dict[str, Array], position: Array) -> Steps:
+        first = position <= 0
         before = {name: np.roll(taken[name], 1, axis=1) for name in ("actions", "rewards", "dones")}
         return Steps(
             states=_tensor(taken["states"], np.int64),
@@ -214,8 +214,8 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
         # Contexts shorter than an episode start anywhere in it.
         starts = np.arange(len(segment))
     elif cut.moves_by:
-        place = np.arange(len(segment)) - np.repeat(edges[:-1], np.diff(edges))
-        starts = np.flatnonzero(episode_start | segment | (place % cut.moves_by == 0))
+        position = np.arange(len(segment)) - np.repeat(edges[:-1], np.diff(edges))
+        starts = np.flatnonzero(episode_start | segment | (position % cut.moves_by == 0))
     of = np.searchsorted(edges, starts, side="right") - 1
     begin_of, end_of = edges[of], edges[of + 1]
     if cut.region_before:

@@ -77,8 +77,8 @@ def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> 
     assert dataset.members is None or np.array_equal(dataset.members.ravel(), np.arange(count)), "as it is prepared"
     texts = [dataset.sequence(d)[0][: prompts[d]].tobytes() for d in range(count)]
     others = np.zeros(count, dtype=np.int64)
-    for place in range(each):
-        column = list(range(place, count, each))
+    for position in range(each):
+        column = list(range(position, count, each))
         if len({texts[d] for d in column}) < 2:
             raise RequestError(
                 f"{key}: dpo.loss kto needs answers to at least two different prompts, because it compares answers "

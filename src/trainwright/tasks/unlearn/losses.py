@@ -132,7 +132,7 @@ class UnlearnLosses:
         self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, sums: LossSums
     ) -> torch.Tensor:
         """Return the losses that are functions of the targets' negative log-likelihoods."""
-        chosen = places(batch, roles)
+        chosen = target_indices(batch, roles)
         head, targets = _at(head, chosen), batch.targets.index_select(0, chosen)
 
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -169,7 +169,7 @@ class UnlearnLosses:
         targets.
         """
         assert self._reference is not None
-        chosen = torch.tensor([place for place, each in enumerate(batch.roles) if each == role])
+        chosen = torch.tensor([index for index, each in enumerate(batch.roles) if each == role])
         of_role = self._reference(batch).index_select(0, on_device(chosen, losses.device))
         return -_sums(batch, losses, role) - of_role
 
@@ -181,7 +181,7 @@ class UnlearnLosses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss over the targets of sequences with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
-        chosen = places(batch, {role}, skip)
+        chosen = target_indices(batch, {role}, skip)
         teacher = None
         if loss is _divergence or self._section.facts.reference == "logits":
             teacher = lm.reference_head(only(batch, {role}))
@@ -197,7 +197,7 @@ class UnlearnLosses:
         needs_logits = self._retain_loss in ("nll", "kl")
         head = lm.head(batch) if needs_logits else None
         at = lm.taken(batch) if needs_logits else lm.activations(batch)
-        chosen = places(batch, {FORGET})
+        chosen = target_indices(batch, {FORGET})
         direction = self._direction.to(at.device, at.dtype)
         steered = self._formula(activations=lambda: at.index_select(0, chosen), direction=lambda: direction)
         forgotten = _means(batch, steered, FORGET)
@@ -205,7 +205,9 @@ class UnlearnLosses:
         total = forget * forgotten
         if self._retain_loss == "activations":
             frozen = lm.reference_activations(only(batch, {RETAIN}))
-            retained = _means(batch, activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
+            retained = _means(
+                batch, activation_distance(at.index_select(0, target_indices(batch, {RETAIN})), frozen), RETAIN
+            )
             sums.retain = retained.detach()
             total = total + retain * retained
         elif self._retain_loss == "kl":
@@ -298,7 +300,7 @@ def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
     return torch.stack([part.mean() for part in parts]).sum()
 
 
-def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
+def target_indices(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
     """Return indices of targets, int64 [n]: those of sequences with one of ``roles``, without each one's first
     ``skip``.
     """
@@ -312,18 +314,18 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:
     """Return the batch with only the sequences that have one of ``roles``; there must be at least one."""
-    selected = [place for place, role in enumerate(batch.roles) if role in roles]
+    selected = [index for index, role in enumerate(batch.roles) if role in roles]
     if len(selected) == len(batch.roles):
         return batch
-    chosen = places(batch, roles)
+    chosen = target_indices(batch, roles)
     part = replace(
         batch,
         targets=batch.targets.index_select(0, chosen),
         target_index=batch.target_index.index_select(0, chosen),
-        sequences=tuple(batch.sequences[place] for place in selected),
-        lengths=tuple(batch.lengths[place] for place in selected),
-        roles=tuple(batch.roles[place] for place in selected),
-        target_counts=tuple(batch.target_counts[place] for place in selected),
+        sequences=tuple(batch.sequences[index] for index in selected),
+        lengths=tuple(batch.lengths[index] for index in selected),
+        roles=tuple(batch.roles[index] for index in selected),
+        target_counts=tuple(batch.target_counts[index] for index in selected),
     )
     return _lines(part, selected) if batch.boundaries is None else _stretches(part, selected)
 
@@ -349,7 +351,7 @@ def _stretches(part: Batch, selected: list[int]) -> Batch:
     edges = list(pairwise(part.boundaries.tolist()))
     begins = np.cumsum([0, *part.lengths])
     cut = on_device(
-        torch.from_numpy(np.concatenate([np.arange(*edges[place]) for place in selected])), part.targets.device
+        torch.from_numpy(np.concatenate([np.arange(*edges[index]) for index in selected])), part.targets.device
     )
     return replace(
         part,

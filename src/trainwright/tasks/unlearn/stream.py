@@ -63,7 +63,7 @@ def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
     """Return the same examples, restricted to sequences (except paired ones) with one of ``roles``."""
     if dataset.members is None or dataset.roles is None:
         return dataset
-    selected = [place for place, sequence in enumerate(dataset.members[0]) if dataset.role(int(sequence)) in roles]
+    selected = [index for index, sequence in enumerate(dataset.members[0]) if dataset.role(int(sequence)) in roles]
     return replace(dataset, members=np.ascontiguousarray(dataset.members[:, selected]))
 
 
@@ -85,8 +85,8 @@ def refuse_overlap(data: DataSection) -> None:
     """
     if data.forget is None or data.retain is None:
         return
-    forget = {key: place for place, key in _contents(data, "forget")}
-    both = [(place, forget[key]) for place, key in _contents(data, "retain") if key in forget]
+    forget = {key: location for location, key in _contents(data, "forget")}
+    both = [(location, forget[key]) for location, key in _contents(data, "retain") if key in forget]
     if both:
         retain, forgotten = both[0]
         raise RequestError(
@@ -105,12 +105,12 @@ def _contents(data: DataSection, part: str) -> Iterator[tuple[str, bytes]]:
     first = list(islice(rows, 8))
     columns = list(dict.fromkeys(name for _, row in first for name in row))
     layout = EXAMPLES.layout(columns, [row for _, row in first], source.format)
-    for place, row in chain(first, rows):
+    for location, row in chain(first, rows):
         try:
             ((_, example),) = EXAMPLES.sequences(row, layout)
         except NoTarget:
             continue
         except RequestError as error:
-            raise RequestError(f"{key}: {place}: {error}") from None
+            raise RequestError(f"{key}: {location}: {error}") from None
         text = example if isinstance(example, str) else "\n".join(f"{t['role']}: {t['content']}" for t in example)
-        yield place, hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+        yield location, hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()

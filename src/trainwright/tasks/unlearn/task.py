@@ -296,8 +296,8 @@ class Unlearning(ReferenceTask):
         loss = self._unlearn.value("gamma") * parts.get("forget_loss", 0.0)
         loss += self._alpha * parts.get("retain_loss", 0.0) - self._allowed()
         metrics = {"loss": loss, **parts}
-        for place, role in enumerate(ROLES):
-            nll, targets, chances, answers = likelihoods[4 * place : 4 * place + 4]
+        for index, role in enumerate(ROLES):
+            nll, targets, chances, answers = likelihoods[4 * index : 4 * index + 4]
             if answers:
                 name = "alternate" if role == REFUSAL and self._unlearn.facts.alternates else _NAMES[role]
                 metrics[f"{name}_nll"] = nll / targets

@@ -48,7 +48,7 @@ class ItemSequences:
     def save(self, directory: Path) -> None:
         """Write everything to ``directory``, for other processes."""
         self.dataset.save(directory / "tokens")
-        places = [[*place, number] for place, number in self.places.items()]
+        places = [[*key, number] for key, number in self.places.items()]
         about = {"places": places, "text_targets": self.text_targets}
         (directory / "sequences.json").write_text(json.dumps(about), encoding="utf-8")
 
@@ -132,7 +132,7 @@ class ItemEncoder:
         for number, prompt in enumerate(tokens):
             if positions is not None and len(prompt) >= positions:
                 raise RequestError(
-                    f"{self._key}: {each.place(number)}: its prompt has {len(prompt):,} tokens, but the model has "
+                    f"{self._key}: {each.location(number)}: its prompt has {len(prompt):,} tokens, but the model has "
                     f"only {positions:,} positions; shorten or remove the row"
                 )
         return ItemPrompts(tokens, references)
@@ -167,7 +167,7 @@ class ItemEncoder:
         within = flags[: self._max_length]
         if not any(within[1:]):
             raise RequestError(
-                f"{self._key}: {each.place(number)}: its {len(ids):,} tokens have no answer within the first "
+                f"{self._key}: {each.location(number)}: its {len(ids):,} tokens have no answer within the first "
                 f"{len(within):,}; raise --max-length up to the model's limit, or remove the row"
             )
         self.cut += len(within) < len(flags)
@@ -181,7 +181,7 @@ class ItemEncoder:
             return work(self._chat)
         except TurnsError as error:
             number = error.index if numbers is None else numbers[error.index]
-            raise RequestError(f"{self._key}: {each.place(number)}: {error}") from None
+            raise RequestError(f"{self._key}: {each.location(number)}: {error}") from None
 
 
 def _texts(item: Item) -> Iterator[tuple[str, int, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainwright.data.rows.formats import text_field, to_example
 from trainwright.data.rows.layouts import SINGLE, layout_of
-from trainwright.data.sources.reading import place_of, read_rows
+from trainwright.data.sources.reading import location_of, read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import Benchmark, EvaluationSet, Style
@@ -42,9 +42,9 @@ class ItemSet:
     items: list[Item]
     before: str = ""
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return file and line of an item, for messages."""
-        return place_of(self.source, index)
+        return location_of(self.source, index)
 
     @property
     def has_wrong(self) -> bool:
@@ -67,7 +67,7 @@ def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> Item
     style, build = evaluation_set.style, _BUILDERS.get(evaluation_set.style)
     rows = _rows(evaluation_set.source, limit, key)
     if build is None:
-        style, layout = _found_style(evaluation_set.source, rows, key)
+        style, layout = _detect_style(evaluation_set.source, rows, key)
         items = [
             _located(evaluation_set.source, n, key, lambda row=row: _own(row, layout)) for n, row in enumerate(rows)
         ]
@@ -88,7 +88,7 @@ def _located(source: str, number: int, key: str, make: Any) -> Item:
     try:
         item: Item = make()
     except RequestError as error:
-        raise RequestError(f"{key}: {place_of(source, number)}: {error}") from None
+        raise RequestError(f"{key}: {location_of(source, number)}: {error}") from None
     return item
 
 
@@ -131,7 +131,7 @@ def _choice(row: Row) -> Item:
 _BUILDERS = {"chat": _question, "few_shot": _question, "continue": _passage, "choices": _choice}
 
 
-def _found_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
+def _detect_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
     """Return how a user's own rows are asked, and their layout."""
     columns = list(dict.fromkeys(name for row in rows[:8] for name in row))
     try:

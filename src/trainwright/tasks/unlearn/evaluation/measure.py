@@ -17,7 +17,7 @@ import torch
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.inference.answering import Stage, answer_all, over_ranks
+from trainwright.inference.answering import AnswerSettings, Stage, answer_all, over_ranks
 from trainwright.inference.generation import Answer, Sampling
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import TokenScores, score, score_standardized
@@ -90,12 +90,10 @@ def answer_sets(
     for name, prompts in work.prompts.items():
         style = work.sets[name].style
         stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=style == "chat").with_texts(STOP_TEXTS.get(style, ()))
-        sampling = Sampling(max_new_tokens=NEW_TOKENS.get(style, longest))
+        settings = AnswerSettings(Sampling(max_new_tokens=NEW_TOKENS.get(style, longest)), stop, rows)
         done = stage(f"answers of {name}", len(prompts.tokens))
         with loaded.lm.for_generation() as model:
-            answers[name] = answer_all(
-                model, loaded.tokenizer, prompts.tokens, sampling, stop, world, rows=rows, done=done
-            )
+            answers[name] = answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, done)
     return answers
 
 

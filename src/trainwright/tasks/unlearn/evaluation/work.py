@@ -18,7 +18,7 @@ from trainwright.errors import RequestError
 from trainwright.evaluation.libraries import require
 from trainwright.evaluation.request import EvaluationRequest
 from trainwright.inference.answering import Stage
-from trainwright.inference.finding import FoundModel, find_model
+from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.machine.machine import Machine
 from trainwright.models.load import load_tokenizer, max_positions
@@ -73,13 +73,13 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _tokenized(model: FoundModel, request: EvaluationRequest) -> FoundModel:
+def _tokenized(model: UnloadedModel, request: EvaluationRequest) -> UnloadedModel:
     if request.tokenizer is None or model.recipe is not None:  # a run has its own
         return model
     return replace(model, section=model.section.model_copy(update={"tokenizer": request.tokenizer}))
 
 
-def benchmark_of(request: EvaluationRequest, model: FoundModel) -> Benchmark:
+def benchmark_of(request: EvaluationRequest, model: UnloadedModel) -> Benchmark:
     """Return the benchmark that is named, or else the one that the run was trained on."""
     if request.benchmark is not None:
         return find_benchmark(request.benchmark)
@@ -128,10 +128,10 @@ def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, posit
 def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) -> None:
     """Measure this rank's part; rank 0 writes the result to ``work``. Every rank must call."""
     job, about = MeasurementJob.open(work), json.loads((work / "about.json").read_text(encoding="utf-8"))
-    model, dtype = FoundModel.open(work / _MODEL), DTYPES[request.dtype]
+    model, dtype = UnloadedModel.open(work / _MODEL), DTYPES[request.dtype]
     other = None
     if (work / _OTHER).is_file():
-        other = score_sequences(load(FoundModel.open(work / _OTHER), dtype, world.device), job, world, stage)
+        other = score_sequences(load(UnloadedModel.open(work / _OTHER), dtype, world.device), job, world, stage)
     loaded = load(model, dtype, world.device)
     scores = score_sequences(loaded, job, world, stage)
     answers = answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
@@ -163,7 +163,7 @@ def report_of(request: EvaluationRequest, work: Path) -> BenchmarkReport:
 
 
 def _attack(
-    name: str, request: EvaluationRequest, model: FoundModel, loaded: Loaded, job: MeasurementJob, world: World
+    name: str, request: EvaluationRequest, model: UnloadedModel, loaded: Loaded, job: MeasurementJob, world: World
 ) -> dict[str, float]:
     """Return the metrics of an attack; each attack gets its own copy of the model."""
     forget = job.sequences.dataset.part(job.sequences.of_set("forget"))
@@ -200,5 +200,5 @@ def _notes(about: dict[str, Any], findings: Findings, unfinished: int, request: 
     return notes
 
 
-def _longest(request: EvaluationRequest, model: FoundModel) -> int | None:
+def _longest(request: EvaluationRequest, model: UnloadedModel) -> int | None:
     return min((each for each in (request.max_length, max_positions(model.section)) if each is not None), default=None)

@@ -156,7 +156,7 @@ class StudyFile:
         """
         *others, last = self.study.benchmark
         name = next((each for each in others if not is_missing_here(each)), last)
-        return find_benchmark(name, f"{self.place('benchmark')}: benchmark")
+        return find_benchmark(name, f"{self.origin('benchmark')}: benchmark")
 
     def splits(self) -> dict[str, StudyFile]:
         """Return the study of each split, in a directory of its own; the study itself if it has none.
@@ -192,7 +192,7 @@ class StudyFile:
         recipe = self._recipe(own, ("finetune",))
         if recipe.model.adapter.type != "none":
             raise RequestError(
-                f"{self.place('model', 'adapter')}: model.adapter: unlearning starts from the full model; remove it "
+                f"{self.origin('model', 'adapter')}: model.adapter: unlearning starts from the full model; remove it "
                 "here, and set unlearn.model.adapter to unlearn with an adapter"
             )
         return dump_recipe(recipe)
@@ -213,33 +213,33 @@ class StudyFile:
         recipe = self._recipe(own, ("unlearn",), ("objectives", name))
         if self.study.sequential is not None and recipe.model.adapter.type != "none":
             raise RequestError(
-                f"{self.place('sequential')}: sequential: each request starts from the full weights of the result "
+                f"{self.origin('sequential')}: sequential: each request starts from the full weights of the result "
                 f"before; remove model.adapter from {name}"
             )
         return dump_recipe(recipe)
 
-    def _recipe(self, own: dict[str, Any], *places: tuple[str, ...]) -> Recipe:
-        """Return the recipe of ``own`` sections, with the study's sections at ``places`` over them."""
+    def _recipe(self, own: dict[str, Any], *paths: tuple[str, ...]) -> Recipe:
+        """Return the recipe of ``own`` sections, with the study's sections at ``paths`` over them."""
         tree = Tree({**own, "parallel": dict(self.study.parallel)})
         self._note(tree, ("model",), ("model",))
         self._note(tree, ("parallel",), ("parallel",))
-        for place in places:
+        for path in paths:
             values: Any = self.study.model_dump()
-            for part in place:
+            for part in path:
                 values = values[part]
             for section, keys in (values or {}).items():
                 before = tree.values.get(section)
                 tree.values[section] = before | keys if isinstance(before, dict) and isinstance(keys, dict) else keys
-            self._note(tree, place, ())
+            self._note(tree, path, ())
         return checked(tree, self.file).recipe
 
-    def _note(self, tree: Tree, place: tuple[str, ...], to: tuple[str, ...]) -> None:
-        """Make messages about the value at ``place`` of the study name its line there."""
+    def _note(self, tree: Tree, source: tuple[str, ...], to: tuple[str, ...]) -> None:
+        """Make messages about the value at ``source`` of the study name its line there."""
         for path, origin in self.tree.origins.items():
-            if path[: len(place)] == place and (key := (*to, *path[len(place) :])):
+            if path[: len(source)] == source and (key := (*to, *path[len(source) :])):
                 tree.origins[key] = origin
 
-    def place(self, *path: str) -> Origin:
+    def origin(self, *path: str) -> Origin:
         """Return where a key was written."""
         return origin_of(path, self.tree, self.file)
 
