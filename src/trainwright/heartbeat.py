@@ -68,8 +68,8 @@ class _Phase:
         *("place", "recent", "seconds_inside", "seconds_outside", "written"),
     )
 
-    def __init__(self, name: str, place: int, begun: float) -> None:
-        self.name, self.place = name, place
+    def __init__(self, name: str, index: int, begun: float) -> None:
+        self.name, self.place = name, index
         self.outside, self.inside = Use(name, waiting=False), Use(name, waiting=True)
         self.count = self.period_count = 0
         self.period_begun = begun
@@ -158,8 +158,8 @@ class Heartbeat:
         if name not in self._phases:
             if len(self._phases) >= PHASES - 1:
                 name = _OTHERS
-            known = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
-            write_phase(self._memory, known.place, name)
+            phase = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
+            write_phase(self._memory, phase.place, name)
         return self._phases[name]
 
     @property

@@ -154,8 +154,8 @@ def _hosts_of(
     from trainwright.launch.group.addresses import is_loopback
 
     options = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
-    if given := [name for name, value in options.items() if value is not None]:
-        raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(given)}")
+    if excess := [name for name, value in options.items() if value is not None]:
+        raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(excess)}")
     if hosts is not None and hostfile is not None:
         raise RequestError("--hosts and --hostfile: pass only one of them")
     host_list = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))

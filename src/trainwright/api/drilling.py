@@ -231,8 +231,8 @@ def _trials(request: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread,
             raise RequestError(f"--{name} {value}: expected more than 0")
     for pattern in request.kinds:
         if not matching([pattern]):
-            known = ", ".join(KINDS)
-            raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {known}")
+            kinds = ", ".join(KINDS)
+            raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {kinds}")
     phases = phases_of(recipe)
     cases = {name: kind.cases(spreads, phases) for name, kind in matching(request.kinds).items()}
     one_of_each = sum(map(bool, cases.values()))

@@ -111,9 +111,9 @@ def runs(
         if status in (None, each.status) and task in (None, each.task) and (name is None or name in str(each.run))
     ]
     matching.sort(key=lambda each: (-(each.begun or 0.0), str(each.run)))
-    known = [each for each in matching if getattr(each, sort) is not None]
-    known.sort(key=lambda each: getattr(each, sort), reverse=_ORDERS[sort])  # stable
-    return [*known, *(each for each in matching if getattr(each, sort) is None)]
+    with_value = [each for each in matching if getattr(each, sort) is not None]
+    with_value.sort(key=lambda each: getattr(each, sort), reverse=_ORDERS[sort])  # stable
+    return [*with_value, *(each for each in matching if getattr(each, sort) is None)]
 
 
 def directories(root: Path) -> list[Path]:

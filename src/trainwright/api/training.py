@@ -323,8 +323,8 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
     """
     from trainwright.launch.joined import JoinRequest
 
-    if given := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
-        raise RequestError(f"{given[0]}: {name} started the processes and sets their rendezvous; remove it")
+    if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
+        raise RequestError(f"{excess[0]}: {name} started the processes and sets their rendezvous; remove it")
     overrides = tuple(request.with_number())
     seconds = request.rendezvous_timeout or JoinRequest.seconds
     joined = JoinRequest(

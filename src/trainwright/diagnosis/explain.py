@@ -184,8 +184,8 @@ def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
 
 def _first_unknown(log: Log, explained: set[int]) -> Raised | None:
     """Return the first exception that, with those that led to it, has no line of a known error."""
-    known = {raised.chain for raised in log.raised if raised.lines & explained}
-    return next((raised for raised in log.raised if raised.chain not in known), None)
+    explained_chains = {raised.chain for raised in log.raised if raised.lines & explained}
+    return next((raised for raised in log.raised if raised.chain not in explained_chains), None)
 
 
 def _comes_before(unknown: Raised, errors: Sequence[LogError]) -> bool:

@@ -54,8 +54,8 @@ class CampaignResults:
 
     def of(self, trials: Iterable[DrillTrial]) -> dict[DrillTrial, dict[str, Any] | None]:
         """Return the verdict of each trial; None where there is none yet."""
-        known = self.read()
-        return {trial: known.get(trial.key) for trial in trials}
+        lines = self.read()
+        return {trial: lines.get(trial.key) for trial in trials}
 
 
 def run_trials(

@@ -65,10 +65,10 @@ def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[in
     names = list(strategies) or [recipe.parallel.strategy]
     if names == ["auto"]:
         names = [name for name, spec in all_specs().items() if spec.library is None]
-    known = all_specs()
+    specs = all_specs()
     for name in names:
-        if name not in known:
-            raise RequestError(f"--strategies {name}: unknown; one of {', '.join(known)}")
+        if name not in specs:
+            raise RequestError(f"--strategies {name}: unknown; one of {', '.join(specs)}")
     numbers = list(processes) or [1, 2]
     if min(numbers) < 1:
         raise RequestError(f"--processes {min(numbers)}: expected at least 1")

@@ -169,8 +169,8 @@ def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], transla
 
     store = store_of(url)
     path = ("logging", "run_directory")
-    given = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
-    directories = [str(parse_value(each, "the command line", path)[0]) for each in given]
+    directory_overrides = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
+    directories = [str(parse_value(each, "the command line", path)[0]) for each in directory_overrides]
     name = url.rstrip("/").rpartition("/")[2]
     run = user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
     fetched = fetch([store], run, name)

@@ -218,13 +218,13 @@ def record(
     Each file is written completely or not at all. Raises MachineError if the disk is full or not writable,
     RequestError if a directory is in the place of a file.
     """
-    known = {**(plan or {}), "recipe": stem, "reasons": list(reasons)}
-    known["chosen_keys"] = list(chosen)
+    content = {**(plan or {}), "recipe": stem, "reasons": list(reasons)}
+    content["chosen_keys"] = list(chosen)
     if (stored := plan_of(directory).get(STORED_AS)) is not None:
-        known[STORED_AS] = stored
+        content[STORED_AS] = stored
     try:
         write_file(directory / RECIPE, recipe)
-        _write_plan(directory, known)
+        _write_plan(directory, content)
     except OSError as error:
         raise unwritable(Path(error.filename2 or directory), error) from error
 

@@ -52,8 +52,8 @@ def recorded_code(file: Path, launcher: int) -> int:
         return EXIT_FAULT
     # Of a failure, processes that are stopped because of it may report the stop.
     failures = [each for each in recorded if each != EXIT_STOPPED]
-    known = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word.endswith(_OUTWEIGHS)]
-    return [launcher, *recorded, *failures, *known][-1]
+    final_codes = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word.endswith(_OUTWEIGHS)]
+    return [launcher, *recorded, *failures, *final_codes][-1]
 
 
 def _record(word: str) -> None:

@@ -181,15 +181,15 @@ class Peers:
                 failing(error.strerror or str(error))
             else:
                 answered_by = answered_by or time.monotonic() + member.patience
-                known = secret()
+                current_secret = secret()
                 try:
-                    prove(line.socket, known, PEERS, answered_by, meanwhile)
+                    prove(line.socket, current_secret, PEERS, answered_by, meanwhile)
                     line.send({"kind": _HELLO, "peer": member.index, "job": job})
                     answer = _answer(line, answered_by, meanwhile)
                     if answer.get("kind") == _WELCOME:
                         peers.welcome = answer
                         peers._lines.append(line)
-                        peers._relay = Relay(line.socket, known)
+                        peers._relay = Relay(line.socket, current_secret)
                         return peers
                     reason = NotPeerZero(answer.get("differs"))
                 except Unproven as error:
@@ -429,8 +429,8 @@ def job_of(
         arguments: of the command line, if they must be the same for all.
         start: the launcher's own name for this start.
     """
-    known = os.environ if variables is None else variables
-    ids = [known[name] for name in _JOB_IDS if known.get(name)]
+    environment = os.environ if variables is None else variables
+    ids = [environment[name] for name in _JOB_IDS if environment.get(name)]
     return {
         "user": str(os.getuid()),
         "job": _digest([*ids, start or ""]),

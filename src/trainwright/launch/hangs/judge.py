@@ -127,8 +127,8 @@ def conflict_of(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict |
         lines: compare the newest that all have entered also by the lines of the calls, which may differ in a run that
             is right.
     """
-    known = [set(beat.collectives) for beat in beats.values()]
-    common = sorted(set.intersection(*known)) if known else []
+    entered = [set(beat.collectives) for beat in beats.values()]
+    common = sorted(set.intersection(*entered)) if entered else []
     for number in common:
         calls = {rank: beat.collectives[number] for rank, beat in beats.items()}
         with_lines = lines and number == common[-1]

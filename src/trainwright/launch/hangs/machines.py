@@ -139,8 +139,8 @@ class Machines:
                 continue
             with suppress(OSError, ValidationError):
                 report = _REPORT.validate_json(file.read_bytes())
-                known = self._others.get(file)
-                if known is None or known[0].number != report.number:
+                previous = self._others.get(file)
+                if previous is None or previous[0].number != report.number:
                     self._others[file] = report, now
         return [report for report, since in self._others.values() if now - since < _FRESH]
 
