@@ -72,7 +72,7 @@ class Beat:
     """What a rank did when its file was read.
 
     Attributes:
-        begun: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
+        started: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
         marks: counts everything the rank has reported; it does not change while the rank is stuck.
         entered: the number of collectives of all ranks that it has entered.
         waiting: whether it is inside a collective.
@@ -82,7 +82,7 @@ class Beat:
     """
 
     pid: int
-    begun: float
+    started: float
     marks: int
     entered: int
     waiting: bool
@@ -112,9 +112,9 @@ def heartbeat_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}"
 
 
-def write_begun(memory: mmap, begun: float) -> None:
+def write_start(memory: mmap, started: float) -> None:
     """Write when the heartbeat began."""
-    _BEGUN.pack_into(memory, _BEGUN_AT, begun)
+    _BEGUN.pack_into(memory, _BEGUN_AT, started)
 
 
 def write_phase(memory: mmap, index: int, name: str) -> None:
@@ -159,7 +159,7 @@ def _beat(data: bytes) -> Beat:
     call, entered = words[CALL], words[ENTERED]
     return Beat(
         pid=words[PID],
-        begun=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
+        started=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
         marks=words[MARKS],
         entered=entered,
         waiting=bool(words[IS_WAITING]),

@@ -87,7 +87,7 @@ def trusting(trusted: bool) -> Iterator[None]:
 
 
 class _Entry(NamedTuple):
-    place: str  # module:Name
+    entry_point: str  # module:Name
     described: str  # for messages
     package: str | None  # None: built in, or named by the recipe itself
 
@@ -114,7 +114,7 @@ class Registry(Generic[T]):
     ) -> None:
         self.group, self.kind, self.required, self._builtin = group, kind, required, dict(builtin)
         self._marked = marked
-        self._found: dict[str, T] = {}
+        self._loaded: dict[str, T] = {}
 
     def names(self) -> tuple[str, ...]:
         """Return the names that are built in or registered, built-in ones first.
@@ -136,15 +136,17 @@ class Registry(Generic[T]):
             RequestError: the name is unknown or registered twice, or the object cannot be imported, or lacks a required
                 attribute or the mark; or it is at a place, and this command imports nothing that a recipe names.
         """
-        if name not in self._found:
+        if name not in self._loaded:
             entry = self._entry(name)
             if name in self._builtin:
-                extension = _at(entry.place)
+                extension = _at(entry.entry_point)
+            elif entry.package:
+                extension = load(entry.entry_point, entry.described)
             else:
-                extension = load(entry.place, entry.described) if entry.package else load_named(name, entry.described)
+                extension = load_named(name, entry.described)
             self._check(extension, entry, named=":" in name)
-            self._found[name] = extension
-        return self._found[name]
+            self._loaded[name] = extension
+        return self._loaded[name]
 
     def present(self) -> list[T]:
         """Return all objects but those of built-in names whose module is not there, as its folder was deleted."""

@@ -165,15 +165,15 @@ def _module(request: EvaluationRequest) -> str:
     return "trainwright.tasks.unlearn.evaluation.work" if request.on_benchmark else "trainwright.evaluation.work"
 
 
-def _of_benchmarks(named: str | None) -> bool:
+def _of_benchmarks(metric_names: str | None) -> bool:
     """Return whether a named metric exists only for unlearning benchmarks."""
-    if named is None:
+    if metric_names is None:
         return False
     from trainwright.evaluation.metrics import LIKELIHOODS
     from trainwright.registries import METRICS as OF_ANSWERS
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
-    return bool({*_split(named)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
+    return bool({*_split(metric_names)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
 
 
 def _benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
@@ -191,19 +191,19 @@ def _benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
     return names
 
 
-def _split(named: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in named.split(","))
+def _split(words: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in words.split(","))
 
 
-def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
+def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
     """Return the metrics by name, after checking their requirements."""
     from trainwright.evaluation.libraries import require
     from trainwright.evaluation.metrics import LIKELIHOODS, USUAL, extractor
     from trainwright.registries import METRICS
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
-    names = _split(named) if named is not None else USUAL
-    if named is None:
+    names = _split(metric_names) if metric_names is not None else USUAL
+    if metric_names is None:
         names += tuple(name for name, (_, value) in settings.items() if value is not None)
     supported = (*LIKELIHOODS, *METRICS.names())
     if unknown := [name for name in names if name not in supported and METRICS.find(name) is None]:
@@ -253,15 +253,15 @@ def _check_format(layout: str) -> None:
         raise RequestError(f"--format: unknown format {layout!r}; choose from {', '.join(formats)}")
 
 
-def _tasks(named: str | None, directory: str | None) -> tuple[str, ...]:
-    if named is None:
+def _tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
+    if task_names is None:
         if directory is not None:
             raise RequestError("--lm-eval-include: has no effect without --lm-eval")
         return ()
     from trainwright.evaluation.libraries import require
 
     require("lm_eval", "--lm-eval")
-    return _split(named)
+    return _split(task_names)
 
 
 def _new_directory(path: str | None, model: str) -> Path:

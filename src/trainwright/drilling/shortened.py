@@ -121,10 +121,10 @@ def _schedule(optimizer: OptimizerSection) -> Iterator[str]:
     lengths = {"warmup_steps": optimizer.warmup_steps}
     if optimizer.schedule == "warmup_stable_decay":
         lengths["decay_steps"] = optimizer.decay_steps
-    left = int(phases.STEPS * (1 - sum(length for length in lengths.values() if isinstance(length, float))))
+    remaining = int(phases.STEPS * (1 - sum(length for length in lengths.values() if isinstance(length, float))))
     for key, length in lengths.items():
         if isinstance(length, int):
-            yield f"optimizer.{key}={min(length, left, _MOST_SCHEDULED)}"
+            yield f"optimizer.{key}={min(length, remaining, _MOST_SCHEDULED)}"
 
 
 def _supports(strategy: str, processes: int) -> bool:

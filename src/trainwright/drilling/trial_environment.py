@@ -127,9 +127,9 @@ class Scene:
         phases.reach(command, sight, self.phase, self.draw, self.setting.patience)
         self.injected = time.time()
 
-    def wait_until(self, command: Command, seen: Callable[[], Any]) -> None:
+    def wait_until(self, command: Command, condition: Callable[[], Any]) -> None:
         """Return as soon as ``seen()``; see phases.py."""
-        phases.wait_until(command, seen, self.setting.patience)
+        phases.wait_until(command, condition, self.setting.patience)
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:
         """Wait until the launch with this index has reached a step."""

@@ -264,9 +264,9 @@ def remove_remnants(file: Path) -> None:
 
     Call it while nobody else writes the file.
     """
-    for left in file.parent.glob(f".{_literal(file.name)}.*"):
+    for remnant in file.parent.glob(f".{_literal(file.name)}.*"):
         with suppress(OSError):
-            left.unlink()
+            remnant.unlink()
 
 
 def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
@@ -292,15 +292,15 @@ def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]
 def _remove_remnants(directory: Path, *, alone: bool, keep: bool) -> None:
     """Remove what calls that were interrupted have left: those of this host if no other process of it is here now."""
     own = _prefix(directory)
-    for left in directory.parent.glob(f".*{_literal(directory.name)}.*"):
+    for remnant in directory.parent.glob(f".*{_literal(directory.name)}.*"):
         # `make` may write its directory by way of one with another dot before the name.
-        name = f".{left.name.lstrip('.')}"
+        name = f".{remnant.name.lstrip('.')}"
         if alone and name.startswith(own):
-            is_left = not (keep and left.name == f"{own}{_KEPT}")
+            is_left = not (keep and remnant.name == f"{own}{_KEPT}")
         else:
-            is_left = name.startswith(f".{directory.name}.") and _age(left) > _OLD_SECONDS
+            is_left = name.startswith(f".{directory.name}.") and _age(remnant) > _OLD_SECONDS
         if is_left:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(remnant, ignore_errors=True)
 
 
 def _prefix(directory: Path) -> str:
@@ -312,10 +312,10 @@ def _literal(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-def _age(left: Path) -> float:
+def _age(remnant: Path) -> float:
     """Return the seconds since anything in a directory was changed."""
     newest = 0.0
-    for folder, _, files in os.walk(left):
+    for folder, _, files in os.walk(remnant):
         for path in (folder, *(os.path.join(folder, name) for name in files)):
             with suppress(OSError):
                 newest = max(newest, os.stat(path).st_mtime)

@@ -30,7 +30,7 @@ class ReportObserver:
     def __init__(self, run: Path, *, always: bool) -> None:
         self._run = run
         self._always = always
-        self._begun = self._written = time.monotonic()
+        self._started_at = self._written = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -42,7 +42,7 @@ class ReportObserver:
         """Begin to write the page if it is time; at the end of the run, wait for it."""
         now = time.monotonic()
         if event["event"] == "finish":
-            if self._always or now - self._begun >= _SHORT:
+            if self._always or now - self._started_at >= _SHORT:
                 self._wait()
                 self._write(ended=True)
                 self._wait()

@@ -328,12 +328,12 @@ class Waiting:
 
     def __init__(self, who: str, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._who, self._seconds, self._clock = who, seconds, clock
-        self._begun = clock()
+        self._started_at = clock()
         self._next = _FIRST_SECONDS
 
     def tell(self, what: Callable[[], str]) -> None:
         """Write that ``what`` is waited for, if it is time to."""
-        passed = self._clock() - self._begun
+        passed = self._clock() - self._started_at
         if passed < self._next:
             return
         self._next += 2 * passed

@@ -89,7 +89,7 @@ class Machines:
 
     def decide(self, verdict: Verdict | None, everyone: Mapping[int, RankState]) -> None:
         """Tell the other watchers what was found, or that the run goes on."""
-        decision = _Decision(verdict, {rank: seen.beat.pid for rank, seen in everyone.items()})
+        decision = _Decision(verdict, {rank: state.beat.pid for rank, state in everyone.items()})
         self._write(self._directory / _DECISION_FILE, _DECISION.dump_json(decision))
 
     def decided(self, pids: Mapping[int, int]) -> Verdict | None:

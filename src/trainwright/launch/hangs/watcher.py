@@ -254,7 +254,7 @@ class HangWatcher:
 
     def close(self) -> Conflict | None:
         """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
-        everyone = {rank: seen.beat for rank, seen in self._everyone.items()}
+        everyone = {rank: state.beat for rank, state in self._everyone.items()}
         conflict = conflict_of(everyone | self._beats(self._ever))
         if self._machines is not None:
             self._machines.close()

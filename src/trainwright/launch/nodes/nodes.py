@@ -294,7 +294,7 @@ class Nodes:
         hosts = {int(i): host for i, host in reply["hosts"].items()} | {met.node_rank: mine.host}
         return cls(rendezvous, stopping, hosts, mine, rules)
 
-    def open(self, make: Callable[[], tuple[Path, str]], seen: Callable[[Path, str, int], Path] = visible) -> Path:
+    def open(self, make: Callable[[], tuple[Path, str]], open_here: Callable[[Path, str, int], Path] = visible) -> Path:
         """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
         open it, by `seen`, of the directory, that text and their index.
         """
@@ -305,7 +305,7 @@ class Nodes:
             return run
         shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
         directory = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
-        return self.reporting_failure(lambda: seen(directory, recipe, self.index))
+        return self.reporting_failure(lambda: open_here(directory, recipe, self.index))
 
     def reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""
@@ -358,7 +358,7 @@ class Nodes:
             _LAUNCH, number=number, nodes=spread.nodes, each=spread.each, port=launch.port
         )
         self.rendezvous.peers.forget()
-        self._begun(launch)
+        self._take_launch(launch)
         return launch
 
     def follow(self, room: int) -> Launch | int:
@@ -486,7 +486,7 @@ class Nodes:
             self._admit(peer, message)
         elif kind == _LAUNCH:
             spread = Spread(tuple(message["nodes"]), int(message["each"]))
-            self._begun(Launch(int(message["number"]), spread, int(message["port"])))
+            self._take_launch(Launch(int(message["number"]), spread, int(message["port"])))
         elif kind == _OVER or (kind == _REFUSED and message["node"] == self.index):
             self._over = message
         elif kind == _DROPPED:
@@ -526,7 +526,7 @@ class Nodes:
             self.rendezvous.peers.drop(peer, _DROPPED)
         self._forget(peer, _SILENT)
 
-    def _begun(self, launch: Launch) -> None:
+    def _take_launch(self, launch: Launch) -> None:
         self.launch, self._late = launch, False
         self._expected = set(launch.spread.nodes)
         self.waiting -= self._expected
