@@ -72,7 +72,7 @@ class Beat:
     """What a rank did when its file was read.
 
     Attributes:
-        started: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
+        begun: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
         marks: counts everything the rank has reported; it does not change while the rank is stuck.
         entered: the number of collectives of all ranks that it has entered.
         waiting: whether it is inside a collective.
@@ -82,7 +82,7 @@ class Beat:
     """
 
     pid: int
-    started: float
+    begun: float
     marks: int
     entered: int
     waiting: bool
@@ -159,7 +159,7 @@ def _beat(data: bytes) -> Beat:
     call, entered = words[CALL], words[ENTERED]
     return Beat(
         pid=words[PID],
-        started=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
+        begun=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
         marks=words[MARKS],
         entered=entered,
         waiting=bool(words[IS_WAITING]),
