@@ -86,7 +86,7 @@ def _asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("this test looks at the machine it runs on: ask for the fixture this_machine")
 
     if "this_machine" not in request.fixturenames:
-        monkeypatch.setattr("trainwright.machine.detect._look", look)
+        monkeypatch.setattr("trainwright.machine.detect._inspect", look)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_phases_that_the_file_has_no_space_for_share_the_last_place(worker: Work
 def test_the_first_times_are_known_at_once_and_later_ones_within_a_second_or_when_asked_for(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = worker.own.begun
+    now = worker.own.started
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
     for count in range(4):
         worker.own.phase("forward")
@@ -110,7 +110,7 @@ class Clock:
     """The clock of a heartbeat, moved by hand."""
 
     def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.worker, self.now = worker, worker.own.begun
+        self.worker, self.now = worker, worker.own.started
         monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def takes(self, seconds: float) -> float:
@@ -158,7 +158,7 @@ def test_a_slow_time_of_a_phase_that_is_seldom_stays_usual(clock: Clock) -> None
 def test_waiting_is_counted_apart_from_the_phase_and_known_at_once(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = worker.own.begun
+    now = worker.own.started
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
     worker.own.phase("backward", 1)
     now += 0.1

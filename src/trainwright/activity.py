@@ -155,7 +155,7 @@ class Ticker:
     def __init__(self, show: Callable[[float, bool], None]) -> None:
         self._show = show
         self._change = threading.Condition()
-        self._begun: float | None = None
+        self._started_at: float | None = None
         self._due = self._log_due = 0.0  # of the next call, and of the next one for a log; in seconds since `begin`
         self._wakes = math.inf  # when the thread looks again by itself
         self._closed = bool(os.environ.get("TRAINWRIGHT_QUIET"))
@@ -167,24 +167,24 @@ class Ticker:
             return
         quiet_seconds = QUIET_SECONDS if quiet_seconds is None else quiet_seconds
         with self._change:
-            self._begun = time.monotonic()
+            self._started_at = time.monotonic()
             self._due, self._log_due = quiet_seconds, 0.0
             if self._thread is None:
                 # A daemon thread: a process that fails must be able to end.
                 self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
                 self._thread.start()
-            elif self._begun + quiet_seconds < self._wakes:  # it need not be woken for every step of a fast run
+            elif self._started_at + quiet_seconds < self._wakes:  # it need not be woken for every step of a fast run
                 self._change.notify()
 
     def stop(self) -> None:
         """Stop until the next `begin`; nothing is shown after this returns."""
         with self._change:
-            self._begun = None
+            self._started_at = None
 
     def close(self) -> None:
         """Stop, and end the thread."""
         with self._change:
-            self._closed, self._begun = True, None
+            self._closed, self._started_at = True, None
             self._change.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -192,13 +192,13 @@ class Ticker:
     def _run(self) -> None:
         with self._change:
             while not self._closed:
-                if self._begun is None:
+                if self._started_at is None:
                     self._wakes = math.inf
                     self._change.wait()
                     continue
-                seconds = time.monotonic() - self._begun
+                seconds = time.monotonic() - self._started_at
                 if seconds < self._due:
-                    self._wakes = self._begun + self._due
+                    self._wakes = self._started_at + self._due
                     self._change.wait(self._due - seconds)
                     continue
                 for_log = seconds >= self._log_due

@@ -112,25 +112,25 @@ def heartbeat_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}"
 
 
-def write_begun(memory: mmap, begun: float) -> None:
+def write_start(memory: mmap, started: float) -> None:
     """Write when the heartbeat began."""
-    _BEGUN.pack_into(memory, _BEGUN_AT, begun)
+    _BEGUN.pack_into(memory, _BEGUN_AT, started)
 
 
-def write_phase(memory: mmap, place: int, name: str) -> None:
+def write_phase(memory: mmap, index: int, name: str) -> None:
     """Write a phase that has not ended yet."""
-    _PHASE.pack_into(memory, _PHASES_AT + place * _PHASE.size, 0, 0.0, name.encode()[:32])
+    _PHASE.pack_into(memory, _PHASES_AT + index * _PHASE.size, 0, 0.0, name.encode()[:32])
 
 
-def write_times(memory: mmap, place: int, times: Times) -> None:
+def write_times(memory: mmap, index: int, times: Times) -> None:
     """Write how long a phase has taken."""
-    _TIMES.pack_into(memory, _PHASES_AT + place * _PHASE.size, times.count, times.longest)
+    _TIMES.pack_into(memory, _PHASES_AT + index * _PHASE.size, times.count, times.longest)
 
 
-def write_call(memory: mmap, place: int, name: str, tensor: str, line: str) -> None:
+def write_call(memory: mmap, index: int, name: str, tensor: str, line: str) -> None:
     """Write a call of a collective."""
     _CALL.pack_into(
-        memory, _CALLS_AT + place * _CALL.size, name.encode()[:24], tensor.encode()[:48], line.encode()[-160:]
+        memory, _CALLS_AT + index * _CALL.size, name.encode()[:24], tensor.encode()[:48], line.encode()[-160:]
     )
 
 

@@ -87,7 +87,7 @@ def trusting(trusted: bool) -> Iterator[None]:
 
 
 class _Entry(NamedTuple):
-    place: str  # module:Name
+    entry_point: str  # module:Name
     described: str  # for messages
     package: str | None  # None: built in, or named by the recipe itself
 
@@ -114,7 +114,7 @@ class Registry(Generic[T]):
     ) -> None:
         self.group, self.kind, self.required, self._builtin = group, kind, required, dict(builtin)
         self._marked = marked
-        self._found: dict[str, T] = {}
+        self._loaded: dict[str, T] = {}
 
     def names(self) -> tuple[str, ...]:
         """Return the names that are built in or registered, built-in ones first.
@@ -136,15 +136,17 @@ class Registry(Generic[T]):
             RequestError: the name is unknown or registered twice, or the object cannot be imported, or lacks a required
                 attribute or the mark; or it is at a place, and this command imports nothing that a recipe names.
         """
-        if name not in self._found:
+        if name not in self._loaded:
             entry = self._entry(name)
             if name in self._builtin:
-                extension = _at(entry.place)
+                extension = _at(entry.entry_point)
+            elif entry.package:
+                extension = load(entry.entry_point, entry.described)
             else:
-                extension = load(entry.place, entry.described) if entry.package else load_named(name, entry.described)
+                extension = load_named(name, entry.described)
             self._check(extension, entry, named=":" in name)
-            self._found[name] = extension
-        return self._found[name]
+            self._loaded[name] = extension
+        return self._loaded[name]
 
     def present(self) -> list[T]:
         """Return all objects but those of built-in names whose module is not there, as its folder was deleted."""
@@ -231,27 +233,27 @@ class Registry(Generic[T]):
             )
 
 
-def check_named(place: str, described: str) -> None:
+def check_named(entry_point: str, described: str) -> None:
     """Import what a recipe names; where a command does not, look for it in its file. Raises RequestError like
     ``load_named``.
     """
     if _trusts():
-        load_named(place, described)
+        load_named(entry_point, described)
     else:
-        _look_for(place, described)
+        _look_for(entry_point, described)
 
 
 def _trusts() -> bool:
     return os.environ.get(_TRUST) != "0"
 
 
-def load_named(place: str, described: str) -> Any:
+def load_named(entry_point: str, described: str) -> Any:
     """Return like ``load`` what a recipe itself names.
 
     Raises:
         RequestError: also if it is of the standard library, or this command imports nothing that a recipe names.
     """
-    _refuse_library(place, described)
+    _refuse_library(entry_point, described)
     if not _trusts():
         raise RequestError(
             f"{described} is code that would run on this machine, and this command imports none that a recipe names; "
@@ -259,11 +261,11 @@ def load_named(place: str, described: str) -> Any:
         )
     _look_in_working_directory()
     sys.path += [folder for folder in _folders() if folder not in sys.path]
-    return load(place, described)
+    return load(entry_point, described)
 
 
-def load(place: str, described: str) -> Any:
-    """Return the object at ``place``, ``package.module:Name`` or ``file.py:Name``; ``described`` is its origin in
+def load(entry_point: str, described: str) -> Any:
+    """Return the object at ``entry_point``, ``package.module:Name`` or ``file.py:Name``; ``described`` is its origin in
     messages.
 
     Modules in the working directory are found, after all that are installed.
@@ -271,28 +273,28 @@ def load(place: str, described: str) -> Any:
     Raises:
         RequestError: the place is malformed, or cannot be imported.
     """
-    if not all(_split(place)):
+    if not all(_split(entry_point)):
         raise RequestError(f"{described}: expected package.module:Name")
     _look_in_working_directory()
     try:
-        return _at(place)
+        return _at(entry_point)
     except (Exception, SystemExit) as error:  # importing a module can raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise RequestError(f"{described} cannot be imported: {kind}{error}") from error
 
 
-def _refuse_library(place: str, described: str) -> None:
-    if _split(place)[0].partition(".")[0] in sys.stdlib_module_names:
+def _refuse_library(entry_point: str, described: str) -> None:
+    if _split(entry_point)[0].partition(".")[0] in sys.stdlib_module_names:
         raise RequestError(f"{described} is of Python's standard library, which has no extensions; name one of yours")
 
 
-def _look_for(place: str, described: str) -> None:
-    """Raise RequestError if there is certainly nothing at ``place``. Imports and executes nothing."""
-    _refuse_library(place, described)
-    module, attribute = _split(place)
+def _look_for(entry_point: str, described: str) -> None:
+    """Raise RequestError if there is certainly nothing at ``entry_point``. Imports and executes nothing."""
+    _refuse_library(entry_point, described)
+    module, attribute = _split(entry_point)
     file, name = _file_of(module), attribute.partition(".")[0]
     if file is None:
-        missing = "there is no file" if is_file(place) else "No module named"
+        missing = "there is no file" if is_file(entry_point) else "No module named"
         raise RequestError(f"{described} cannot be imported: {missing} '{module}'")
     if file.suffix != ".py":
         return
@@ -347,9 +349,9 @@ def _is_there(place: str) -> bool:
         return False
 
 
-def _split(place: str) -> tuple[str, str]:
+def _split(entry_point: str) -> tuple[str, str]:
     """Return the module or file, and the name, of ``module:Name`` or ``file.py:Name``."""
-    module, _, name = place.rpartition(":")
+    module, _, name = entry_point.rpartition(":")
     return module, name
 
 
@@ -363,14 +365,14 @@ def _look_in_working_directory() -> None:
         sys.path.append(os.getcwd())
 
 
-def _at(place: str) -> Any:
-    module, attribute = _split(place)
-    return attrgetter(attribute)(_imported(module) if is_file(place) else import_module(module))
+def _at(entry_point: str) -> Any:
+    module, attribute = _split(entry_point)
+    return attrgetter(attribute)(_imported(module) if is_file(entry_point) else import_module(module))
 
 
-def is_file(place: str) -> bool:
+def is_file(entry_point: str) -> bool:
     """Return whether a place is ``file.py:Name``."""
-    return _split(place)[0].endswith(".py")
+    return _split(entry_point)[0].endswith(".py")
 
 
 def _imported(path: str) -> ModuleType:

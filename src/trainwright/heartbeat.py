@@ -37,9 +37,9 @@ from trainwright.beats import (
     WAITING,
     Times,
     heartbeat_file,
-    write_begun,
     write_call,
     write_phase,
+    write_start,
     write_times,
 )
 from trainwright.spent import DeviceEvent, Spent, Use
@@ -64,15 +64,15 @@ class _Phase:
     """
 
     __slots__ = (
-        *("count", "earlier", "inside", "longest", "name", "now", "outside", "period_begun", "period_count"),
-        *("place", "recent", "seconds_inside", "seconds_outside", "written"),
+        *("count", "earlier", "inside", "longest", "name", "now", "outside", "period_started", "period_count"),
+        *("index", "recent", "seconds_inside", "seconds_outside", "written"),
     )
 
-    def __init__(self, name: str, place: int, begun: float) -> None:
-        self.name, self.place = name, place
+    def __init__(self, name: str, index: int, started: float) -> None:
+        self.name, self.index = name, index
         self.outside, self.inside = Use(name, waiting=False), Use(name, waiting=True)
         self.count = self.period_count = 0
-        self.period_begun = begun
+        self.period_started = started
         self.longest = self.recent = self.earlier = self.now = self.written = 0.0
         self.seconds_outside = self.seconds_inside = 0.0  # on the clock of the host, see `Spent`
 
@@ -91,9 +91,9 @@ class _Phase:
                 self.recent = self.now
             self.now = 0.0
             self.count += 1
-            if self.count - self.period_count >= _PERIOD_TIMES and at - self.period_begun >= _PERIOD_SECONDS:
+            if self.count - self.period_count >= _PERIOD_TIMES and at - self.period_started >= _PERIOD_SECONDS:
                 self.earlier, self.recent = self.recent, 0.0
-                self.period_begun, self.period_count = at, self.count
+                self.period_started, self.period_count = at, self.count
         self.longest = longest = max(self.now, self.recent, self.earlier)
         is_new = phase_ended and self.count <= _FIRST_TIMES
         return is_new or not longest <= self.written <= longest * (1 + _FALLEN)
@@ -119,14 +119,14 @@ class Heartbeat:
         self._waits, _ = self._phase_named(WAITING), self._phase_named(FINISHED)  # they always have a place
         self._phase = self._outer = self._phase_named("start")
         self._spent = Spent()
-        self.begun = self._since = self._counted = time.monotonic()
+        self.started = self._since = self._counted = time.monotonic()
         # By mark: the phase, whether this rank waited in it, whether it has ended, when, and how far a device was.
         self._uncounted: deque[tuple[_Phase, bool, bool, float, DeviceEvent | None]] = deque()
         self._waited = 0.0  # on the clock of the host
         self._thread = threading.get_ident()  # of training, which makes the marks and counts them
         self._record: Callable[[], DeviceEvent] | None = None
         self._inside = _Inside(self)
-        write_begun(self._memory, self.begun)
+        write_start(self._memory, self.started)
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
         self.slowed = 0.0  # seconds of passes and updates that checkpoints beside them have taken
@@ -158,8 +158,8 @@ class Heartbeat:
         if name not in self._phases:
             if len(self._phases) >= PHASES - 1:
                 name = _OTHERS
-            known = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
-            write_phase(self._memory, known.place, name)
+            phase = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
+            write_phase(self._memory, phase.index, name)
         return self._phases[name]
 
     @property
@@ -252,7 +252,7 @@ class Heartbeat:
     def _show(self, step: int, micro_batch: int) -> None:
         words = self._words
         words[MARKS] = 0
-        words[PHASE], words[STEP], words[MICRO_BATCH] = self._phase.place, step, micro_batch
+        words[PHASE], words[STEP], words[MICRO_BATCH] = self._phase.index, step, micro_batch
         self._mark()
 
     def _mark(self) -> None:
@@ -270,7 +270,7 @@ class Heartbeat:
             of = self._waits if waited else phase
             if of.took(seconds, now, phase_ended or waited):
                 of.written = of.longest
-                write_times(self._memory, of.place, Times(of.count, of.longest))
+                write_times(self._memory, of.index, Times(of.count, of.longest))
 
     def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
         """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""

@@ -32,8 +32,8 @@ def write_recipe(name: str, folder: Path) -> list[Path]:
     """
     import yaml
 
-    if name not in (known := shipped_recipes()):
-        close = difflib.get_close_matches(name, known, n=1)
+    if name not in (shipped := shipped_recipes()):
+        close = difflib.get_close_matches(name, shipped, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise RequestError(f"{name}: no recipe has this name{hint}; trainwright recipe new --list prints all")
     texts, names = {}, [f"{name}.yaml"]

@@ -55,7 +55,7 @@ def main() -> None:
     sys.exit(record_exit_code(code))
 
 
-def _parse(given: list[str]) -> argparse.Namespace:
+def _parse(words: list[str]) -> argparse.Namespace:
     explained = (__doc__ or "").partition("\n\n")[2]
     parser = argparse.ArgumentParser(
         prog="python -m trainwright.worker",
@@ -80,9 +80,9 @@ def _parse(given: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--until", metavar="TIME", help="stop after a checkpoint before this time, such as 06:00")
     parser.add_argument("--time-limit", metavar="TIME", help="stop after a checkpoint within this time, such as 4h")
-    following = [*given[1:], None]
-    bare = [a == "--resume" and is_bare_resume(next_) for a, next_ in zip(given, following, strict=True)]
-    return parser.parse_args(["--resume=" if is_bare else a for a, is_bare in zip(given, bare, strict=True)])
+    following = [*words[1:], None]
+    bare = [a == "--resume" and is_bare_resume(next_) for a, next_ in zip(words, following, strict=True)]
+    return parser.parse_args(["--resume=" if is_bare else a for a, is_bare in zip(words, bare, strict=True)])
 
 
 if __name__ == "__main__":

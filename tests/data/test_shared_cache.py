@@ -22,7 +22,7 @@ from tests.support.commands import wait_for
 from tests.support.forked import Finished, Started, fork_server
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import MachineError
-from trainwright.machine.sharing import made_once
+from trainwright.machine.sharing import build_once
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
@@ -168,7 +168,7 @@ def test_what_other_machines_have_begun_stays_for_a_day(tmp_path: Path, monkeypa
         (tmp_path / name / "made").mkdir(parents=True)
     for path in (tmp_path / names["long ago"], tmp_path / names["long ago"] / "made"):
         os.utime(path, (1_000, 1_000))
-    made_once(directory, lambda: directory if directory.is_dir() else None, lambda path: path.mkdir())
+    build_once(directory, lambda: directory if directory.is_dir() else None, lambda path: path.mkdir())
     assert {path.name for path in tmp_path.iterdir()} == {"made", "made.lock", names["elsewhere"]}
 
 
@@ -186,9 +186,9 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
         return directory if (directory / "second").exists() else None
 
     with pytest.raises(RuntimeError):
-        made_once(directory, find, make, goes_on=True)
+        build_once(directory, find, make, goes_on=True)
     assert not directory.exists()
-    made_once(directory, find, make, goes_on=True)
+    build_once(directory, find, make, goes_on=True)
     assert tree(tmp_path) == {"made", "made/first", "made/second", "made.lock"}
 
 

@@ -298,7 +298,7 @@ CHILD = """
 import os, sys
 from pathlib import Path
 from tests.doctor.test_machine_checks import context
-from trainwright.doctor.checks.check import Broken
+from trainwright.doctor.checks.check import CheckEnded
 from trainwright.doctor.checks.child import answer_of
 
 def work(answer):
@@ -310,7 +310,7 @@ def work(answer):
 
 try:
     print(answer_of(work, "kernels", context(Path(sys.argv[2]))))
-except Broken as broken:
+except CheckEnded as broken:
     print(broken.finding.what, "|", broken.finding.fix)
 """
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.commands import wait_for
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, EXIT_STOPPED, RequestError
+from trainwright.launch.group.environment import NodeRendezvous
 from trainwright.launch.nodes.launches import Crew
 from trainwright.launch.nodes.nodes import (
     LinkedStopping,
@@ -44,8 +45,8 @@ class Members:
         mine = NodeInfo("here", 1, 0, recipe, resume=False, version=version)
 
         def meet() -> Crew:
-            stopping = LinkedStopping()
-            nodes = Nodes.meet(index, self._count, self._place, 20.0, mine, stopping, self._rules)
+            stopping, met = LinkedStopping(), NodeRendezvous(self._count, index, *self._place, 20.0)
+            nodes = Nodes.meet(met, mine, stopping, self._rules)
             self._nodes.append(nodes)
             run = nodes.open(lambda: (self._directory, "the recipe"))
             return Crew(run, nodes, self._usable, lambda: 1, stopping)

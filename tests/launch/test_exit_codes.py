@@ -23,7 +23,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.workers import open_mpi, srun, start_workers
 from trainwright.beats import heartbeat_directory, heartbeat_file, read
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_MACHINE, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
-from trainwright.launch.ending.exit_code import CODES_FILE, record_begun, record_exit_code, recorded_code
+from trainwright.launch.ending.exit_code import CODES_FILE, record_exit_code, record_start, recorded_code
 
 _jobs = (f"{os.getpid()}{number:04}" for number in itertools.count())
 FIXED = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "faults.restarts=off")
@@ -183,7 +183,7 @@ def test_the_last_attempt_of_torchrun_decides(
     monkeypatch.setenv(CODES_FILE, str(file))
     for number, recorded in enumerate(attempts):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
-        record_begun()
+        record_start()
         for each in recorded:
             record_exit_code(each)
     assert recorded_code(file, 1) == code
@@ -195,7 +195,7 @@ def test_a_code_whose_reason_is_known_outweighs_those_of_broken_connections(
 ) -> None:
     file = tmp_path / "codes"
     monkeypatch.setenv(CODES_FILE, str(file))
-    record_begun()
+    record_start()
     record_exit_code(EXIT_FAULT)
     record_exit_code(EXIT_TRAINING, outweighs=True)
     record_exit_code(EXIT_FAULT)

@@ -20,7 +20,7 @@ import pytest
 from tests.support.commands import PATIENCE, environment, wait_for
 from trainwright.errors import MachineError
 from trainwright.launch.group.addresses import in_words, interface_of, to_listen_at
-from trainwright.launch.group.peers import Job, job_of
+from trainwright.launch.group.peers import Job, Membership, job_of
 from trainwright.launch.group.rendezvous import Rendezvous, meet
 
 FIX = "take another port"
@@ -36,7 +36,7 @@ def place() -> tuple[str, int]:
 @pytest.fixture
 def first(place: tuple[str, int]) -> Iterator[Rendezvous]:
     """Member 0 of a job of two, which listens all the time."""
-    rendezvous = meet("rank", 0, 2, place, JOB, 10, FIX)
+    rendezvous = meet("rank", Membership(0, 2, place, 10), JOB, FIX)
     ended = threading.Event()
 
     def listen() -> None:
@@ -54,13 +54,13 @@ def first(place: tuple[str, int]) -> Iterator[Rendezvous]:
 
 def refusal(place: tuple[str, int], job: Job = JOB, index: int = 1, seconds: float = 10) -> str:
     with pytest.raises(MachineError) as caught:
-        meet("rank", index, 2, place, job, seconds, FIX, patience=1)
+        meet("rank", Membership(index, 2, place, seconds, patience=1), job, FIX)
     assert str(caught.value).endswith(FIX) or seconds < 10
     return str(caught.value)
 
 
 def test_the_members_of_a_job_meet(first: Rendezvous, place: tuple[str, int]) -> None:
-    second = meet("rank", 1, 2, place, JOB, 10, FIX)
+    second = meet("rank", Membership(1, 2, place, 10), JOB, FIX)
     second.post({"here": 1})
     first.post({"here": 0})
     assert first.gather(10) == {0: {"here": 0}, 1: {"here": 1}}
@@ -73,9 +73,9 @@ def test_the_members_of_a_job_meet(first: Rendezvous, place: tuple[str, int]) ->
 
 
 def test_messages_to_a_member_that_does_not_read_arrive_whole_and_in_order(place: tuple[str, int]) -> None:
-    first = meet("rank", 0, 2, place, JOB, 10, FIX)
+    first = meet("rank", Membership(0, 2, place, 10), JOB, FIX)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(meet, "rank", 1, 2, place, JOB, 10, FIX)
+        joining = pool.submit(meet, "rank", Membership(1, 2, place, 10), JOB, FIX)
         wait_for(lambda: first.listen() or first.peers.connected())
         second = joining.result()
     for number in range(2000):  # more than the buffers of the sockets hold
@@ -109,7 +109,7 @@ def test_a_member_of_another_job_is_refused(first: Rendezvous, place: tuple[str,
 
 
 def test_a_member_that_is_there_already_is_refused(first: Rendezvous, place: tuple[str, int]) -> None:
-    second = meet("rank", 1, 2, place, JOB, 10, FIX)
+    second = meet("rank", Membership(1, 2, place, 10), JOB, FIX)
     assert f"rank 1 of the run at 127.0.0.1:{place[1]} is already there: two jobs use port" in refusal(place)
     assert first.early == []
     second.close()
@@ -147,7 +147,7 @@ def test_what_a_stranger_sends_harms_nobody(first: Rendezvous, place: tuple[str,
         for _ in range(100):  # is hung up on, not listened to forever
             stranger.sendall(b"x" * 2**16)
             time.sleep(0.02)
-    second = meet("rank", 1, 2, place, JOB, 10, FIX)
+    second = meet("rank", Membership(1, 2, place, 10), JOB, FIX)
     assert first.early == []
     second.close()
 
@@ -193,7 +193,7 @@ def test_a_name_that_dns_publishes_late_is_looked_up_again(
 def test_a_name_that_stays_unknown_is_told_in_the_time_given(monkeypatch: pytest.MonkeyPatch) -> None:
     known_after(monkeypatch, 10**6)
     with pytest.raises(MachineError, match="cannot resolve the host name node0 within 1 s"):
-        meet("rank", 0, 2, ("node0", 29400), JOB, 1, FIX)
+        meet("rank", Membership(0, 2, ("node0", 29400), 1), JOB, FIX)
 
 
 def test_members_meet_over_ipv6() -> None:
@@ -204,9 +204,9 @@ def test_members_meet_over_ipv6() -> None:
         pytest.skip("no IPv6 here")
     assert in_words(*place) == f"[::1]:{place[1]}"
     assert interface_of("::1") in ("lo", "lo0")
-    first = meet("rank", 0, 2, place, JOB, 10, FIX)
+    first = meet("rank", Membership(0, 2, place, 10), JOB, FIX)
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(meet, "rank", 1, 2, place, JOB, 10, FIX)
+        coming = pool.submit(meet, "rank", Membership(1, 2, place, 10), JOB, FIX)
         while not coming.done():
             first.listen()
         second = coming.result()
@@ -233,11 +233,11 @@ shift; exec "$@"
 PROGRAM = """
 import json, socket, time
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
-from trainwright.launch.group.peers import job_of
+from trainwright.launch.group.peers import Membership, job_of
 from trainwright.launch.group.addresses import interface_of
 from trainwright.launch.group.rendezvous import meet
 begun = time.monotonic()
-rendezvous = meet("rank", 0, 2, ("10.98.0.1", 0), job_of(2), 10, "")
+rendezvous = meet("rank", Membership(0, 2, ("10.98.0.1", 0), 10), job_of(2), "")
 print(json.dumps([interface_of("node0"), time.monotonic() - begun]))
 """
 

@@ -75,7 +75,7 @@ def test_a_start_that_is_refused_leaves_what_was_submitted(runs: Runs) -> None:
 def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(RequestError, match=r"has no run, but other files \(notes\.txt\)"):
-        run_directory.check_unbegun(tmp_path)
+        run_directory.check_not_started(tmp_path)
 
 
 def test_each_element_of_an_array_has_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from trainwright.launch.ending.requests import (
     earliest,
     forget_stops,
     seconds_to_write,
-    was_asked_to_stop,
+    stop_was_requested,
 )
 
 LONG = (ON_ROWS, "train.max_steps=400", "optimizer.schedule=constant", "evaluate.every=null", "checkpoint.every=null")
@@ -42,18 +42,18 @@ def test_a_file_is_a_request_once(tmp_path: Path) -> None:
     found, done = requests(tmp_path, None)
     assert not found.look() and not done
     (tmp_path / "stop").touch()
-    assert found.look() and was_asked_to_stop(tmp_path) and not (tmp_path / "stop").exists()
+    assert found.look() and stop_was_requested(tmp_path) and not (tmp_path / "stop").exists()
     assert done == [done[0], "stop"] and str(tmp_path / "stop") in done[0]
     assert not found.look()
     forget_stops(tmp_path, seconds_before=0.0)
-    assert not was_asked_to_stop(tmp_path) and not list(tmp_path.iterdir())
+    assert not stop_was_requested(tmp_path) and not list(tmp_path.iterdir())
 
 
 def test_a_launch_that_has_waited_for_another_one_knows_that_it_was_asked_to_stop(tmp_path: Path) -> None:
     (tmp_path / "stop.taken").touch()
-    assert forget_stops(tmp_path, seconds_before=60.0) and was_asked_to_stop(tmp_path, within=60.0)
+    assert forget_stops(tmp_path, seconds_before=60.0) and stop_was_requested(tmp_path, within=60.0)
     os.utime(tmp_path / "stop.taken", (0, 0))
-    assert was_asked_to_stop(tmp_path) and not was_asked_to_stop(tmp_path, within=60.0)
+    assert stop_was_requested(tmp_path) and not stop_was_requested(tmp_path, within=60.0)
     assert not forget_stops(tmp_path, seconds_before=60.0) and not list(tmp_path.iterdir())
 
 
@@ -62,7 +62,7 @@ def test_what_is_asked_while_a_launch_begins_is_kept(name: str, tmp_path: Path) 
     file = tmp_path / name
     file.touch()
     forget_stops(tmp_path, seconds_before=60.0)
-    assert file.exists() and was_asked_to_stop(tmp_path) == (name == "stop")
+    assert file.exists() and stop_was_requested(tmp_path) == (name == "stop")
     then = file.stat().st_mtime - 120
     os.utime(file, (then, then))
     forget_stops(tmp_path, seconds_before=60.0)

@@ -22,7 +22,7 @@ from tests.launch.test_nodes import STEPS, ended, start
 from tests.support.commands import wait_for
 from tests.support.runs import Runs, column, difference
 from trainwright.errors import EXIT_FAULT, FaultError
-from trainwright.launch.group.peers import job_of
+from trainwright.launch.group.peers import Membership, job_of
 from trainwright.launch.group.rendezvous import Rendezvous, meet
 from trainwright.launch.group.trust import BYTES, PEERS, VARIABLE, prove, secret_of
 from trainwright.parallel import world
@@ -45,7 +45,7 @@ def place() -> tuple[str, int]:
 @pytest.fixture
 def first(place: tuple[str, int]) -> Iterator[Rendezvous]:
     """Member 0 of a job of three, which listens all the time."""
-    rendezvous, over = meet("rank", 0, 3, place, JOB, 10, "fix"), threading.Event()
+    rendezvous, over = meet("rank", Membership(0, 3, place, 10), JOB, "fix"), threading.Event()
 
     def listen() -> None:
         while not over.is_set():
@@ -61,7 +61,7 @@ def first(place: tuple[str, int]) -> Iterator[Rendezvous]:
 
 
 def join(place: tuple[str, int], index: int = 1) -> Rendezvous:
-    return meet("rank", index, 3, place, JOB, 10, "fix", patience=5)
+    return meet("rank", Membership(index, 3, place, 10, patience=5), JOB, "fix")
 
 
 def heard_by(place: tuple[str, int], sent: bytes) -> bytes:
@@ -145,7 +145,7 @@ def test_a_member_without_the_secret_ends_with_5_and_hears_no_details(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "another secret, of 30 characters")
     with pytest.raises(FaultError) as refused:
-        meet("rank", 1, 3, place, JOB, 10, "fix", patience=1)
+        meet("rank", Membership(1, 3, place, 10, patience=1), JOB, "fix")
     assert refused.value.exit_code == EXIT_FAULT
     said = str(refused.value)
     assert f"{place[0]}:{place[1]} refuses this process" in said and "\n" not in said
@@ -163,7 +163,7 @@ def test_the_secret_is_this_users_file_and_removed_in_the_end(tmp_path: Path) ->
         secret_of(place, tmp_path / "runs")
     at = free_place()
     _, of_run = secret_of(at, tmp_path)  # as a run that was killed leaves it
-    rendezvous = meet("rank", 0, 2, at, JOB, 10, "fix")
+    rendezvous = meet("rank", Membership(0, 2, at, 10), JOB, "fix")
     assert of_run is not None and secret_of(at, tmp_path)[1] == of_run
     rendezvous.close()
     assert not of_run.exists()

@@ -200,7 +200,7 @@ GPU = {"GetPowerUsage": 700_000, "GetClockInfo": 1200, "GetMaxClockInfo": 1980, 
     ],
 )
 def test_a_gpu_tells_what_lowers_its_clock(bits: int, name: str, limited: list[str]) -> None:
-    state = gpu.asked(Library(**GPU, **{name: bits}), None)
+    state = gpu.gpu_state(Library(**GPU, **{name: bits}), None)
     expected = {"power": 700.0, "clock": 1200, "highest_clock": 1980, "temperature": 88, "limited": limited}
     assert state == expected  # what it does not tell is left out
     causes = causes_of({"asleep": 0.9}, gpu=state)
@@ -223,8 +223,8 @@ def test_a_gpu_near_its_highest_clock_is_not_limited() -> None:
 @pytest.mark.parametrize(("visible", "shown"), [("0", "gpu 97%  4/80 GiB  350 W  91 °C"), ("", "cpu ")])
 def test_a_rank_samples_its_gpu_unless_it_runs_on_the_cpu(tmp_path: Path, visible: str, shown: str) -> None:
     program = """if True:
-        from trainwright.machine.usage.sample import Sampler, figures_of
-        print("  ".join(figures_of([Sampler("0000:17:00.0")()]).values()))
+        from trainwright.machine.usage.sample import UsageSampler, figures_of
+        print("  ".join(figures_of([UsageSampler("0000:17:00.0")()]).values()))
     """
     command = [*driver(tmp_path), sys.executable, "-c", program]
     variables = environment(CUDA_VISIBLE_DEVICES=visible)

@@ -84,10 +84,10 @@ def _main(file: Path) -> None:
 
 
 def _simulate(recipe: str, overrides: list[str], machine: str, force: bool, answer: Path) -> None:
-    from trainwright.simulation.start import Asked, simulate
+    from trainwright.simulation.start import SimulationRequest, simulate
 
     try:
-        report = simulate(Asked(Path(recipe), overrides, machine, force=force)).as_json()
+        report = simulate(SimulationRequest(Path(recipe), overrides, machine, force=force)).as_json()
         answer.write_text(json.dumps(["report", report]))
     except BaseException as error:
         traceback.print_exc()

@@ -53,7 +53,7 @@ def prepare_rows(
 
 def make_files(cache: str, kill_at: int | None = None) -> None:
     """Make a directory of five files once, and print the same as `prepare_rows`."""
-    from trainwright.machine.sharing import made_once
+    from trainwright.machine.sharing import build_once
 
     directory, made = Path(cache) / "made", False
 
@@ -71,7 +71,7 @@ def make_files(cache: str, kill_at: int | None = None) -> None:
             (path / f"{n}").write_text(f"{n}")
 
     moments = _Moments(cache, kill_at)
-    print("made", made_once(directory, find, make), int(made), moments.seen)
+    print("made", build_once(directory, find, make), int(made), moments.seen)
 
 
 class _Moments:

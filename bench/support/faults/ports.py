@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from dataclasses import replace
 
 from trainwright.drilling import invariants
 from trainwright.drilling.commands import Command, CommandResult
@@ -93,7 +94,7 @@ def absent_rank(scene: Scene) -> None:
     for rank in ended:
         require("Traceback (most recent call last)" not in rank.text, f"a traceback: {rank}")
     text = "\n".join(rank.text for rank in ended)
-    scene.expect(CommandResult(codes[0], text, ended[0].seconds, ended[0].peak), _REFUSED, named)
+    scene.expect(replace(ended[0], code=codes[0], text=text), _REFUSED, named)
 
 
 def _start(scene: Scene, port: int, *overrides: str, run: str | None = None) -> list[Command]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainwright import text
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
-from trainwright.launch.ending.requests import was_asked_to_stop
+from trainwright.launch.ending.requests import stop_was_requested
 from trainwright.machine.usage.sample import process_age
 from trainwright.text import quoted, say
 
@@ -79,24 +79,27 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     restarts, port, started_at = None, answers[0].port, time.time()
     while True:
         ended = run_on(
-            host_list, [[*common, *_place(host_list, i, port)] for i in range(len(host_list))], logs, may_lose=may_lose
+            host_list,
+            [[*common, *_node_options(host_list, i, port)] for i in range(len(host_list))],
+            logs,
+            may_lose=may_lose,
         )
-        stopped = ended.stopped or was_asked_to_stop(run, within=process_age())
+        stopped = ended.stopped or stop_was_requested(run, within=process_age())
         if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and host_list[0] not in ended.lost):
             break
-        from trainwright.clusters.hosts.starting import Again  # imports torch
+        from trainwright.clusters.hosts.starting import HostRestarts  # imports torch
 
-        restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose, started_at)
+        restarts = restarts or HostRestarts(run, request.recipe.faults.restarts, may_lose, started_at)
         try:
             host_list, port = restarts.decide(host_list, ended.lost)
         except Interrupted:
             raise Stopped(f"stopped while no host trained; continue with --resume {quoted(run)}") from None
-        if was_asked_to_stop(run, within=process_age()):  # meanwhile
+        if stop_was_requested(run, within=process_age()):  # meanwhile
             break
         if may_lose and training.rendezvous_timeout is None:
             common = [*common, f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}"]
     if ended.code == EXIT_REQUEST and request.run is None:
-        run_directory.discard_unbegun(run, keep=request.in_place)
+        run_directory.discard_unstarted(run, keep=request.in_place)
     return ended.code
 
 
@@ -139,7 +142,7 @@ def launch_on_hosts(
     ignore_closed_output()
     rest = [*(["--module"] if module else []), "--", script, *arguments]
     return run_on(
-        host_list, [[*words, *_place(host_list, i, port), *rest] for i in range(len(host_list))], directory
+        host_list, [[*words, *_node_options(host_list, i, port), *rest] for i in range(len(host_list))], directory
     ).code
 
 
@@ -151,8 +154,8 @@ def _hosts_of(
     from trainwright.launch.group.addresses import is_loopback
 
     options = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
-    if given := [name for name, value in options.items() if value is not None]:
-        raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(given)}")
+    if excess := [name for name, value in options.items() if value is not None]:
+        raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(excess)}")
     if hosts is not None and hostfile is not None:
         raise RequestError("--hosts and --hostfile: pass only one of them")
     host_list = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
@@ -185,7 +188,7 @@ def _words(training: TrainingRequest, run: Path, *, has_started: bool) -> list[s
     return [*words, *(["--force"] if training.force else [])]
 
 
-def _place(hosts: list[Host], index: int, port: int) -> list[str]:
+def _node_options(hosts: list[Host], index: int, port: int) -> list[str]:
     if len(hosts) == 1:
         return []
     from trainwright.launch.group.addresses import in_words

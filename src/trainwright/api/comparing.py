@@ -78,8 +78,8 @@ def compare(
         >>> found.recipes, [each.last[1] - each.last[0] for each in found.evaluations][:1]
         ({}, [0.0])
     """
-    named = [Path(each) for run in runs for each in ([run] if isinstance(run, (str, PathLike)) else run)]
-    directories = [directory for each in named for directory in _runs_in(each)]
+    paths = [Path(each) for run in runs for each in ([run] if isinstance(run, (str, PathLike)) else run)]
+    directories = [directory for each in paths for directory in _runs_in(each)]
     figures = [RunFigures.read(directory) for directory in directories]
     if len(figures) < 2:
         only = f", and {directories[0]} is one" if directories else ""

@@ -231,8 +231,8 @@ def _trials(request: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread,
             raise RequestError(f"--{name} {value}: expected more than 0")
     for pattern in request.kinds:
         if not matching([pattern]):
-            known = ", ".join(KINDS)
-            raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {known}")
+            kinds = ", ".join(KINDS)
+            raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {kinds}")
     phases = phases_of(recipe)
     cases = {name: kind.cases(spreads, phases) for name, kind in matching(request.kinds).items()}
     one_of_each = sum(map(bool, cases.values()))
@@ -257,7 +257,7 @@ def _possible(
     return moved(trials, refused, cases), refused
 
 
-def _left(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
+def _remaining(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
     """Return the trials without a verdict, and those that did not hold."""
     from trainwright.drilling.campaign import BROKEN, MISSED
 
@@ -284,7 +284,7 @@ def _perform(
     def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _possible(trials, recipe, setting)
-        return [trial for trial in _left(possible, results) if (trial.name, str(trial.case)) not in done]
+        return [trial for trial in _remaining(possible, results) if (trial.name, str(trial.case)) not in done]
 
     if not (remaining := still_left()):
         return

@@ -63,9 +63,9 @@ class MeasureRequest:
     def of_texts(self) -> dict[str, Any]:
         """Return the options that do not apply to agents, by name; false if not given."""
         of_all = {"model", "checkpoint", "num_processes", "out", *self.trial()}
-        given = {name: value for name, value in asdict(self).items() if name not in of_all}
-        given |= {name: given[name] != "auto" for name in ("format", "dtype")}
-        return {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+        values = {name: value for name, value in asdict(self).items() if name not in of_all}
+        values |= {name: values[name] != "auto" for name in ("format", "dtype")}
+        return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 
 def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
@@ -83,8 +83,8 @@ def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
         agent = measure_agent(model, options.checkpoint, trial, options.of_texts(), options.num_processes)
         if agent is not None:
             return directory, written(agent, directory)
-    if given := [name for name, value in trial.items() if value is not None]:
-        raise RequestError(f"--{given[0]}: has no effect, because {model} is not an agent that acts in an environment")
+    if excess := [name for name, value in trial.items() if value is not None]:
+        raise RequestError(f"--{excess[0]}: has no effect, because {model} is not an agent that acts in an environment")
     for name in (model, *([] if options.against is None else [options.against])):
         check_exists(name, "MODEL" if name == model else "--against")
     machine = detect()
@@ -138,7 +138,7 @@ def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
 
         check_source(options.data, "--data", options.format == "documents")
     shared = {field.name for field in fields(EvaluationRequest)}
-    given = {name: value for name, value in asdict(options).items() if name in shared and value is not None}
+    values = {name: value for name, value in asdict(options).items() if name in shared and value is not None}
     checked = {
         "metrics": names,
         "explicit": options.metrics is not None,
@@ -147,7 +147,7 @@ def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
         "task_directory": options.lm_eval_include,
         "on_benchmark": on_benchmark,
     }
-    return EvaluationRequest(**{**given, **checked})
+    return EvaluationRequest(**{**values, **checked})
 
 
 def _prepare(request: EvaluationRequest, machine: Machine, processes: int, work: Path) -> None:
@@ -165,15 +165,15 @@ def _module(request: EvaluationRequest) -> str:
     return "trainwright.tasks.unlearn.evaluation.work" if request.on_benchmark else "trainwright.evaluation.work"
 
 
-def _of_benchmarks(named: str | None) -> bool:
+def _of_benchmarks(metric_names: str | None) -> bool:
     """Return whether a named metric exists only for unlearning benchmarks."""
-    if named is None:
+    if metric_names is None:
         return False
     from trainwright.evaluation.metrics import LIKELIHOODS
     from trainwright.registries import METRICS as OF_ANSWERS
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
-    return bool({*_split(named)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
+    return bool({*_split(metric_names)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
 
 
 def _benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
@@ -191,24 +191,24 @@ def _benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
     return names
 
 
-def _split(named: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in named.split(","))
+def _split(words: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in words.split(","))
 
 
-def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
+def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
     """Return the metrics by name, after checking their requirements."""
     from trainwright.evaluation.libraries import require
     from trainwright.evaluation.metrics import LIKELIHOODS, USUAL, extractor
     from trainwright.registries import METRICS
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
-    names = _split(named) if named is not None else USUAL
-    if named is None:
+    names = _split(metric_names) if metric_names is not None else USUAL
+    if metric_names is None:
         names += tuple(name for name, (_, value) in settings.items() if value is not None)
-    known = (*LIKELIHOODS, *METRICS.names())
-    if unknown := [name for name in names if name not in known and METRICS.find(name) is None]:
+    supported = (*LIKELIHOODS, *METRICS.names())
+    if unknown := [name for name in names if name not in supported and METRICS.find(name) is None]:
         raise RequestError(
-            f"--metrics: unknown metric {unknown[0]!r}; choose from {', '.join(known)}, and those of --benchmark"
+            f"--metrics: unknown metric {unknown[0]!r}; choose from {', '.join(supported)}, and those of --benchmark"
         )
     for name, (option, value) in settings.items():
         if name in names and value is None:
@@ -223,7 +223,7 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | N
     return names
 
 
-def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
+def _refuse_idle(options_by_name: Mapping[str, object], names: Sequence[str]) -> None:
     """Raise RequestError for an option that has no effect on the metrics ``names`` of rows."""
     from trainwright.evaluation.metrics import LIKELIHOODS
 
@@ -232,36 +232,36 @@ def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
     benchmark = ("--reference-log", "--reference-model", "--tokenizer", "--relearning-steps", "--relearning-rate")
     idle: list[tuple[bool, Sequence[str], str]] = [
         (True, benchmark, "without --benchmark"),
-        (not given["--data"], ("--format",), "without --data"),
+        (not options_by_name["--data"], ("--format",), "without --data"),
         (
-            bool(given["--lm-eval"] and not given["--data"]),
+            bool(options_by_name["--lm-eval"] and not options_by_name["--data"]),
             of_rows,
             "because only tasks of --lm-eval are measured; pass rows with --data",
         ),
         (all(name in LIKELIHOODS for name in names), of_answers, "because no metric in --metrics uses answers"),
     ]
     for applies, options, why in idle:
-        if applies and (used := next((name for name in options if given[name] not in (None, False)), None)):
+        if applies and (used := next((name for name in options if options_by_name[name] not in (None, False)), None)):
             raise RequestError(f"{used}: has no effect {why}")
 
 
 def _check_format(layout: str) -> None:
     from trainwright.data.rows.layouts import SINGLE
 
-    known = ("auto", "documents", *SINGLE)
-    if layout not in known:
-        raise RequestError(f"--format: unknown format {layout!r}; choose from {', '.join(known)}")
+    formats = ("auto", "documents", *SINGLE)
+    if layout not in formats:
+        raise RequestError(f"--format: unknown format {layout!r}; choose from {', '.join(formats)}")
 
 
-def _tasks(named: str | None, directory: str | None) -> tuple[str, ...]:
-    if named is None:
+def _tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
+    if task_names is None:
         if directory is not None:
             raise RequestError("--lm-eval-include: has no effect without --lm-eval")
         return ()
     from trainwright.evaluation.libraries import require
 
     require("lm_eval", "--lm-eval")
-    return _split(named)
+    return _split(task_names)
 
 
 def _new_directory(path: str | None, model: str) -> Path:

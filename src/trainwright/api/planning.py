@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainwright.planning.facts import Facts
     from trainwright.planning.plan import RunPlan as Details
     from trainwright.recipe import schema
-    from trainwright.simulation.start import Asked
+    from trainwright.simulation.start import SimulationRequest
 
 
 _TOKENS = 2048  # of a row, when planning a model without a recipe
@@ -160,7 +160,7 @@ def plan(
             budget = tokens_of(tokens, facts.workload)
             facts = facts._replace(workload=with_budget(facts.workload, budget))
         doing("planning")
-        details = _made(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
+        details = _plan_of(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
     if progress and details.basis.message is not None:
         from trainwright.text import say
 
@@ -205,7 +205,7 @@ def _facts(recipe: schema.Recipe, full: bool) -> Facts:
     return full_rows(recipe) if full else facts_of(recipe)
 
 
-def _made(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
+def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
     from trainwright.activity import doing
     from trainwright.machine.describe import cluster_of
     from trainwright.planning.plan import constraints_of, installed, make_plan
@@ -264,13 +264,15 @@ def simulate(
             ...
         trainwright.errors.RequestError: --simulate: H1000: no such card in the catalog...
     """
-    from trainwright.simulation.start import Asked
+    from trainwright.simulation.start import SimulationRequest
 
     file = None if accelerate_config is None else Path(accelerate_config)
-    return run_in_process(_in_words, Asked(source_of(recipe), overrides, on, steps, force, file), progress=progress)
+    return run_in_process(
+        _in_words, SimulationRequest(source_of(recipe), overrides, on, steps, force, file), progress=progress
+    )
 
 
-def _in_words(request: Asked) -> Simulation:
+def _in_words(request: SimulationRequest) -> Simulation:
     import sys
 
     from trainwright.activity import Activity

@@ -81,8 +81,8 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
     if to not in _DTYPES:
         raise RequestError(f"--to: unknown format {to!r}; choose from {', '.join(_DTYPES)}")
     if dtype is not None and dtype not in _DTYPES[to]:
-        known = " or ".join(_DTYPES[to]) or "none, because adapters are written unchanged"
-        raise RequestError(f"--dtype: {dtype} is not supported for {to}; choose from {known}")
+        dtypes = " or ".join(_DTYPES[to]) or "none, because adapters are written unchanged"
+        raise RequestError(f"--dtype: {dtype} is not supported for {to}; choose from {dtypes}")
     with for_users(), Activity(sys.stderr, "reading the model"):
         source, out = find_model(model, None, checkpoint), user_path(out)
         if to == "gguf":

@@ -181,16 +181,16 @@ def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     recipe = recipe_given._recipe
     section, name = recipe.model, recipe.model.name
     notes: list[str] = []
-    seen, readable = True, False
+    is_checked, readable = True, False
     deepspeed_config.check_keys(recipe)
     check_extensions(recipe, runs=False)
     if recipe.has_texts:
         check_model(section, recipe.data.pack_length)
-        seen = is_configured_here(section) or (name is not None and is_here(name))
+        is_checked = is_configured_here(section) or (name is not None and is_here(name))
         if name is not None and not is_here(name):
             if not is_hub_id(name):
                 locate(name, "model.name", section.gguf_file)  # says what is wrong with the path
-            kind = "its files are not" if seen else "neither its configuration nor its files are"
+            kind = "its files are not" if is_checked else "neither its configuration nor its files are"
             notes.append(f"model.name: {name}: {kind} on this machine, so whether they fit the recipe was not checked")
         elif readable := _is_read_directly(section):
             from trainwright.models.load import check_files
@@ -207,7 +207,7 @@ def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
         length = f"{plural(train.max_tokens, 'token')} in batches"
     model, data = recipe.spec.inputs(recipe)
     line = f"{recipe.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
-    return line, notes, seen
+    return line, notes, is_checked
 
 
 def _check_tokens(recipe: schema.Recipe) -> None:

@@ -111,9 +111,9 @@ def runs(
         if status in (None, each.status) and task in (None, each.task) and (name is None or name in str(each.run))
     ]
     matching.sort(key=lambda each: (-(each.begun or 0.0), str(each.run)))
-    known = [each for each in matching if getattr(each, sort) is not None]
-    known.sort(key=lambda each: getattr(each, sort), reverse=_ORDERS[sort])  # stable
-    return [*known, *(each for each in matching if getattr(each, sort) is None)]
+    with_value = [each for each in matching if getattr(each, sort) is not None]
+    with_value.sort(key=lambda each: getattr(each, sort), reverse=_ORDERS[sort])  # stable
+    return [*with_value, *(each for each in matching if getattr(each, sort) is None)]
 
 
 def directories(root: Path) -> list[Path]:
@@ -121,23 +121,23 @@ def directories(root: Path) -> list[Path]:
     from trainwright.reports.figures import is_run
 
     run_directories: list[Path] = []
-    level, seen = [root], set[tuple[int, int]]()
+    level, visited = [root], set[tuple[int, int]]()
     for _ in range(_DEPTH + 1):
-        level = [each for each in sorted(level, key=Path.is_symlink) if _is_first(each, seen)]
+        level = [each for each in sorted(level, key=Path.is_symlink) if _is_first(each, visited)]
         run_directories += (runs_here := list(filter(is_run, level)))
         level = [child for each in level if each not in runs_here for child in _subdirectories(each)]
     return sorted(run_directories)
 
 
-def _is_first(directory: Path, seen: set[tuple[int, int]]) -> bool:
-    """Return whether a directory is not among those ``seen``, and add it."""
+def _is_first(directory: Path, visited: set[tuple[int, int]]) -> bool:
+    """Return whether a directory is not among those ``visited``, and add it."""
     try:
         status = directory.stat()
     except OSError:  # deleted meanwhile
         return False
     identity = status.st_dev, status.st_ino
-    is_first = identity not in seen
-    seen.add(identity)
+    is_first = identity not in visited
+    visited.add(identity)
     return is_first
 
 

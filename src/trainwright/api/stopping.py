@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.api.run import Run
 from trainwright.errors import RequestError
-from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE, was_asked_to_stop
+from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE, stop_was_requested
 from trainwright.launch.run_directory import RECIPE, SUBMITTED
 from trainwright.machine.sharing import is_locked
 from trainwright.paths import run_path
@@ -134,7 +134,7 @@ def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
         scheduler.cancel([job for job in new if job not in started])
         scheduler.forbid_requeue(started)
         for job in running:  # a start that is not this far yet forgets what was asked before it
-            if job in started or not was_asked_to_stop(job.run):
+            if job in started or not stop_was_requested(job.run):
                 _touch(job.run / STOP_FILE)
         stopped_before |= {(job.name, job.waits) for job in new}
         ends |= {job.run: "canceled" for job in new if job not in started} | {job.run: "" for job in started}

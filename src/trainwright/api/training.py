@@ -213,13 +213,13 @@ class PreparedTraining:
 
         if not force:
             self.resolved.plan.refuse_shortage()
-        counted = functools.partial(self._planned_again, force) if self.resolved.estimated else None
+        counted = functools.partial(self._replanned, force) if self.resolved.estimated else None
         run = start(self.request, self.resolved, self.machine, self.rendezvous, counted)
         if self.rendezvous is None or self.rendezvous.node_rank == 0:
             push_finished(run)
         return run
 
-    def _planned_again(self, force: bool) -> Resolved:
+    def _replanned(self, force: bool) -> Resolved:
         """Plan with the lengths of the prepared data."""
         from trainwright.launch.request import resolve_request
 
@@ -323,8 +323,8 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
     """
     from trainwright.launch.joined import JoinRequest
 
-    if given := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
-        raise RequestError(f"{given[0]}: {name} started the processes and sets their rendezvous; remove it")
+    if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
+        raise RequestError(f"{excess[0]}: {name} started the processes and sets their rendezvous; remove it")
     overrides = tuple(request.with_number())
     seconds = request.rendezvous_timeout or JoinRequest.seconds
     joined = JoinRequest(
@@ -343,7 +343,7 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
 
 def _join(request: JoinRequest) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
-    from trainwright.launch.ending.left import left_in_words
+    from trainwright.launch.ending.left import describe_stop
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.joined import run_joined
 
@@ -362,7 +362,7 @@ def _join(request: JoinRequest) -> Path:
         raise error_of(*failed[0])
     assert run is not None, "a run that cannot start has failed"
     if code == EXIT_STOPPED:
-        stopped = Stopped(f"{left_in_words(run)}; continue with --resume {quoted(run)}")
+        stopped = Stopped(f"{describe_stop(run)}; continue with --resume {quoted(run)}")
         stopped.run = run
         raise stopped
     if code != EXIT_FINISHED:

@@ -125,12 +125,12 @@ class _StudySteps:
 
         key = f"{self._study.origin('evaluate', 'metrics')}: evaluate.metrics"
         sets = read_sets(benchmark, benchmark.sets, None, "benchmark")
-        given = {"--reference-log": True, "--reference-model": True}
-        names = self._study.study.evaluate.metrics or usual(sets, given)
+        references = {"--reference-log": True, "--reference-model": True}
+        names = self._study.study.evaluate.metrics or usual(sets, references)
         for name in names:
             if name not in METRICS:
                 raise RequestError(f"{key}: unknown benchmark metric {name!r}; choose from {', '.join(METRICS)}")
-            if (why := missing(name, sets, given)) is not None:
+            if (why := missing(name, sets, references)) is not None:
                 raise RequestError(f"{key}: {name}: {why}")
         return names
 
@@ -187,16 +187,16 @@ class _StudySteps:
         from trainwright.tasks.unlearn.evaluation.study.file import RETAIN
 
         out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
-        given = self._given()
-        model = given.get(name) or str(self._directory / _RUNS / name)
+        existing = self._given()
+        model = existing.get(name) or str(self._directory / _RUNS / name)
         options: dict[str, Any] = {"benchmark": benchmark.name, "out": str(out)}
         options["max_new_tokens"] = self._study.study.evaluate.max_new_tokens
-        if given.get(name) is not None and (tokenizer := self._study.study.model.get("tokenizer")) is not None:
+        if existing.get(name) is not None and (tokenizer := self._study.study.model.get("tokenizer")) is not None:
             options["tokenizer"] = str(tokenizer)
         if name == RETAIN:
             metrics = list(dict.fromkeys(_OF_REFERENCE.get(metric, metric) for metric in metrics))
         else:
-            options |= _references(metrics, reference, given[RETAIN] or self._directory / _RUNS / RETAIN)
+            options |= _references(metrics, reference, existing[RETAIN] or self._directory / _RUNS / RETAIN)
         options |= {"metrics": ",".join(metrics), **self._processes()}
         words = (f"--{option.replace('_', '-')} {value}" for option, value in options.items())
         self._ask(f"evaluate-{name}", " ".join([model, *words]) + "\n", done=out.exists())

@@ -117,9 +117,9 @@ def runs_of(recipes: Mapping[Variant, schema.Recipe]) -> dict[Variant, Variant]:
     """
     runs: dict[Variant, Variant] = {}
     for variant, recipe in recipes.items():
-        known = dict.fromkeys(runs.values())
-        same = next((run for run in known if recipes[run] == recipe), None)
-        clash = next((run for run in known if run.name == variant.name), None)
+        distinct = dict.fromkeys(runs.values())
+        same = next((run for run in distinct if recipes[run] == recipe), None)
+        clash = next((run for run in distinct if run.name == variant.name), None)
         if same is None and clash is not None:
             names = f"{' '.join(clash.overrides)} and {' '.join(variant.overrides)}"
             raise RequestError(f"--over: {names} would both be {variant.name}/; vary them in two ablations")

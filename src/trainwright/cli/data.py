@@ -383,15 +383,15 @@ def tokenize(
 
     chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
     kind = "documents" if documents else "auto"
-    named = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
+    sections = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
     started = time.monotonic()
     try:
         with _written(out), _shown() as report:
             about = write(
-                named,
+                sections,
                 chosen,
                 out,
-                identity=identity_of(named),
+                identity=identity_of(sections),
                 processes=processes or detect().cpu_cores,
                 shard_tokens=shard_tokens,
                 report=report,
@@ -426,8 +426,8 @@ def train_tokenizer(
 
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new directory")
-    named = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
-    new_tokenizer = make_tokenizer(named, None if characters else vocab_size)
+    sections = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
+    new_tokenizer = make_tokenizer(sections, None if characters else vocab_size)
     with _written(out), replacing(out) as scratch:
         new_tokenizer.save_pretrained(scratch)
     if not characters and len(new_tokenizer) < vocab_size:
@@ -459,7 +459,7 @@ class _LineProgress:
     """Progress on one line of a terminal, and occasional lines elsewhere."""
 
     def __init__(self) -> None:
-        self._begun = self._shown = time.monotonic()
+        self._started_at = self._shown = time.monotonic()
         self._first: int | None = None
 
     def __call__(self, characters: int, tokens: int, documents: int) -> None:
@@ -468,7 +468,7 @@ class _LineProgress:
         if now - self._shown < (_SECONDS if terminal else 10 * _SECONDS):
             return
         self._shown = now
-        speed = (characters - self._first) / (now - self._begun) / 1e6
+        speed = (characters - self._first) / (now - self._started_at) / 1e6
         line = f"{documents:,} documents, {tokens:,} tokens, {characters / 1e6:,.1f} MB of text, {speed:.1f} MB/s"
         if terminal:
             draw(line, sys.stderr)

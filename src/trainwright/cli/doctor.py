@@ -122,7 +122,7 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     elif unknown is not None and diagnosis.is_unknown_first:
         from trainwright.diagnosis.explain import shortened
 
-        location = _place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
+        location = _location(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
         lines += [f"not a known error ({location}):", f"  {shortened(unknown.text)}"]
     else:
         lines.append("no known error found")
@@ -133,7 +133,7 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     if cause is not None and unknown is not None:
         from trainwright.diagnosis.explain import shortened
 
-        lines.append(f"also in the log, but unknown: {_place(log, unknown.number, [])}: {shortened(unknown.text)}")
+        lines.append(f"also in the log, but unknown: {_location(log, unknown.number, [])}: {shortened(unknown.text)}")
     if diagnosis.skipped:
         lines.append(f"the log is long: {plural(diagnosis.skipped, 'line')} that may report errors were not compared")
     return lines
@@ -142,7 +142,7 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
 def _explanation(diagnosis: Diagnosis, cause: LogError, log: LogText) -> list[str]:
     heading = "only a consequence is in this log" if diagnosis.is_only_follow_up else "cause"
     return [
-        f"{heading}: {cause.error.title} [{cause.error.name}] ({_place(log, cause.line.number, cause.ranks)})",
+        f"{heading}: {cause.error.title} [{cause.error.name}] ({_location(log, cause.line.number, cause.ranks)})",
         f"  {cause.excerpt}",
         f"why:    {cause.error.cause}",
         *(f"here:   {detail}" for detail in diagnosis.details),
@@ -151,10 +151,10 @@ def _explanation(diagnosis: Diagnosis, cause: LogError, log: LogText) -> list[st
 
 
 def _short(finding: LogError, log: LogText) -> str:
-    return f"  {finding.error.title} [{finding.error.name}] ({_place(log, finding.line.number, finding.ranks)})"
+    return f"  {finding.error.title} [{finding.error.name}] ({_location(log, finding.line.number, finding.ranks)})"
 
 
-def _place(log: LogText, number: int, ranks: list[int]) -> str:
+def _location(log: LogText, number: int, ranks: list[int]) -> str:
     from trainwright.diagnosis.explain import ranks_in_words
 
     file, line = log.place(number)

@@ -81,7 +81,7 @@ def launch(
 
     Options of launch come before SCRIPT. Ends with the script's own exit code if it sets one.
     """
-    from trainwright.launch.scripts.starting import NodeOptions, launch_script
+    from trainwright.launch.scripts.starting import NodeOptions, ScriptOptions, launch_script
 
     node_options = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
     options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
@@ -96,13 +96,9 @@ def launch(
     code = launch_script(
         script,
         tuple(arguments or ()),
+        ScriptOptions(config_file, num_processes, cpu, node_options, settings),
         module=module,
-        config_file=config_file,
-        settings=settings,
-        num_processes=num_processes,
-        cpu=cpu,
         logs=logs,
-        nodes=node_options,
     )
     raise typer.Exit(code)
 

@@ -53,8 +53,8 @@ def check(recipe: RecipeFile, overrides: Overrides = None, trust_code: TrustCode
     """
     from trainwright.api.recipe import Recipe, checked
 
-    line, notes, seen = checked(Recipe.load(recipe, *(overrides or [])))
-    say(f"{recipe}: {'ok' if seen else 'valid, but the model was not checked'}: {line}")
+    line, notes, is_checked = checked(Recipe.load(recipe, *(overrides or [])))
+    say(f"{recipe}: {'ok' if is_checked else 'valid, but the model was not checked'}: {line}")
     for note in notes:
         say(f"note: {note}")
 

@@ -65,8 +65,8 @@ def ablate(
     import trainwright as tw
 
     if combinations is not None and number is not None:
-        given = "--grid" if combinations else "--one-at-a-time"
-        raise RequestError(f"{given} and --sample choose the combinations in different ways; pass one of them")
+        option = "--grid" if combinations else "--one-at-a-time"
+        raise RequestError(f"{option} and --sample choose the combinations in different ways; pass one of them")
     ablation = tw.ablate(
         recipe,
         *(overrides or []),
@@ -89,10 +89,10 @@ def _values(over: Sequence[str]) -> dict[str, list[str]]:
     if not over:
         raise RequestError("--over: pass a key and its values, such as --over train.seed=0,1,2")
     values_by_key: dict[str, list[str]] = {}
-    for given in over:
-        key, equals, values = given.partition("=")
+    for variation in over:
+        key, equals, values = variation.partition("=")
         if not equals or not key or not values:
-            raise RequestError(f"--over {given}: expected KEY=VALUE,VALUE…")
+            raise RequestError(f"--over {variation}: expected KEY=VALUE,VALUE…")
         values_by_key.setdefault(key, []).extend(_split(values))
     return values_by_key
 

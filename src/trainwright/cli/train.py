@@ -135,10 +135,10 @@ def train(
             "--time-limit": time_limit,
         }
         elsewhere["--rendezvous-timeout"] = rendezvous_timeout
-        given = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
-        given += ["--compute"] * compute
+        excess = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
+        excess += ["--compute"] * compute
         overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
-        _simulate(recipe, overrides, simulate, max_host_syncs, given, force, accelerate_config)
+        _simulate(recipe, overrides, simulate, max_host_syncs, excess, force, accelerate_config)
         return
     request = TrainingRequest(
         recipe,
@@ -190,17 +190,17 @@ def _simulate(
     overrides: list[str],
     machine: str | None,
     max_host_syncs: int | None,
-    given: list[str],
+    excess: list[str],
     force: bool,
     accelerate_config: Path | None,
 ) -> None:
-    """Simulate the recipe; ``given`` are options that a simulation has no use for."""
+    """Simulate the recipe; ``excess`` are options that a simulation has no use for."""
     import trainwright as tw
 
     if machine is None:
         raise RequestError("--max-host-syncs: counts waits of a simulated run; pass --simulate MACHINE")
-    if given:
-        raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(given)}")
+    if excess:
+        raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(excess)}")
     if recipe is None:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
     simulation = tw.simulate(

@@ -73,7 +73,7 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
     remaining = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
     job = Job(run, recipe.absolute(), remaining, settings)
     if settings.array is None:
-        run_directory.check_unbegun(run)
+        run_directory.check_not_started(run)
     return job
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.engine.checkpoints.manifest import checkpoints_in
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
-from trainwright.launch.ending.requests import forget_stops, was_asked_to_stop
+from trainwright.launch.ending.requests import forget_stops, stop_was_requested
 from trainwright.launch.ending.stop import STARTS_AGAIN, STOP_SIGNALS
 from trainwright.launch.program import started
 from trainwright.machine.usage.sample import process_age
@@ -52,7 +52,7 @@ def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int
         count_in: a place of the run's copies, where the count is kept too: the next time may be on another machine.
     """
     if count_in is not None:
-        with _place(count_in, run) as store:
+        with _remote_store(count_in, run) as store:
             _take(store.read_attempts(), file)
     newest = max(checkpoints_in(run / "checkpoints"), default=0)
     try:
@@ -67,7 +67,7 @@ def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int
     except OSError as error:  # without a count there is no bound
         raise RequestError(f"{file} cannot be written: {error.strerror}") from None
     if count_in is not None:
-        with _place(count_in, run) as store:
+        with _remote_store(count_in, run) as store:
             store.write_attempts(file.read_text(encoding="utf-8"))
     return failures
 
@@ -79,7 +79,7 @@ def _take(text: str | None, file: Path) -> None:
 
 
 @contextmanager
-def _place(where: str, run: Path) -> Iterator[RemoteStore]:
+def _remote_store(where: str, run: Path) -> Iterator[RemoteStore]:
     """Yield the place of the run's copies. If it cannot be used, the count is that of this machine."""
     from trainwright.engine.checkpoints.remote_store import RemoteStore
     from trainwright.engine.checkpoints.stored_run import name_in_stores
@@ -110,7 +110,7 @@ def main() -> None:
     restarts = os.environ.get(RESTARTS)
     if restarts == "0" and options.node_rank == 0:  # of an earlier job
         forget_stops(options.run, process_age())
-    if restarts not in (None, "", "0") and was_asked_to_stop(options.run):
+    if restarts not in (None, "", "0") and stop_was_requested(options.run):
         say(f"{options.run} was asked to stop, and is not started again", file=sys.stderr)
         sys.exit(EXIT_FINISHED)
     code = ending(options.run, options.node_rank, _trained(options.words), options.count_in)
@@ -123,7 +123,7 @@ def ending(run: Path, node_rank: int, code: int, count_in: str | None = None) ->
     Args:
         count_in: the place of the run's copies, where attempts are counted too, as the next may be on another machine.
     """
-    if code == EXIT_STOPPED and was_asked_to_stop(run, within=process_age()):
+    if code == EXIT_STOPPED and stop_was_requested(run, within=process_age()):
         return EXIT_FINISHED
     if not may_continue(code):
         return code

@@ -184,8 +184,8 @@ def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
 
 def _first_unknown(log: Log, explained: set[int]) -> Raised | None:
     """Return the first exception that, with those that led to it, has no line of a known error."""
-    known = {raised.chain for raised in log.raised if raised.lines & explained}
-    return next((raised for raised in log.raised if raised.chain not in known), None)
+    explained_chains = {raised.chain for raised in log.raised if raised.lines & explained}
+    return next((raised for raised in log.raised if raised.chain not in explained_chains), None)
 
 
 def _comes_before(unknown: Raised, errors: Sequence[LogError]) -> bool:
@@ -307,8 +307,8 @@ def _behind(waited: dict[int, _Waited], enqueued: dict[int, int]) -> list[str]:
 
 
 def _absent(waited: dict[int, _Waited], lines: Sequence[Line]) -> list[str]:
-    seen = {line.rank for line in lines if line.rank is not None} | set(waited)
-    absent = sorted(set(range(max(seen) + 1)) - set(waited))
+    ranks = {line.rank for line in lines if line.rank is not None} | set(waited)
+    absent = sorted(set(range(max(ranks) + 1)) - set(waited))
     if not absent or len(waited) < 2 or len(absent) > len(waited):
         return []
     return [f"no timeout was reported by {ranks_in_words(absent)}: check there first"]
@@ -329,15 +329,15 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 def _reported(lines: Sequence[Line]) -> list[str]:
     """Return which process the launcher reports as the first to fail."""
-    begun = False
+    in_root_cause = False
     rank = None
     for line in lines:
-        begun = begun or line.text.startswith("Root Cause")
+        in_root_cause = in_root_cause or line.text.startswith("Root Cause")
         if match := _FAILED.search(line.text):
             return [f"failed first: local rank {match['rank']}, exit code {match['code']}"]
-        if begun and (match := re.match(r"\s+rank\s+: (\d+)", line.text)):
+        if in_root_cause and (match := re.match(r"\s+rank\s+: (\d+)", line.text)):
             rank = match[1]
-        if begun and rank is not None and (match := re.match(r"\s+exitcode\s*: ?(-?\d+)", line.text)):
+        if in_root_cause and rank is not None and (match := re.match(r"\s+exitcode\s*: ?(-?\d+)", line.text)):
             return [f"failed first: rank {rank}, exit code {match[1]}"]
     return []
 

@@ -209,7 +209,7 @@ def _sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, m
 def _pass(model: SmallModel, precision: str) -> Run:
     from trainwright.doctor.calibrate_cases import DTYPES
 
-    module, batch = _made(model, DTYPES[precision])
+    module, batch = _built(model, DTYPES[precision])
 
     def run() -> None:
         module(batch).backward()
@@ -228,7 +228,7 @@ def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     from trainwright.recipe.schema import OptimizerSection
     from trainwright.recipe.sections.parallel import ParallelSection
 
-    module, batch = _made(model, torch.float32)
+    module, batch = _built(model, torch.float32)
     make, parallel = optimizer_factory(OptimizerSection()), ParallelSection(strategy="fsdp")
     sharded = FullySharded(Setup(parallel, world, module, make, DTYPES[precision], module.blocks()))
 
@@ -239,7 +239,7 @@ def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     return run
 
 
-def _made(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
+def _built(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     from transformers import AutoConfig
 
     from trainwright.doctor.calibrate_cases import pack

@@ -92,10 +92,10 @@ def _setting(measurements: Mapping[str, Any], before: Sequence[Mapping[str, Any]
     """Return the setting, including earlier measurements of products of other shapes."""
     processes_and_threads = measurements["processes"], measurements["threads"]
     rows: dict[str, dict[tuple[float, ...], dict[str, Any]]] = {}
-    known = [
+    rows_before = [
         row for one in before if (one["processes"], one["threads"]) == processes_and_threads for row in one["samples"]
     ]
-    for row in [*known, *measurements["samples"]]:
+    for row in [*rows_before, *measurements["samples"]]:
         sample = {"sizes": row["sizes"], "seconds": row["seconds"], "held_out": False}
         rows.setdefault(row["curve"], {})[tuple(row["sizes"])] = sample
     curves = {name: curve_of(name, list(samples.values())) for name, samples in rows.items()}

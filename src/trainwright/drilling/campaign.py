@@ -54,8 +54,8 @@ class CampaignResults:
 
     def of(self, trials: Iterable[DrillTrial]) -> dict[DrillTrial, dict[str, Any] | None]:
         """Return the verdict of each trial; None where there is none yet."""
-        known = self.read()
-        return {trial: known.get(trial.key) for trial in trials}
+        lines = self.read()
+        return {trial: lines.get(trial.key) for trial in trials}
 
 
 def run_trials(
@@ -239,8 +239,8 @@ def notes(results: Mapping[DrillTrial, dict[str, Any] | None], refused: Mapping[
     skipped = {(row.kind, why) for row in rows_of(results)[:-1] for why in row.as_json()["skipped_because"]}
     skipped |= set((refused or {}).items())
     lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skipped)]
-    if left := sum(line is None for line in results.values()):
-        lines.append(f"{left} of {len(results)} trials are left")
+    if missing := sum(line is None for line in results.values()):
+        lines.append(f"{missing} of {len(results)} trials are left")
     return lines
 
 

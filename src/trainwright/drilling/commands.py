@@ -69,7 +69,7 @@ class Command:
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.output = output
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         self._ended: CommandResult | None = None
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
@@ -98,7 +98,7 @@ class Command:
                 self._process.returncode = code
                 text = self.output.read_text(errors="replace")
                 self._ended = CommandResult(
-                    code, text, time.monotonic() - self._begun, peak_resident(usage.ru_maxrss), time.time()
+                    code, text, time.monotonic() - self._started_at, peak_resident(usage.ru_maxrss), time.time()
                 )
         return self._ended is not None
 
@@ -114,11 +114,11 @@ class Command:
             time.sleep(LOOK_SECONDS)
         assert self._ended is not None
         deadline = time.monotonic() + _GONE_SECONDS
-        while left := self.processes():
+        while survivors := self.processes():
             if time.monotonic() > deadline:
                 tree = self.describe()
                 self.kill()
-                raise InvariantBroken(f"{len(left)} processes live on: {tree}; {self._ended}")
+                raise InvariantBroken(f"{len(survivors)} processes live on: {tree}; {self._ended}")
             time.sleep(0.05)
         return self._ended
 
@@ -167,8 +167,8 @@ class Command:
     def kill(self) -> None:
         """Kill every process of it."""
         deadline = time.monotonic() + 10
-        while (left := self.processes()) and time.monotonic() < deadline:
-            for pid in left:
+        while (survivors := self.processes()) and time.monotonic() < deadline:
+            for pid in survivors:
                 self.send(signal.SIGKILL, pid)
             time.sleep(0.02)
         if self._ended is None:

@@ -61,10 +61,10 @@ def last_step(run: Path) -> int:
 
 def step_since(run: Path, starts: int) -> int:
     """Return the last step since the start of this number (from 0); 0 where there is none."""
-    seen, last = 0, 0
+    starts_so_far, last = 0, 0
     for event in lines(run):
-        seen += event["event"] == "start"
-        if event["event"] == "step" and seen > starts:
+        starts_so_far += event["event"] == "start"
+        if event["event"] == "step" and starts_so_far > starts:
             last = event["step"]
     return last
 

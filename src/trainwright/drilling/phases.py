@@ -31,10 +31,10 @@ def reach(command: Command, sight: Callable[[], Any], phase: str, draw: random.R
     time.sleep(draw.uniform(0, _AFTER.get(phase, 0.005)))
 
 
-def wait_until(command: Command, seen: Callable[[], Any], patience: float) -> None:
+def wait_until(command: Command, condition: Callable[[], Any], patience: float) -> None:
     """Return as soon as `seen()`. Missed when the command has ended, Broken when neither comes."""
     deadline = time.monotonic() + patience
-    while not seen():
+    while not condition():
         if command.ended:
             raise Missed(f"the command ended before the moment came: {command.wait(1)}")
         if time.monotonic() > deadline:

@@ -66,10 +66,10 @@ def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[in
     names = list(strategies) or [recipe.parallel.strategy]
     if names == ["auto"]:
         names = [name for name, spec in all_specs().items() if spec.library is None]
-    known = all_specs()
+    specs = all_specs()
     for name in names:
-        if name not in known:
-            raise RequestError(f"--strategies {name}: unknown; one of {', '.join(known)}")
+        if name not in specs:
+            raise RequestError(f"--strategies {name}: unknown; one of {', '.join(specs)}")
     numbers = list(processes) or [1, 2]
     if min(numbers) < 1:
         raise RequestError(f"--processes {min(numbers)}: expected at least 1")
@@ -122,10 +122,10 @@ def _schedule(optimizer: OptimizerSection) -> Iterator[str]:
     lengths = {"warmup_steps": optimizer.warmup_steps}
     if SCHEDULES.get(optimizer.schedule).in_decay_steps:
         lengths["decay_steps"] = optimizer.decay_steps
-    left = int(phases.STEPS * (1 - sum(length for length in lengths.values() if isinstance(length, float))))
+    remaining = int(phases.STEPS * (1 - sum(length for length in lengths.values() if isinstance(length, float))))
     for key, length in lengths.items():
         if isinstance(length, int):
-            yield f"optimizer.{key}={min(length, left, _MOST_SCHEDULED)}"
+            yield f"optimizer.{key}={min(length, remaining, _MOST_SCHEDULED)}"
 
 
 def _supports(strategy: str, processes: int) -> bool:

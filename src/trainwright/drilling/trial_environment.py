@@ -20,7 +20,7 @@ from trainwright.drilling.commands import TRAINWRIGHT, Command, CommandResult
 from trainwright.drilling.invariants import InvariantBroken, Missed, Undisturbed, require
 from trainwright.drilling.kinds import KINDS, DrillTrial, FaultCase, Spread
 from trainwright.drilling.trial_settings import TrialSettings
-from trainwright.drilling.undisturbed import REFERENCE, forget_refusals, made_once
+from trainwright.drilling.undisturbed import REFERENCE, forget_refusals, make_once
 from trainwright.launch.run_directory import override_of, with_directory
 
 FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
@@ -127,9 +127,9 @@ class Scene:
         phases.reach(command, sight, self.phase, self.draw, self.setting.patience)
         self.injected = time.time()
 
-    def wait_until(self, command: Command, seen: Callable[[], Any]) -> None:
+    def wait_until(self, command: Command, condition: Callable[[], Any]) -> None:
         """Return as soon as ``seen()``; see phases.py."""
-        phases.wait_until(command, seen, self.setting.patience)
+        phases.wait_until(command, condition, self.setting.patience)
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:
         """Wait until the launch with this index has reached a step."""
@@ -248,7 +248,7 @@ class Scene:
 
     def _once(self, name: str, overrides: Sequence[str], make: Callable[[Path, Sequence[str]], None]) -> Path:
         files = [self.work / name for name in self.setting.files]
-        return made_once(self.setting, files, self.case.spread, name, overrides, make)
+        return make_once(self.setting, files, self.case.spread, name, overrides, make)
 
     def _variables(self, cache: Path) -> dict[str, str]:
         """Return the environment of a command: the campaign's variables, and over them the trial's own directories.

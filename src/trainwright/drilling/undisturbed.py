@@ -21,7 +21,7 @@ _LASTING = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
 _FAILURE = "failure.json"
 
 
-def made_once(
+def make_once(
     setting: TrialSettings,
     files: Sequence[Path],
     spread: Spread,
@@ -34,7 +34,7 @@ def made_once(
     Raises:
         Undisturbed: it does not finish. If it would not do so another time, it is not tried again.
     """
-    directory = _place(setting, files, spread, name, overrides)
+    directory = _directory(setting, files, spread, name, overrides)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -67,10 +67,12 @@ def forget_refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> None:
 
 
 def _reference(setting: TrialSettings, spread: Spread) -> Path:
-    return _place(setting, setting.files.values(), spread, REFERENCE, ())
+    return _directory(setting, setting.files.values(), spread, REFERENCE, ())
 
 
-def _place(setting: TrialSettings, files: Iterable[Path], spread: Spread, name: str, overrides: Sequence[str]) -> Path:
+def _directory(
+    setting: TrialSettings, files: Iterable[Path], spread: Spread, name: str, overrides: Sequence[str]
+) -> Path:
     texts = [name, setting.code, spread[0], str(spread[1]), *overrides]
     contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps([*texts, *contents]).encode()).hexdigest()[:16]

@@ -29,20 +29,20 @@ def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Ma
     Raises:
         RequestError: with the command that uses all of them, and the option that excludes them on purpose.
     """
-    given = Variables(os.environ if variables is None else variables)
-    there = number_of(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    if nodes is not None or there < 2 or in_slurm_step(given):
+    env = Variables(os.environ if variables is None else variables)
+    there = number_of(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    if nodes is not None or there < 2 or in_slurm_step(env):
         return
     raise RequestError(
         f"this Slurm allocation has {there} nodes, but this command trains on one; start one process per device on "
-        f"all nodes with `{srun_line(given, there, arguments)}`, or pass --nodes 1 to leave the others idle"
+        f"all nodes with `{srun_line(env, there, arguments)}`, or pass --nodes 1 to leave the others idle"
     )
 
 
-def srun_line(given: Variables, nodes: int, arguments: Sequence[str]) -> str:
+def srun_line(env: Variables, nodes: int, arguments: Sequence[str]) -> str:
     """Return the command that starts workers on all nodes of the allocation."""
-    tasks = number_of(given, "SLURM_NTASKS")
-    each = number_of(given, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
+    tasks = number_of(env, "SLURM_NTASKS")
+    each = number_of(env, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
     # srun sets the number of processes; one that was meant for this machine would contradict it.
     arguments = [word for word in arguments if not word.startswith("parallel.num_processes=")]
     return f"srun --nodes={nodes} --ntasks-per-node={each} {_WORKER} {shlex.join(arguments)}".rstrip()
@@ -56,21 +56,21 @@ def ignored_settings(
     Args:
         accelerate_file: Accelerate's default file, if it exists and no other was named.
     """
-    given = Variables(os.environ if variables is None else variables)
+    env = Variables(os.environ if variables is None else variables)
     if accelerate_file is not None:
         yield (
             f"{accelerate_file}, Accelerate's default file, is not used: --accelerate-config {quoted(accelerate_file)} "
             "takes processes, strategy and precision from it"
         )
-    alone = number_of(given, "WORLD_SIZE") <= 1
-    if nodes is None and alone and not given.has("RANK") and (address := given.text("MASTER_ADDR")) is not None:
-        port = given.text("MASTER_PORT") or "29500"
+    alone = number_of(env, "WORLD_SIZE") <= 1
+    if nodes is None and alone and not env.has("RANK") and (address := env.text("MASTER_ADDR")) is not None:
+        port = env.text("MASTER_PORT") or "29500"
         yield (
             f"MASTER_ADDR is {address}, which is not used: this command trains on this machine only; for several, "
             f"pass on each --nodes N --node-rank R --rendezvous {in_words(address, port)}"
         )
-    tasks = number_of(given, "SLURM_NTASKS")
-    if given.has("SLURM_JOB_ID") and not in_slurm_step(given) and tasks > 1 and tasks != processes:
+    tasks = number_of(env, "SLURM_NTASKS")
+    if env.has("SLURM_JOB_ID") and not in_slurm_step(env) and tasks > 1 and tasks != processes:
         yield (
             f"this Slurm allocation is for {tasks} tasks, and {processes} process{'es' * (processes > 1)} "
             f"start{'s' * (processes == 1)} here: parallel.num_processes sets their number"

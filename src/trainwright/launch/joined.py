@@ -36,8 +36,8 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.launch import run_directory
-from trainwright.launch.ending.exit_code import record_begun, record_exit_code, refuse_stopped, seconds_since_launch
-from trainwright.launch.ending.left import left_in_words
+from trainwright.launch.ending.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
+from trainwright.launch.ending.left import describe_stop
 from trainwright.launch.ending.requests import Deadline, deadline_of
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
@@ -120,7 +120,7 @@ def run_joined(
         tell: called in every process with the exit code and the message of a failure, before the process ends.
     """
     terminal = lossy_text(os.dup(2), None, "replace")
-    record_begun()
+    record_start()
     environment = read_environment(parent=options.launcher)
     if options.number:
         environment = replace(environment, job=f"{environment.job}-{options.number}")
@@ -179,11 +179,11 @@ def run_joined(
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
-                run_directory.discard_unbegun(run, keep=options.resume == AUTO)
+                run_directory.discard_unstarted(run, keep=options.resume == AUTO)
             participant.end(code)
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
-            say(f"{left_in_words(run)}; continue with --resume {quoted(run)}", file=terminal)
+            say(f"{describe_stop(run)}; continue with --resume {quoted(run)}", file=terminal)
         return code, run
 
 
@@ -250,7 +250,7 @@ class _Participant:
         self, translation: Translation | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
     ) -> tuple[Opened, DeviceSlot]:
         """Do on rank 0 everything before the first step that has to be done once."""
-        from trainwright.launch.group.device_slots import Member, first_ranks, places
+        from trainwright.launch.group.device_slots import Member, device_slots, first_ranks
 
         environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
         if rendezvous is None:
@@ -260,7 +260,7 @@ class _Participant:
         request = self._request(translation)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
-        everyone = places(members)
+        everyone = device_slots(members)
         machines = len({(member.host, member.node) for member in members})
         check_request(request)
         resolved = resolve_request(request, detect(), machines, check_gpus=False)

@@ -46,7 +46,7 @@ class Relaunch:
     def __init__(self, run: Path, restarts: str) -> None:
         self._run = run
         self._restarts = Restarts(run, restarts)
-        self._begun = time.time()
+        self._started_at = time.time()
 
     def decide(self, failure: Failure, goes_on: bool) -> Event:
         """Return the event that the next launch reports.
@@ -78,7 +78,7 @@ class Relaunch:
             run_directory.change(self._run, text, reason(halved(rows), rows, ran_out.step))
         except OSError:  # the workers would read the old one
             return None
-        self._begun = time.time()
+        self._started_at = time.time()
         # No field `step`: events of a step are discarded when that step is repeated.
         return Fault(
             kind="out_of_memory",
@@ -95,7 +95,7 @@ class Relaunch:
             events = read_events(self._run / "events.jsonl")
         except OSError:
             return False
-        return any(event["event"] == "start" and event["time"] >= self._begun for event in events)
+        return any(event["event"] == "start" and event["time"] >= self._started_at for event in events)
 
 
 def is_replan_requested(run: Path) -> bool:
@@ -167,7 +167,7 @@ class Restarts:
         self._failures: list[tuple[int | None, str]] = []
         self._stuck: tuple[int | None, int] = (None, 0)
         self._is_written = True
-        self._begun = clock() if started_at is None else started_at
+        self._started_at = clock() if started_at is None else started_at
 
     def decide(self, failure: Failure) -> Restart | Failure:
         """Return the event of a restart, or the failure that the run ends with, which says why there is none.
@@ -197,7 +197,7 @@ class Restarts:
             return replace(failure, message=failure.message + why)
         self._times.append(now)
         self._stuck = step, stuck + 1
-        self._begun = now
+        self._started_at = now
         self._write()
         return Restart(
             cause=str(failure.cause),
@@ -232,7 +232,7 @@ class Restarts:
             events = read_events(self._run / "events.jsonl")
         except OSError:
             return None
-        steps = [event["step"] for event in events if event["event"] == "step" and event["time"] >= self._begun]
+        steps = [event["step"] for event in events if event["event"] == "step" and event["time"] >= self._started_at]
         return steps[-1] if steps else None
 
 

@@ -83,9 +83,9 @@ class RunRequest:
             yield run
 
     def _bring_up_to_date(self, run: Path, recipe: Recipe) -> None:
-        from trainwright.launch.stored_runs import bring_up_to_date, place_of, places_of
+        from trainwright.launch.stored_runs import bring_up_to_date, store_of, stores_of
 
-        places = [*([place_of(self.url)] if self.url else []), *places_of(recipe.checkpoint.copies, run)]
+        places = [*([store_of(self.url)] if self.url else []), *stores_of(recipe.checkpoint.copies, run)]
         if places:
             bring_up_to_date(run, places)
 
@@ -100,10 +100,10 @@ class RunRequest:
         """Undo what is written into the run's directory on an exception in the context."""
         return run_directory.undone_on_error(run, created=self.run is None, keep=self.in_place)
 
-    def discard_unbegun(self, run: Path) -> None:
+    def discard_unstarted(self, run: Path) -> None:
         """Remove the directory of a new run in which nothing was trained."""
         if self.run is None:
-            run_directory.discard_unbegun(run, keep=self.in_place)
+            run_directory.discard_unstarted(run, keep=self.in_place)
 
     def record(self, run: Path, resolved: Resolved) -> str:
         """Write the resolved recipe and its plan into the run's directory; return the recipe's text."""
@@ -147,7 +147,7 @@ def request_of(
     if recipe is None and not resume:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
     if resume == AUTO:
-        return _begun_or_new(recipe, overrides, translation)
+        return _started_or_new(recipe, overrides, translation)
     if resume is None:
         assert recipe is not None
         overrides, reasons = _under(overrides, translation, recipe, resumed=False)
@@ -165,12 +165,12 @@ def request_of(
 
 def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
     """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
-    from trainwright.launch.stored_runs import fetch, place_of
+    from trainwright.launch.stored_runs import fetch, store_of
 
-    store = place_of(url)
+    store = store_of(url)
     path = ("logging", "run_directory")
-    given = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
-    directories = [str(parse_value(each, "the command line", path)[0]) for each in given]
+    directory_overrides = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
+    directories = [str(parse_value(each, "the command line", path)[0]) for each in directory_overrides]
     name = url.rstrip("/").rpartition("/")[2]
     run = user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
     fetched = fetch([store], run, name)
@@ -180,7 +180,7 @@ def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], transla
     return _discarded_on_error(fetched, run, recipe, rest, translation, url)
 
 
-def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
+def _started_or_new(recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
     if recipe is None:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
     loaded = load_recipe(recipe, overrides)
@@ -188,9 +188,9 @@ def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation:
     there = run_directory.with_directory(overrides, run)
     has_started, fetched = (run / run_directory.RECIPE).is_file(), False
     if not has_started and loaded.checkpoint.copies:
-        from trainwright.launch.stored_runs import fetch, places_of
+        from trainwright.launch.stored_runs import fetch, stores_of
 
-        has_started = fetched = fetch(places_of(loaded.checkpoint.copies, run), run)
+        has_started = fetched = fetch(stores_of(loaded.checkpoint.copies, run), run)
     if not has_started:
         return replace(request_of(recipe, there, None, translation), in_place=True)
     return _discarded_on_error(fetched, run, recipe, there, translation)
@@ -343,7 +343,7 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
         for tracker in (*recipe.logging.observers, *["prometheus"] * (recipe.logging.prometheus is not None)):
             check_installed(tracker)
     if creates and request.run is None and recipe.logging.run_directory != "auto":
-        check_directory = run_directory.check_unbegun if request.in_place else run_directory.check_new
+        check_directory = run_directory.check_not_started if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
     if creates and recipe.push is not None:
         from trainwright.models.resolve_model import hub_token

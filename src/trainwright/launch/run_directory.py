@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.activity import Activity
 from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
 from trainwright.errors import FaultError, RequestError, Stopped, unwritable
-from trainwright.launch.ending.stop import is_started_again
+from trainwright.launch.ending.stop import is_restart
 from trainwright.machine.sharing import Locked, lock_directory
 from trainwright.paths import open_inside, user_path, write_file
 from trainwright.recipe.files import parse_json
@@ -57,7 +57,7 @@ def create(key: str, stem: str, *, in_place: bool = False) -> Path:
     """
     if key != "auto":
         directory = user_path(key)
-        (check_unbegun if in_place else check_new)(directory)
+        (check_not_started if in_place else check_new)(directory)
         try:
             directory.mkdir(parents=True, exist_ok=in_place)
         except OSError as error:
@@ -130,7 +130,7 @@ def own_directory(key: str, stem: str) -> Path:
     return directory / element if element.isdigit() else directory
 
 
-def check_unbegun(directory: Path) -> None:
+def check_not_started(directory: Path) -> None:
     """Raise RequestError if there is no run in the directory, and more than what is there before one begins."""
     try:
         names = sorted(os.listdir(directory))
@@ -218,13 +218,13 @@ def record(
     Each file is written completely or not at all. Raises MachineError if the disk is full or not writable,
     RequestError if a directory is in the place of a file.
     """
-    known = {**(plan or {}), "recipe": stem, "reasons": list(reasons)}
-    known["chosen_keys"] = list(chosen)
+    content = {**(plan or {}), "recipe": stem, "reasons": list(reasons)}
+    content["chosen_keys"] = list(chosen)
     if (stored := plan_of(directory).get(STORED_AS)) is not None:
-        known[STORED_AS] = stored
+        content[STORED_AS] = stored
     try:
         write_file(directory / RECIPE, recipe)
-        _write_plan(directory, known)
+        _write_plan(directory, content)
     except OSError as error:
         raise unwritable(Path(error.filename2 or directory), error) from error
 
@@ -285,7 +285,7 @@ def _write_plan(directory: Path, plan: Mapping[str, Any]) -> None:
     write_file(directory / PLAN, json.dumps(plan, indent=2) + "\n")
 
 
-def discard_unbegun(directory: Path, *, keep: bool = False) -> None:
+def discard_unstarted(directory: Path, *, keep: bool = False) -> None:
     """Remove the directory of a new run whose request a worker rejected: nothing was trained in it.
 
     With `keep` the directory itself stays, which another process may wait to lock, and what was there before.
@@ -305,7 +305,7 @@ def _remove(directory: Path, keep: bool) -> None:
 
 @contextmanager
 def undone_on_error(directory: Path, created: bool, *, keep: bool = False) -> Iterator[None]:
-    """On an exception while preparing, remove a new directory as `discard_unbegun`, and restore an existing run."""
+    """On an exception while preparing, remove a new directory as `discard_unstarted`, and restore an existing run."""
     before = {} if created else {name: _read(directory / name) for name in (RECIPE, PLAN)}
     try:
         yield
@@ -336,7 +336,7 @@ def only_launch(directory: Path, stopped: Callable[[], bool] = lambda: False) ->
         try:
             stack.enter_context(lock_directory(directory, _refusal(directory), _LEAVING_SECONDS))
         except Locked as error:
-            if not error.is_elsewhere and not is_started_again():
+            if not error.is_elsewhere and not is_restart():
                 raise
             _wait_for(directory, error.holder, stopped, stack)
         yield
@@ -355,7 +355,7 @@ def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], stack: 
                     raise Stopped() from None
                 if time.monotonic() < end:
                     time.sleep(_LOOK_SECONDS)
-                elif is_started_again():
+                elif is_restart():
                     raise FaultError(
                         f"{error}; if its machine has failed, its file server may still hold the lock; try again later"
                     ) from None

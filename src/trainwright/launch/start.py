@@ -33,8 +33,8 @@ from trainwright.errors import (
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failed import record_failure
 from trainwright.launch.ending.failure import raise_oom_score
-from trainwright.launch.ending.left import left_in_words
-from trainwright.launch.ending.requests import forget_stops, look_before_steps
+from trainwright.launch.ending.left import describe_stop
+from trainwright.launch.ending.requests import check_before_steps, forget_stops
 from trainwright.launch.ending.stop import Stopping, job_script_warning
 from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.device_slots import show_answering_gpus
@@ -74,7 +74,7 @@ def start(
         Stopped: a stop was requested; the message says what was saved and how to continue.
         TrainwrightError: the run could not start, or failed.
     """
-    processes = _most(resolved)
+    processes = _max_processes(resolved)
     here = -(-processes // (rendezvous.nodes if rendezvous else 1))
     ignore_closed_output()
     check_limits(here, processes)
@@ -116,20 +116,9 @@ def _as_node(
         return bool(resolved.usable) and number * here >= resolved.usable[0]
 
     with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
-        rendezvous_address = rendezvous.host, rendezvous.port
         directory = request.recipe.logging.run_directory
         shared = folder_of(directory) if request.run is None else request.run.absolute().parent
-        nodes = Nodes.meet(
-            rendezvous.node_rank,
-            rendezvous.nodes,
-            rendezvous_address,
-            rendezvous.seconds,
-            mine,
-            linked,
-            rules,
-            enough,
-            shared,
-        )
+        nodes = Nodes.meet(rendezvous, mine, linked, rules, enough, shared)
     with taking_part(nodes):
         return _Launch(request, resolved, linked, here, machine, nodes).train()
 
@@ -175,14 +164,14 @@ class _Launch:
                 code = self._run_workers(run)
             except TrainwrightError as error:
                 if error.exit_code == EXIT_REQUEST and is_first:
-                    self.request.discard_unbegun(run)
+                    self.request.discard_unstarted(run)
                 if is_first:
                     record_failure(run, str(error))
                 raise
         if code == EXIT_STOPPED:
             if is_first:
                 record_failure(run, None)
-            stopped = Stopped(f"{left_in_words(run, self.stopping.left)}; {_next(run)}")
+            stopped = Stopped(f"{describe_stop(run, self.stopping.left)}; {_next(run)}")
             stopped.run = run
             raise stopped
         if not (run / "final").is_dir():
@@ -212,7 +201,7 @@ class _Launch:
             if self.counted is not None:
                 with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
                     resolved = self.counted()
-                self._plan_again(run, resolved)
+                self._replan(run, resolved)
             if self.resolved.usable:
                 self.elastic = Elastic(run, self.resolved.usable, devices_for(self._devices()), self.stopping)
                 self.processes = self.elastic.first()
@@ -230,7 +219,7 @@ class _Launch:
             count = devices() if usable else None
             return limit if count is None else count
 
-        self.crew = Crew(run, nodes, usable or (_most(self.resolved),), room, self.stopping)
+        self.crew = Crew(run, nodes, usable or (_max_processes(self.resolved),), room, self.stopping)
         self.processes = self.crew.first()
         self.elastic = self.crew.elastic
 
@@ -247,11 +236,11 @@ class _Launch:
 
     def _looking(self, run: Path) -> AbstractContextManager[None]:
         """Look for requests to stop while no process trains, which would look for them otherwise."""
-        return self.stopping.looking(functools.partial(look_before_steps, run, self.request.deadline))
+        return self.stopping.looking(functools.partial(check_before_steps, run, self.request.deadline))
 
-    def _plan_again(self, run: Path, resolved: Resolved) -> None:
+    def _replan(self, run: Path, resolved: Resolved) -> None:
         before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
-        self.processes = _most(resolved)
+        self.processes = _max_processes(resolved)
         self.request.record(run, resolved)
         _set_threads(before, resolved.plan.chosen.choice.threads)
         check_limits(self.processes, self.processes)
@@ -317,7 +306,7 @@ class _Launch:
         return show_answering_gpus if self.machine.gpus else lambda: None
 
 
-def _most(resolved: Resolved) -> int:
+def _max_processes(resolved: Resolved) -> int:
     """Return the number of processes, or the largest of those that the recipe allows."""
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"

@@ -33,7 +33,7 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def place_of(url: str) -> RemoteStore:
+def store_of(url: str) -> RemoteStore:
     """Return the place of the run that a URL names. Raises RequestError."""
     from trainwright.engine.checkpoints.remote_store import RemoteStore
 
@@ -43,7 +43,7 @@ def place_of(url: str) -> RemoteStore:
     return RemoteStore(where, name, "--resume")
 
 
-def places_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
+def stores_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
     """Return the places where copies of a run are, by the recipe's ``checkpoint.copies``. Raises RequestError."""
     from trainwright.engine.checkpoints.remote_store import RemoteStore
     from trainwright.engine.checkpoints.stored_run import name_in_stores
@@ -211,7 +211,7 @@ def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | N
         return False
     for remnant in _FETCHED:  # by a fetch that was killed
         (run / remnant).unlink(missing_ok=True)
-    run_directory.check_unbegun(run)
+    run_directory.check_not_started(run)
     with run_directory.only_launch(run):
         _write(run, store, stored, name)
     (run / _FETCHING).unlink(missing_ok=True)  # a process that waits for it finds the recipe

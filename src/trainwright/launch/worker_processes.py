@@ -113,8 +113,15 @@ class Workers:
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         with forking():
             for rank in ranks:
-                given = {"TORCHELASTIC_ERROR_FILE": str(error_file(logs, rank)), **ranks.variables(rank, name)}
-                arguments = (entry, logs, os.getpid(), flags, self.slots[rank], {**defaults, **os.environ, **given})
+                variables = {"TORCHELASTIC_ERROR_FILE": str(error_file(logs, rank)), **ranks.variables(rank, name)}
+                arguments = (
+                    entry,
+                    logs,
+                    os.getpid(),
+                    flags,
+                    self.slots[rank],
+                    {**defaults, **os.environ, **variables},
+                )
                 process = context.Process(target=_work, args=arguments)
                 try:
                     process.start()

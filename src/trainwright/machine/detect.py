@@ -26,10 +26,10 @@ def detect() -> Machine:
     """
     from trainwright.machine.machine_file import described_machine
 
-    return described_machine() or _look()
+    return described_machine() or _inspect()
 
 
-def _look() -> Machine:
+def _inspect() -> Machine:
     memory_bytes = _memory_bytes()
     gpus, nvml = _gpus()
     return Machine(

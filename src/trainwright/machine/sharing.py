@@ -212,7 +212,7 @@ _KEPT = "kept"  # the token of what a later call goes on with
 _OLD_SECONDS = 24 * 3600.0
 
 
-def made_once(
+def build_once(
     directory: Path,
     find: Callable[[], _Found | None],
     make: Callable[[Path], object],
@@ -245,7 +245,7 @@ def made_once(
         existing = retried(find)
         if existing is not None:
             return existing
-        _remove_left(directory, alone=alone, keep=goes_on)
+        _remove_remnants(directory, alone=alone, keep=goes_on)
         token = _KEPT if alone and goes_on else secrets.token_hex(4)
         scratch = directory.with_name(f"{_prefix(directory)}{token}")
         complete = False
@@ -259,14 +259,14 @@ def made_once(
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def remove_left_files(file: Path) -> None:
+def remove_remnants(file: Path) -> None:
     """Remove what processes that were killed have left of writing ``file`` with `paths.write_file`.
 
     Call it while nobody else writes the file.
     """
-    for left in file.parent.glob(f".{_literal(file.name)}.*"):
+    for remnant in file.parent.glob(f".{_literal(file.name)}.*"):
         with suppress(OSError):
-            left.unlink()
+            remnant.unlink()
 
 
 def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
@@ -289,18 +289,18 @@ def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]
     return existing
 
 
-def _remove_left(directory: Path, *, alone: bool, keep: bool) -> None:
+def _remove_remnants(directory: Path, *, alone: bool, keep: bool) -> None:
     """Remove what calls that were interrupted have left: those of this host if no other process of it is here now."""
     own = _prefix(directory)
-    for left in directory.parent.glob(f".*{_literal(directory.name)}.*"):
+    for remnant in directory.parent.glob(f".*{_literal(directory.name)}.*"):
         # `make` may write its directory by way of one with another dot before the name.
-        name = f".{left.name.lstrip('.')}"
+        name = f".{remnant.name.lstrip('.')}"
         if alone and name.startswith(own):
-            is_left = not (keep and left.name == f"{own}{_KEPT}")
+            is_left = not (keep and remnant.name == f"{own}{_KEPT}")
         else:
-            is_left = name.startswith(f".{directory.name}.") and _age(left) > _OLD_SECONDS
+            is_left = name.startswith(f".{directory.name}.") and _age(remnant) > _OLD_SECONDS
         if is_left:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(remnant, ignore_errors=True)
 
 
 def _prefix(directory: Path) -> str:
@@ -312,10 +312,10 @@ def _literal(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-def _age(left: Path) -> float:
+def _age(remnant: Path) -> float:
     """Return the seconds since anything in a directory was changed."""
     newest = 0.0
-    for folder, _, files in os.walk(left):
+    for folder, _, files in os.walk(remnant):
         for path in (folder, *(os.path.join(folder, name) for name in files)):
             with suppress(OSError):
                 newest = max(newest, os.stat(path).st_mtime)

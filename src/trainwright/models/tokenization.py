@@ -19,7 +19,7 @@ from trainwright.data.rows.texts import SEPARATOR, pieces
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words, cache_root
-from trainwright.machine.sharing import made_once
+from trainwright.machine.sharing import build_once
 from trainwright.models.supported import class_in
 from trainwright.recipe.sections.data import SourceSection
 
@@ -164,7 +164,9 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
         return tokenizer
 
     with cache_in_words(directory):
-        tokenizer = made_once(directory, find, lambda path: make_tokenizer([(source, key)], size).save_pretrained(path))
+        tokenizer = build_once(
+            directory, find, lambda path: make_tokenizer([(source, key)], size).save_pretrained(path)
+        )
     tokenizer.name_or_path = name
     return tokenizer
 

@@ -25,13 +25,13 @@ class Counting:
         self._label = label
         self._total = total
         self._done = 0
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         self._shown = float("-inf")
 
     def __call__(self, count: int) -> None:
         """Add ``count``."""
         if not self._done:
-            self._begun = time.monotonic()
+            self._started_at = time.monotonic()
         self._done = min(self._total, self._done + count)
         now, terminal = time.monotonic(), text.is_terminal(self._stream)
         finished = self._done == self._total
@@ -42,6 +42,6 @@ class Counting:
         if not terminal:
             say(f"{self._label}{counted}", file=self._stream)
             return
-        left = (now - self._begun) / self._done * (self._total - self._done)
-        shown, ending = ("", "") if finished else (self._label, f"{counted}  {text.duration(left)} left")
+        remaining = (now - self._started_at) / self._done * (self._total - self._done)
+        shown, ending = ("", "") if finished else (self._label, f"{counted}  {text.duration(remaining)} left")
         text.draw(shown, self._stream, ending)

@@ -118,7 +118,7 @@ class LedgerWriter:
         self._file, self._rank, self._own, self._sample = rank_file(run, rank), rank, own, sample
         self._started = time.time() - process_age()
         # The heartbeat began after the interpreter and its imports.
-        self._before = time.time() - (time.monotonic() - own.begun) - self._started
+        self._before = time.time() - (time.monotonic() - own.started) - self._started
         self._launch = 1 + max((line.launch for line in _lines(_tail(self._file).splitlines())), default=0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write_now_and_then, name="ledger", daemon=True)

@@ -66,12 +66,12 @@ class Lines:
     def step(self, event: EventRecord) -> None:
         """Print a line every few seconds."""
         step, total = event["step"], self._remaining.total
-        left = self._remaining.after(step, event.get("step_time", 0.0))
+        remaining = self._remaining.after(step, event.get("step_time", 0.0))
         now = time.monotonic()
         if now - self._last < self._seconds and step != total:
             return
         self._last = now
-        self.write(f"step {step}/{total}  {'  '.join(figures(event))}  {text.duration(left)} left")
+        self.write(f"step {step}/{total}  {'  '.join(figures(event))}  {text.duration(remaining)} left")
 
     def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Print a long operation, less and less often."""
@@ -128,13 +128,13 @@ class Bar:
     def step(self, event: EventRecord) -> None:
         """Move the bar."""
         self._done = event["step"]
-        left = self._remaining.after(self._done, event.get("step_time", 0.0))
+        remaining = self._remaining.after(self._done, event.get("step_time", 0.0))
         now = time.monotonic()
         if now - self._drawn >= _REDRAW_SECONDS or self._done == self._remaining.total:
             self._drawn = now
             loss, *others = figures(event)
             mfu = [others.pop()] if "mfu" in event else []  # long, and for wide terminals
-            self._show([loss, f"{text.duration(left)} left", *others, *self._machine(), *mfu])
+            self._show([loss, f"{text.duration(remaining)} left", *others, *self._machine(), *mfu])
 
     def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Show a long operation, with its seconds."""

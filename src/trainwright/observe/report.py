@@ -30,7 +30,7 @@ class ReportObserver:
     def __init__(self, run: Path, *, always: bool) -> None:
         self._run = run
         self._always = always
-        self._begun = self._written = time.monotonic()
+        self._started_at = self._written = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -42,7 +42,7 @@ class ReportObserver:
         """Begin to write the page if it is time; at the end of the run, wait for it."""
         now = time.monotonic()
         if event["event"] == "finish":
-            if self._always or now - self._begun >= _SHORT:
+            if self._always or now - self._started_at >= _SHORT:
                 self._wait()
                 self._write(ended=True)
                 self._wait()
@@ -53,7 +53,7 @@ class ReportObserver:
         if self._process is not None and self._process.poll() is None:
             return  # a slow disk, or a run with very many events
         self._written = time.monotonic()
-        self._process = _begun(self._run, ended=ended)
+        self._process = _start_process(self._run, ended=ended)
 
     def _wait(self) -> None:
         _wait(self._process)
@@ -69,11 +69,11 @@ def write_after_failure(run: Path, setting: bool | str, seconds: float, *, waits
     """
     is_auto = setting == "auto" and ReportObserver.is_available()
     if setting is True or (is_auto and (seconds >= _SHORT or (run / "report.html").is_file())):
-        process = _begun(run, ended=True)
+        process = _start_process(run, ended=True)
         _wait(process if waits else None)
 
 
-def _begun(run: Path, *, ended: bool) -> subprocess.Popen[bytes] | None:
+def _start_process(run: Path, *, ended: bool) -> subprocess.Popen[bytes] | None:
     """Begin to write the page. ``ended``: the training is over, although this launch still locks the run."""
     command = [sys.executable, "-P", "-m", "trainwright", "report", str(run)]
     with suppress(OSError):

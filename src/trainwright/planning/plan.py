@@ -288,8 +288,8 @@ def _layout_constraints(parallel: ParallelSection) -> Mapping[str, Any]:
     """Return the layout keys that are constraints: those in the recipe, also with their default values."""
     if parallel.deepspeed_config is not None:  # the file defines these values
         return {key: getattr(parallel, key) for key in LAYOUT_KEYS}
-    given = {*parallel.changed(), *parallel.model_fields_set}
-    return {key: getattr(parallel, key) for key in LAYOUT_KEYS if key in given}
+    set_keys = {*parallel.changed(), *parallel.model_fields_set}
+    return {key: getattr(parallel, key) for key in LAYOUT_KEYS if key in set_keys}
 
 
 def _perhaps_compiled(evaluator: Evaluator, constraints: Constraints, chosen: Candidate) -> Candidate:
@@ -318,10 +318,10 @@ def installed(strategy: str) -> str | None:
 def _impossible(constraints: Constraints, workload: Workload, cluster: Cluster) -> str:
     if not worlds(workload, cluster, constraints) and (why := constraints.why_not(1, constraints.given_up)):
         return why  # whatever is asked of the processes
-    given = ", ".join(f"{key} {value}" for key, value in constraints.fixed.items())
+    constraint_text = ", ".join(f"{key} {value}" for key, value in constraints.fixed.items())
     rows = "packs" if workload.packed else "rows"
     return (
-        f"no number of processes and strategy match all of {given} for a global batch of "
+        f"no number of processes and strategy match all of {constraint_text} for a global batch of "
         f"{workload.global_batch_rows:.0f} {rows}; set one of them to auto"
     )
 

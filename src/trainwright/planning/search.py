@@ -329,8 +329,8 @@ def _with_threads(
     fitting = fits[:timed]
     done = {choice.micro_batch_size for choice in fits}  # recomputation would only make these slower
     for option in options[1:]:
-        left = [choice for choice in rows[option] if choice.micro_batch_size not in done]
-        fitting += _fitting(evaluator, left)[:timed]
+        untried = [choice for choice in rows[option] if choice.micro_batch_size not in done]
+        fitting += _fitting(evaluator, untried)[:timed]
     return _Tried(tuple(fitting), least, min(map(evaluator.seconds, fitting)))
 
 

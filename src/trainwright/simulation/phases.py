@@ -80,23 +80,23 @@ _INSTALLED = ("site-packages/", "dist-packages/")
 _STANDARD = sysconfig.get_path("stdlib")
 
 
-def place() -> str:
+def source_location() -> str:
     """Return the innermost line of this package that is running, and that of other code below it.
 
     ``models/causal_lm.py:148 _hidden (transformers/masking_utils.py:93 create_mask)``
     """
-    return _place(_frames(sys._getframe(1)))
+    return _location(_frames(sys._getframe(1)))
 
 
-def place_of(error: BaseException) -> str:
-    """Return the place where an exception was raised, as ``place``."""
+def error_location(error: BaseException) -> str:
+    """Return the line that raised an exception, as ``source_location``."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return _place(reversed(frames))
+    return _location(reversed(frames))
 
 
 _Line = tuple[str, int, str]  # file, line, function
@@ -108,8 +108,8 @@ def _frames(frame: FrameType | None) -> Iterator[_Line]:
         frame = frame.f_back
 
 
-def _place(lines: Iterator[_Line]) -> str:
-    """Return the place of the innermost of ``lines``, innermost first."""
+def _location(lines: Iterator[_Line]) -> str:
+    """Return the location of the innermost of ``lines``, innermost first."""
     other = ""
     for file, line, function in lines:
         if file.startswith(_PACKAGE):
@@ -130,12 +130,12 @@ def _name(file: str) -> str:
 
 
 class Wait(NamedTuple):
-    """A wait of the host. ``place``: the line that waits."""
+    """A wait of the host. ``source_line``: the line that waits."""
 
     step: int
     phase: str
     cause: str
-    place: str
+    source_line: str
 
 
 class WaitLog:
@@ -147,12 +147,12 @@ class WaitLog:
 
     def note(self, cause: str) -> None:
         """Add a wait at the line that is running."""
-        self.counts[Wait(self._phases.step, self._phases.phase, cause, place())] += 1
+        self.counts[Wait(self._phases.step, self._phases.phase, cause, source_location())] += 1
 
     def of_step(self, step: int) -> dict[tuple[str, str], int]:
-        """Return the number of waits of a step by cause and place, most frequent first."""
+        """Return the number of waits of a step by cause and source line, most frequent first."""
         counts: Counter[tuple[str, str]] = Counter()
         for wait, count in self.counts.items():
             if wait.step == step and wait.phase in STEP_PHASES:
-                counts[wait.cause, wait.place] += count
+                counts[wait.cause, wait.source_line] += count
         return dict(counts.most_common())

@@ -34,7 +34,7 @@ _CONSTANT = {"schedule": "constant", "warmup_steps": 0, "decay_steps": 0.1, "fin
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulationRequest:
     """A request to simulate. ``steps``: optimizer steps to take; ``force``: even if the plan says it does not fit;
     ``accelerate_config``: a file whose settings are those of the recipe.
     """
@@ -47,7 +47,7 @@ class Asked:
     accelerate_config: Path | None = None
 
 
-def simulate(request: Asked) -> Simulation:
+def simulate(request: SimulationRequest) -> Simulation:
     """Simulate a run; changes this process, which must not have imported torch.
 
     Raises:
@@ -71,7 +71,7 @@ def simulate(request: Asked) -> Simulation:
         return _Simulating(request, cluster, directory).run()
 
 
-def _with_file(request: Asked, file: Path, cluster: Cluster) -> tuple[Asked, Cluster]:
+def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tuple[SimulationRequest, Cluster]:
     """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
     from trainwright.launch.accelerate.recipe import find_translation, join
 
@@ -89,7 +89,7 @@ def _with_file(request: Asked, file: Path, cluster: Cluster) -> tuple[Asked, Clu
 class _Simulating:
     """The parts of a simulation, in order."""
 
-    def __init__(self, request: Asked, cluster: Cluster, directory: Path) -> None:
+    def __init__(self, request: SimulationRequest, cluster: Cluster, directory: Path) -> None:
         self._asked = request
         self._cluster = cluster
         self._directory = directory
@@ -171,7 +171,7 @@ def _changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
 
 def _attempted(work: Callable[[], None]) -> str | None:
     """Do a part of the run; return the error that ended it, with its place."""
-    from trainwright.simulation.phases import place_of
+    from trainwright.simulation.phases import error_location
 
     try:
         work()
@@ -180,7 +180,7 @@ def _attempted(work: Callable[[], None]) -> str | None:
             raise
         return str(error)
     except Exception as error:  # whatever a GPU would have made of it
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}; at {place_of(error)}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}; at {error_location(error)}"
     return None
 
 

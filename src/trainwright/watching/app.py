@@ -47,8 +47,8 @@ def application(board: Board, token: str) -> Starlette:
         board.close()
 
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.query_params.get("token", "")
-        if secrets.compare_digest(given.encode(), token.encode()):
+        presented = request.query_params.get("token", "")
+        if secrets.compare_digest(presented.encode(), token.encode()):
             response = await answer(request)
         else:
             response = PlainTextResponse("use the address with the token that trainwright watch has printed\n", 403)

@@ -161,7 +161,7 @@ class Board:
                 self._rows.pop(gone, None)
                 self._glances.pop(gone, None)
         # In the order in which they were begun, as their numbers give them their colors.
-        for name in sorted(runs.keys() - self._followers.keys(), key=lambda name: (_begun(runs[name]), name)):
+        for name in sorted(runs.keys() - self._followers.keys(), key=lambda name: (_started_at(runs[name]), name)):
             self._numbers.setdefault(name, len(self._numbers))
             follower = follower_of(runs[name])
             with self._lock:
@@ -268,7 +268,7 @@ def _curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list
     }
 
 
-def _begun(directory: Path) -> float:
+def _started_at(directory: Path) -> float:
     try:
         return (directory / RECIPE).lstat().st_mtime
     except OSError:  # deleted meanwhile

@@ -289,7 +289,7 @@ def test_a_stop_between_two_starts_says_how_to_continue(tmp_path: Path, monkeypa
     python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch lost\nkill -9 $PPID")
     _replace_python(monkeypatch, tmp_path, python)
     (tmp_path / "ssh").write_text(SSH.replace("exec", "if [ -e lost ]; then touch unreachable; exit 255; fi\nexec"))
-    monkeypatch.setattr(stop, "_begun", False)
+    monkeypatch.setattr(stop, "_handles_signals", False)
     asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
     thread = beside(
         lambda: wait_for(Path("unreachable").exists),

@@ -202,7 +202,7 @@ def answers_of(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[
         meeting: the name or address of the host where all of them meet, which each has to know.
     """
     with ThreadPoolExecutor(min(64, len(hosts))) as pool:
-        return list(pool.map(lambda host: _ask(host, prepared, meeting), hosts))
+        return list(pool.map(lambda host: _probe(host, prepared, meeting), hosts))
 
 
 def check_clocks(hosts: Sequence[Host], ahead: Sequence[float]) -> None:
@@ -216,7 +216,7 @@ def check_clocks(hosts: Sequence[Host], ahead: Sequence[float]) -> None:
         )
 
 
-def _ask(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightError:
+def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightError:
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} || exit {_NO_DIRECTORY}\n{prepared}\n"

@@ -115,7 +115,7 @@ class _Remote:
         self._threads = [threading.Thread(target=self._gather, args=pipe, daemon=True) for pipe in pipes]
         self.prefix = ""
 
-    def again(self) -> _Remote:
+    def restarted(self) -> _Remote:
         """Return the command, started once more."""
         self.hang_up()
         return _Remote(self.host, self._command, self._logs)
@@ -126,12 +126,12 @@ class _Remote:
         code = self.process.poll()
         if code is None or 0 <= code < _KILLED:
             return None
-        if code > 0 and self._has_told():
+        if code > 0 and self._has_reported_end():
             return f"its command was killed (exit code {code})" if _KILLED < code <= _KILLED + _SIGNALS else None
         return "its connection was lost" if code == SSH_FAILED else f"its command was killed (exit code {code})"
 
-    def _has_told(self) -> bool:
-        """Return whether the host has told the exit code of its command, which then is that of the connection too."""
+    def _has_reported_end(self) -> bool:
+        """Return whether the host has reported its command's exit code, which then is that of the connection too."""
         if not self._ended and self._threads[1].is_alive():
             self._threads[1].join(_TELLS_SECONDS)
         return self._ended
@@ -227,7 +227,7 @@ class _Group:
                 say(f"{each.host.name}: {each.lost}; it is tried again while the others go on", file=sys.stderr)
             if now >= self._missing.setdefault(i, now + _AGAIN_SECONDS):
                 self._missing[i] = now + _AGAIN_SECONDS
-                self._remotes[i] = each.again()
+                self._remotes[i] = each.restarted()
                 self._begin(i)
 
     def _ended(self) -> HostsResult:
@@ -272,7 +272,7 @@ def exit_code(codes: Sequence[int]) -> int:
 _TRIES, _TRY_SECONDS = 6, 10.0
 
 
-class Again:
+class HostRestarts:
     """Decide whether and where a run is started again.
 
     Args:

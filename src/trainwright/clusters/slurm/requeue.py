@@ -19,7 +19,7 @@ from typing import TypeVar
 from trainwright.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.clusters.slurm import scheduler
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch.ending.requests import STOP_FILE, was_asked_to_stop
+from trainwright.launch.ending.requests import STOP_FILE, stop_was_requested
 from trainwright.launch.ending.stop import scheduler_job
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.observe.reader import status_of
@@ -46,10 +46,10 @@ def main() -> None:
         say(f"{options.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)
         options.code = EXIT_FAULT
     try:
-        if options.series and (not may_continue(options.code) or was_asked_to_stop(options.run)):
+        if options.series and (not may_continue(options.code) or stop_was_requested(options.run)):
             _cancel_later(options.run)
         anyway = options.until_done or options.code != EXIT_STOPPED  # a fault of a machine
-        if may_continue(options.code) and was_asked_to_stop(options.run):
+        if may_continue(options.code) and stop_was_requested(options.run):
             say(f"job {job} is not requeued: {options.run / STOP_FILE} asked the run to stop", file=sys.stderr)
         elif may_continue(options.code):
             reason = _why_not(_answered(lambda: scheduler.shown(job)), anyway)

@@ -159,8 +159,8 @@ def grace(partition: str | None) -> Grace | None:
     """Return the grace of jobs in a partition, the first of several; None if Slurm does not say."""
     try:
         config = _run("scontrol", "show", "config").stdout
-        named = [] if partition is None else [partition.partition(",")[0]]
-        partitions = _run("scontrol", "show", "partition", "--oneliner", *named).stdout.splitlines()
+        first_partition = [] if partition is None else [partition.partition(",")[0]]
+        partitions = _run("scontrol", "show", "partition", "--oneliner", *first_partition).stdout.splitlines()
     except RequestError:
         return None
     match = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)

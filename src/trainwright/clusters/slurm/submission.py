@@ -16,7 +16,7 @@ from trainwright.launch.ending.requests import (
     forget_stops,
     seconds_to_stop,
     seconds_to_write,
-    was_asked_to_stop,
+    stop_was_requested,
 )
 from trainwright.machine.sharing import lock_directory, remove_locked
 from trainwright.paths import write_file
@@ -67,7 +67,7 @@ def submit(job: Job, *, chosen: bool = False) -> list[str]:
             _refuse_queued(job)
             write_file(file, text(job))
             for run in job.runs():
-                if was_asked_to_stop(run):  # which the end of the new job would take for a request to it
+                if stop_was_requested(run):  # which the end of the new job would take for a request to it
                     forget_stops(run, 0.0)
             return _submitted(job, chosen)
         except _InDoubt:  # what a job in the queue needs is left

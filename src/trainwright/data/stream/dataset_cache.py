@@ -32,7 +32,7 @@ from trainwright.data.tokens.lengths import check_length
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
-from trainwright.machine.sharing import lock_file, made_once, remove_left_files
+from trainwright.machine.sharing import build_once, lock_file, remove_remnants
 from trainwright.paths import retried, write_file
 from trainwright.text import plural
 
@@ -97,7 +97,7 @@ def prepare(
             waiting = "waiting for another process that prepares the same data"
             with lock_file(key.with_suffix(".lock"), waiting) as alone:
                 if alone:
-                    remove_left_files(key)
+                    remove_remnants(key)
                 os.listdir(key.parent)  # asks the server of a shared file system again
                 cached = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
     prepared, format_ = cached
@@ -158,7 +158,7 @@ def _build(
         how = "made now"
 
     # Other keys may have the same fingerprint, so it has a lock of its own.
-    opened = made_once(directory, lambda: _open(directory, how), make)
+    opened = build_once(directory, lambda: _open(directory, how), make)
     write_file(key, json.dumps({"fingerprint": fingerprint}))
     return opened
 

@@ -18,7 +18,7 @@ from trainwright.data.tokens.dataset import MixturePart, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.detect import detect
-from trainwright.machine.sharing import made_once
+from trainwright.machine.sharing import build_once
 from trainwright.paths import user_path
 from trainwright.text import plural
 
@@ -110,7 +110,7 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
         tokenize([(source, key)], tokenizer, path, identity=identity, processes=processes)
 
     with cache_in_words(directory, CANNOT_STORE):
-        return made_once(directory, find, make, goes_on=True)
+        return build_once(directory, find, make, goes_on=True)
 
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:

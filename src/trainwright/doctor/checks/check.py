@@ -85,7 +85,7 @@ class Check:
     Attributes:
         name: on the command line and in JSON.
         title: what is checked, for tables.
-        place: the function, as ``module:function`` below this package; called with `CheckContext`, it returns
+        entry_point: the function, as ``module:function`` below this package; called with `CheckContext`, it returns
             `CheckResult` or raises `CannotCheck` or `CheckEnded`.
         after: names of checks; if one of them found something broken, this one is skipped.
         needs_gpu: whether it is only for machines with a GPU.
@@ -93,13 +93,13 @@ class Check:
 
     name: str
     title: str
-    place: str
+    entry_point: str
     after: tuple[str, ...] = ()
     needs_gpu: bool = False
 
     def load(self) -> Callable[[CheckContext], CheckResult]:
         """Return the function of the check."""
-        module, _, name = self.place.partition(":")
+        module, _, name = self.entry_point.partition(":")
         function: Callable[[CheckContext], CheckResult] = getattr(import_module(f"{__package__}.{module}"), name)
         return function
 

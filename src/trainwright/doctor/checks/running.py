@@ -141,7 +141,7 @@ def checks_named(names: tuple[str, ...]) -> tuple[Check, ...]:
     Raises:
         RequestError: a name is unknown.
     """
-    known = [check.name for check in CHECKS]
-    if unknown := [name for name in names if name not in known]:
-        raise RequestError(f"{unknown[0]}: no such check; choose from {', '.join(known)}")
+    check_names = [check.name for check in CHECKS]
+    if unknown := [name for name in names if name not in check_names]:
+        raise RequestError(f"{unknown[0]}: no such check; choose from {', '.join(check_names)}")
     return tuple(check for check in CHECKS if not names or check.name in names)

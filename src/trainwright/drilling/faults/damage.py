@@ -84,9 +84,9 @@ def damaged_and_pruned(scene: Scene) -> None:
                 scene.expect(ended, (STOPPED,), "resume")
         else:
             command.kill()
-        left = _whole(scene)
-        require(left, f"no whole checkpoint is left; before: {steps}, damaged: {sorted(bad)}")
-        require(max(left) >= newest, f"the checkpoint of step {newest} is gone, whole ones are of {left}")
+        remaining = _whole(scene)
+        require(remaining, f"no whole checkpoint is left; before: {steps}, damaged: {sorted(bad)}")
+        require(max(remaining) >= newest, f"the checkpoint of step {newest} is gone, whole ones are of {remaining}")
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
     invariants.complete_and_same(scene.run, scene.reference(), exact=True)

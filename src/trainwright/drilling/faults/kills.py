@@ -79,7 +79,7 @@ def kill_repeatedly(scene: Scene) -> None:
         if scene.draw.random() < 0.5:
             time.sleep(scene.draw.uniform(0.5, 4.0))
         else:
-            scene.wait_until(command, functools.partial(_started_again, scene, starts))
+            scene.wait_until(command, functools.partial(_has_restarted, scene, starts))
             time.sleep(scene.draw.uniform(0, 0.4))
         command.kill()
         invariants.none_lost(scene.run)
@@ -154,7 +154,7 @@ def _killed_and_resumed(scene: Scene, command: Command) -> None:
     scene.resumes()
 
 
-def _started_again(scene: Scene, starts: int) -> bool:
+def _has_restarted(scene: Scene, starts: int) -> bool:
     return _starts(scene) > starts
 
 

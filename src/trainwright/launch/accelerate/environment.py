@@ -122,15 +122,15 @@ def _precision(source: AccelerateConfig) -> str:
 
 
 def _fsdp(source: AccelerateConfig) -> dict[str, str]:
-    given = dict(_items(source, "fsdp_config", "fsdp_"))
-    reshard = str(given.get("fsdp_reshard_after_forward", "")).upper()
+    fields = dict(_items(source, "fsdp_config", "fsdp_"))
+    reshard = str(fields.get("fsdp_reshard_after_forward", "")).upper()
     if reshard in fsdp.SHARDING:
         # Version 1's wizard writes the sharding strategy under this name. In Accelerate 1.15 the default of the other
         # variable takes precedence, so it must be set there.
-        given.setdefault("fsdp_sharding_strategy", reshard)
+        fields.setdefault("fsdp_sharding_strategy", reshard)
     variables = {"ACCELERATE_USE_FSDP": "true"}
     for key, (name, default) in _FSDP.items():
-        value = given.get(key)
+        value = fields.get(key)
         if isinstance(value, list):
             value = ",".join(map(str, value))
         if value is None and default is None:
@@ -142,26 +142,26 @@ def _fsdp(source: AccelerateConfig) -> dict[str, str]:
 
 
 def _deepspeed(source: AccelerateConfig) -> dict[str, str]:
-    given = dict(_items(source, "deepspeed_config", ""))
+    options = dict(_items(source, "deepspeed_config", ""))
     variables = {"ACCELERATE_USE_DEEPSPEED": "true"}
-    fields = [*given, *(["mixed_precision"] if source.values.get("mixed_precision") is not None else [])]
+    fields = [*options, *(["mixed_precision"] if source.values.get("mixed_precision") is not None else [])]
     variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
     for key, name in _DEEPSPEED.items():
-        if given.get(key) is not None:
-            text = _text(given[key])
+        if options.get(key) is not None:
+            text = _text(options[key])
             variables[name] = text if key.endswith(("file", "path", "names")) else text.lower()
-    if given.get("deepspeed_config_file") is not None:
-        json_file = deepspeed.find_json(str(given["deepspeed_config_file"]), source)
-        variables[_DEEPSPEED["deepspeed_config_file"]] = str(json_file or given["deepspeed_config_file"])
+    if options.get("deepspeed_config_file") is not None:
+        json_file = deepspeed.find_json(str(options["deepspeed_config_file"]), source)
+        variables[_DEEPSPEED["deepspeed_config_file"]] = str(json_file or options["deepspeed_config_file"])
     return variables
 
 
 def _parallelism(source: AccelerateConfig) -> dict[str, str]:
-    given = dict(_items(source, "parallelism_config", "parallelism_config_"))
-    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} if given else {}
+    sizes = dict(_items(source, "parallelism_config", "parallelism_config_"))
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} if sizes else {}
     for key, (name, default) in _PARALLELISM.items():
-        value = given.get(key, default)
-        if given and value is not None:
+        value = sizes.get(key, default)
+        if sizes and value is not None:
             variables[name] = _text(value)
     return variables
 
@@ -191,8 +191,8 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
 
     plugins = Variables(variables).accelerate_plugins()
     take(("mixed_precision",), "ACCELERATE_MIXED_PRECISION", unless="no")
-    for part, known in (("dynamo_config", _DYNAMO), ("parallelism_config", _PARALLELISM), ("fsdp_config", _FSDP)):
-        for key, (name, default) in known.items():
+    for part, keys in (("dynamo_config", _DYNAMO), ("parallelism_config", _PARALLELISM), ("fsdp_config", _FSDP)):
+        for key, (name, default) in keys.items():
             if part != "fsdp_config" or "FSDP" in plugins:
                 take((part, key), name, unless=default)
     if "DEEPSPEED" in plugins:

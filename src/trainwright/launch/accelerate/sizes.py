@@ -48,8 +48,8 @@ def read_sizes(part: ConfigSection, draft: Draft) -> ParallelismSizes | None:
     replicas, shards = (sizes[name] or 1 for name in _DATA)
     if replicas * shards == 1:
         return None
-    given = [name for name in _DATA if PREFIX + name in part]
-    return ParallelismSizes(replicas, shards, " and ".join(part.place(PREFIX + name) for name in given))
+    names = [name for name in _DATA if PREFIX + name in part]
+    return ParallelismSizes(replicas, shards, " and ".join(part.place(PREFIX + name) for name in names))
 
 
 def apply_sizes(sizes: ParallelismSizes, strategy: str, processes: int, origin: str, draft: Draft) -> None:

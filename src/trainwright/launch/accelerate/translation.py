@@ -377,9 +377,9 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
             draft.note(name, "not supported")
     if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
         draft.note("mpirun_config", "processes are started without MPI; on several machines, start the command on each")
-    known = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
+    supported = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
     elsewhere = dict.fromkeys(deepspeed.KEYS, "deepspeed_config") | dict.fromkeys(fsdp.KEYS, "fsdp_config")
-    for text in top.unknown(known, elsewhere):
+    for text in top.unknown(supported, elsewhere):
         draft.problem(text, for_script=True)
 
 

@@ -117,14 +117,14 @@ class ConfigSection:
         where = self.source.place(*self.path, self._written.get(key, key))
         self.problems.append(f"{where}: {key}: expected {expected}, not {self._shown(key)}{hint}")
 
-    def unknown(self, known: Iterable[str], elsewhere: dict[str, str]) -> list[str]:
+    def unknown(self, supported: Iterable[str], elsewhere: dict[str, str]) -> list[str]:
         """Return a line for every key that was not read. ``elsewhere``: keys of other parts, and which part."""
         lines = []
         for key in self._values:
             if key in self._read_keys:
                 continue
             written = self._written[key]
-            near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.7)
+            near = difflib.get_close_matches(key, list(supported), n=1, cutoff=0.7)
             part = elsewhere.get(written)
             hint = f"; it belongs under {part}" if part else f"; did you mean {near[0]}?" if near else ""
             name = ".".join((*self.path, written))

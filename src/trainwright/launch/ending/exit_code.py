@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, Stopped
-from trainwright.launch.ending.requests import Deadline, forget_stops, look_before_steps, reason_of_last_stop
+from trainwright.launch.ending.requests import Deadline, check_before_steps, forget_stops, reason_of_last_stop
 from trainwright.machine.usage.sample import process_age
 from trainwright.text import quoted
 
@@ -18,7 +18,7 @@ ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's and accelerate's number of 
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # their seconds from a signal until they kill the processes
 
 
-def record_begun() -> None:
+def record_start() -> None:
     """Tell the command that runs this process's launcher, if there is one, that this process runs."""
     _record(_BEGUN)
 
@@ -52,8 +52,8 @@ def recorded_code(file: Path, launcher: int) -> int:
         return EXIT_FAULT
     # Of a failure, processes that are stopped because of it may report the stop.
     failures = [each for each in recorded if each != EXIT_STOPPED]
-    known = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word.endswith(_OUTWEIGHS)]
-    return [launcher, *recorded, *failures, *known][-1]
+    final_codes = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word.endswith(_OUTWEIGHS)]
+    return [launcher, *recorded, *failures, *final_codes][-1]
 
 
 def _record(word: str) -> None:
@@ -79,7 +79,7 @@ def refuse_stopped(run: Path, seconds_before: float, deadline: Deadline | None, 
     was_asked = forget_stops(run, seconds_before)
     reason = reason_of_last_stop(run) if _is_repeated() else None
     if reason is None:
-        reason = "it was asked to stop since this launch began" if was_asked else look_before_steps(run, deadline)
+        reason = "it was asked to stop since this launch began" if was_asked else check_before_steps(run, deadline)
     if reason is not None:
         how = f"continue with --resume {quoted(run)}" if resumed else "run the same command again"
         raise Stopped(f"stopped before the next step: {reason}; {how}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST
 
 
-def left_in_words(run: Path, resumes_from: str = CHECKPOINT) -> str:
+def describe_stop(run: Path, resumes_from: str = CHECKPOINT) -> str:
     """Return how a stopped run ended, and what it can be resumed from.
 
     Args:

@@ -177,7 +177,7 @@ def reason_to_stop(run: Path, deadline: Deadline | None, needed: float, now: flo
     return None
 
 
-def look_before_steps(run: Path, deadline: Deadline | None) -> str | None:
+def check_before_steps(run: Path, deadline: Deadline | None) -> str | None:
     """Return why a run of which no process trains now is to stop; None if it is not."""
     return reason_to_stop(run, deadline, _END_SECONDS, time.monotonic())
 
@@ -201,7 +201,7 @@ def _listed(run: Path) -> list[str]:
         return []
 
 
-def was_asked_to_stop(run: Path, within: float = math.inf) -> bool:
+def stop_was_requested(run: Path, within: float = math.inf) -> bool:
     """Return whether the file ``stop`` has ended the last launch of a run, or has appeared since.
 
     Args:

@@ -57,7 +57,7 @@ RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING = 1, 2, 3
 _flag: Flag = _LocalFlag()
 _resize: Flag = _LocalFlag()
 _fresh: Flag = _LocalFlag()
-_begun = False  # whether a launcher of ours handles signals, or has done so
+_handles_signals = False  # whether a launcher of ours handles signals, or has done so
 
 
 class Flags:
@@ -129,8 +129,8 @@ class Stopping:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        global _begun
-        _begun = True
+        global _handles_signals
+        _handles_signals = True
         for number in heeded_signals():
             self._previous[number] = signal.signal(number, self._handle)
         _stop_with_shell()
@@ -205,7 +205,7 @@ def interruptible() -> Iterator[None]:
     """Raise Interrupted in the main thread on a stop signal, while nothing has begun."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not _begun:  # otherwise it is handled when all is done
+        if not _handles_signals:  # otherwise it is handled when all is done
             raise Interrupted
 
     previous = {number: signal.signal(number, interrupt) for number in heeded_signals()}
@@ -382,6 +382,6 @@ def scheduler_job() -> str | None:
     return next((os.environ[name] for name in _JOBS if os.environ.get(name)), None)
 
 
-def is_started_again() -> bool:
+def is_restart() -> bool:
     """Return whether what has started this process may start it again when a machine has failed (exit code 5)."""
     return scheduler_job() is not None or bool(os.environ.get(STARTS_AGAIN))

@@ -132,8 +132,8 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
         planned["batches", "micro-batches per step"] = steps
     own = (View.of(values, planned), _gpu(world.device), _with_targets(share))
-    seen: list[Any] = [own] if world.alone else world.gather(own, View)
-    views, gpus, deals = ([rank[part] for rank in seen] for part in range(3))
+    gathered: list[Any] = [own] if world.alone else world.gather(own, View)
+    views, gpus, deals = ([rank[part] for rank in gathered] for part in range(3))
     dealt = _wrongly_dealt(
         itertools.chain.from_iterable(deals), _with_targets(share if world.alone else first.micro_batches)
     )
@@ -152,12 +152,12 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
     world = strategy.world
     planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type))
     own = strategy.layout()
-    seen: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own), ModelLayout)
-    layouts = [layout for _, layout in seen]
+    gathered: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own), ModelLayout)
+    layouts = [layout for _, layout in gathered]
     held_copies = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
     updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
     views = []
-    for name, layout in seen:
+    for name, layout in gathered:
         values: dict[str, Any] = {"strategy": name, **asdict(layout)}
         for of_one_rank in ("local_shape", "held", "updated"):
             del values[of_one_rank]

@@ -51,7 +51,7 @@ class DeviceSlot:
     local_size: int = 1
 
 
-def places(members: Sequence[Member]) -> list[DeviceSlot]:
+def device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
     """Return a place for every rank. Raises MachineError if the processes do not fit on their machines."""
     _same_version(members)
     slots: dict[int, DeviceSlot] = {}
@@ -116,14 +116,14 @@ def _same_version(members: Sequence[Member]) -> None:
 
 
 def _distinct_local_ranks(ranks: Sequence[int], here: Sequence[Member]) -> None:
-    seen: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, member in zip(ranks, here, strict=True):
-        if member.local_rank in seen:
+        if member.local_rank in rank_of:
             raise MachineError(
-                f"ranks {seen[member.local_rank]} and {rank} both have local rank {member.local_rank} on "
+                f"ranks {rank_of[member.local_rank]} and {rank} both have local rank {member.local_rank} on "
                 f"{member.host}; set LOCAL_RANK to 0, 1, … for the processes of one machine"
             )
-        seen[member.local_rank] = rank
+        rank_of[member.local_rank] = rank
 
 
 def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:

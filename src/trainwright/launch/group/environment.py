@@ -85,10 +85,10 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
         MachineError: variables that contradict each other or are not numbers, or a Slurm allocation of several tasks
             without srun.
     """
-    given = Variables(os.environ if variables is None else variables)
-    environment = _launched(given, os.getppid() if parent is None else parent)
+    variables_given = Variables(os.environ if variables is None else variables)
+    environment = _launched(variables_given, os.getppid() if parent is None else parent)
     if environment is None:
-        _refuse_bare_allocation(given)
+        _refuse_bare_allocation(variables_given)
         return LaunchEnvironment("python")
     _check(environment)
     return environment
@@ -103,13 +103,13 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     Raises:
         RequestError: naming the launcher, the command to launch with it, and the variables that show it.
     """
-    given = Variables(os.environ if variables is None else variables)
-    if (launcher := launcher_of(given, nodes)) is None:
+    variables_given = Variables(os.environ if variables is None else variables)
+    if (launcher := launcher_of(variables_given, nodes)) is None:
         return
-    environment = _launched(given, os.getppid())
+    environment = _launched(variables_given, os.getppid())
     start, variables_of_it = _WORKERS[launcher]
     if launcher == "accelerate launch":
-        variables_of_it = " and ".join(_of_accelerate(given))
+        variables_of_it = " and ".join(_of_accelerate(variables_given))
     as_rank = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
@@ -120,43 +120,43 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
 
 def node_of_srun(nodes: int) -> tuple[int, str] | None:
     """Return the index of this node and the rendezvous, if srun has started one process on each of ``nodes`` nodes."""
-    given = Variables(os.environ)
-    environment = _launched(given, os.getppid())
+    variables = Variables(os.environ)
+    environment = _launched(variables, os.getppid())
     if environment is None or environment.launcher != "srun" or (environment.size, environment.nodes) != (nodes, nodes):
         return None
     return environment.node, in_words(str(environment.address), int(environment.port or 0))
 
 
-def launcher_of(given: Variables, nodes: int = 1) -> str | None:
+def launcher_of(variables: Variables, nodes: int = 1) -> str | None:
     """Return the launcher that started this process as one of several, or None.
 
     One process on each of ``nodes`` machines does not count as several. Accelerate's settings count as its launcher,
     also for one process and where a user has set them.
     """
-    environment = _launched(given, os.getppid())
-    by_accelerate = bool(_of_accelerate(given))
+    environment = _launched(variables, os.getppid())
+    by_accelerate = bool(_of_accelerate(variables))
     if not by_accelerate and (environment is None or environment.size in (1, nodes)):
         return None
     return "accelerate launch" if environment is None or by_accelerate else environment.launcher
 
 
-def _of_accelerate(given: Variables) -> list[str]:
+def _of_accelerate(variables: Variables) -> list[str]:
     """Return the variables that show Accelerate's launcher or ask for one of its plugins."""
-    return [_ACCELERATE] * given.has(_ACCELERATE) + [*given.accelerate_plugins().values()]
+    return [_ACCELERATE] * variables.has(_ACCELERATE) + [*variables.accelerate_plugins().values()]
 
 
-def _launched(given: Variables, parent: int) -> LaunchEnvironment | None:
+def _launched(variables: Variables, parent: int) -> LaunchEnvironment | None:
     """Return the launcher's environment of this process, or None without a launcher."""
-    if given.has("RANK", "WORLD_SIZE"):
-        return _torch(given)
-    if not given.has(*_OPEN_MPI) and not in_slurm_step(given) and not given.has("PMI_RANK", "PMI_SIZE"):
-        _refuse_half_said(given)
-    if given.has(*_OPEN_MPI):
-        return _open_mpi(given, parent)
-    if in_slurm_step(given) and not _hydra_inside_slurm(given):
-        return _slurm(given)
-    if given.has("PMI_RANK", "PMI_SIZE"):
-        return _hydra(given, parent)
+    if variables.has("RANK", "WORLD_SIZE"):
+        return _torch(variables)
+    if not variables.has(*_OPEN_MPI) and not in_slurm_step(variables) and not variables.has("PMI_RANK", "PMI_SIZE"):
+        _refuse_half_said(variables)
+    if variables.has(*_OPEN_MPI):
+        return _open_mpi(variables, parent)
+    if in_slurm_step(variables) and not _hydra_inside_slurm(variables):
+        return _slurm(variables)
+    if variables.has("PMI_RANK", "PMI_SIZE"):
+        return _hydra(variables, parent)
     return None
 
 
@@ -202,51 +202,51 @@ class Variables:
         return plugins
 
 
-def _torch(given: Variables) -> LaunchEnvironment:
-    size = given.number("WORLD_SIZE", default=1)
-    elastic = given.has("TORCHELASTIC_RUN_ID")
-    rank = given.number("RANK", default=0)
+def _torch(variables: Variables) -> LaunchEnvironment:
+    size = variables.number("WORLD_SIZE", default=1)
+    elastic = variables.has("TORCHELASTIC_RUN_ID")
+    rank = variables.number("RANK", default=0)
     # Some launchers (Kubernetes operators) start one process per machine and set no local rank.
-    here = given.text("MASTER_ADDR") is None or is_loopback(given.text("MASTER_ADDR") or "")
-    if not given.has("LOCAL_RANK"):
-        _refuse_several_a_pod(given)
-    local_rank = given.number(*_LOCAL_RANKS, default=rank if here else 0)
+    here = variables.text("MASTER_ADDR") is None or is_loopback(variables.text("MASTER_ADDR") or "")
+    if not variables.has("LOCAL_RANK"):
+        _refuse_several_a_pod(variables)
+    local_rank = variables.number(*_LOCAL_RANKS, default=rank if here else 0)
     # Without a count the rendezvous address decides; processes per machine are counted once all have arrived.
-    local_size = given.number("LOCAL_WORLD_SIZE", default=size if here else local_rank + 1)
-    counted = given.has("LOCAL_WORLD_SIZE") or not given.has("LOCAL_RANK")
-    nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if here or counted else size)
+    local_size = variables.number("LOCAL_WORLD_SIZE", default=size if here else local_rank + 1)
+    counted = variables.has("LOCAL_WORLD_SIZE") or not variables.has("LOCAL_RANK")
+    nodes = variables.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if here or counted else size)
     name = _UNKNOWN
     if elastic:
-        name = "accelerate launch" if given.has(_ACCELERATE) else "torchrun"
+        name = "accelerate launch" if variables.has(_ACCELERATE) else "torchrun"
     return LaunchEnvironment(
         launcher=name,
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        node=given.number("GROUP_RANK", default=rank // local_size if counted else 0),
+        node=variables.number("GROUP_RANK", default=rank // local_size if counted else 0),
         nodes=nodes,
-        address=given.text("MASTER_ADDR"),
-        port=given.number("MASTER_PORT", default=0) or None,
-        agent_store=given.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job=given.text("TORCHELASTIC_RUN_ID") if elastic else None,
+        address=variables.text("MASTER_ADDR"),
+        port=variables.number("MASTER_PORT", default=0) or None,
+        agent_store=variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        job=variables.text("TORCHELASTIC_RUN_ID") if elastic else None,
     )
 
 
-def _refuse_half_said(given: Variables) -> None:
+def _refuse_half_said(variables: Variables) -> None:
     """Raise if only one of RANK and WORLD_SIZE is set: several processes were meant, but this one would run alone."""
     for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
-        if number_of(given, name) >= least:
-            value = given.text(name)
+        if number_of(variables, name) >= least:
+            value = variables.text(name)
             raise MachineError(
                 f"{name} is {value} and {other} is not set, so this would be a run of one process; start the processes "
                 f"with torchrun, srun or mpirun, set RANK and WORLD_SIZE for each, or unset {name}"
             )
 
 
-def _refuse_several_a_pod(given: Variables) -> None:
+def _refuse_several_a_pod(variables: Variables) -> None:
     """Raise if Kubeflow sets PET_NPROC_PER_NODE: several processes in a pod, which torchrun should start."""
-    each = given.text("PET_NPROC_PER_NODE") or ""
+    each = variables.text("PET_NPROC_PER_NODE") or ""
     if each.isdigit() and int(each) > 1:
         raise MachineError(
             f"PET_NPROC_PER_NODE is {each}, which torchrun reads, and this process was started without it: LOCAL_RANK "
@@ -254,83 +254,92 @@ def _refuse_several_a_pod(given: Variables) -> None:
         )
 
 
-def _open_mpi(given: Variables, parent: int) -> LaunchEnvironment:
-    size = given.number("OMPI_COMM_WORLD_SIZE", default=1)
-    local_size = given.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
-    rank = given.number("OMPI_COMM_WORLD_RANK", default=0)
-    job = given.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or f"parent-{parent}"
-    return _mpi(given, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
+def _open_mpi(variables: Variables, parent: int) -> LaunchEnvironment:
+    size = variables.number("OMPI_COMM_WORLD_SIZE", default=1)
+    local_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
+    rank = variables.number("OMPI_COMM_WORLD_RANK", default=0)
+    job = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or f"parent-{parent}"
+    return _mpi(variables, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
 
 
-def _hydra(given: Variables, parent: int) -> LaunchEnvironment:
+def _hydra(variables: Variables, parent: int) -> LaunchEnvironment:
     """Read the variables of MPICH and Intel MPI."""
-    size = given.number("PMI_SIZE", default=1)
-    local_size = given.number("MPI_LOCALNRANKS", default=size)
+    size = variables.number("PMI_SIZE", default=1)
+    local_size = variables.number("MPI_LOCALNRANKS", default=size)
     return _mpi(
-        given, "mpiexec", given.number("PMI_RANK", default=0), size, "MPI_LOCALRANKID", local_size, f"parent-{parent}"
+        variables,
+        "mpiexec",
+        variables.number("PMI_RANK", default=0),
+        size,
+        "MPI_LOCALRANKID",
+        local_size,
+        f"parent-{parent}",
     )
 
 
 def _mpi(
-    given: Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str
+    variables: Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str
 ) -> LaunchEnvironment:
     return LaunchEnvironment(
         launcher=launcher,
         rank=rank,
         size=size,
-        local_rank=given.number(local, default=rank if local_size == size else 0),
+        local_rank=variables.number(local, default=rank if local_size == size else 0),
         local_size=local_size,
         node=rank // local_size,
         nodes=-(-size // local_size),
-        address=given.text("MASTER_ADDR"),
-        port=given.number("MASTER_PORT", default=0) or None,
+        address=variables.text("MASTER_ADDR"),
+        port=variables.number("MASTER_PORT", default=0) or None,
         job=f"{launcher}-{job}",
     )
 
 
-def number_of(given: Variables, *names: str) -> int:
+def number_of(variables: Variables, *names: str) -> int:
     """Return the value of the first of these that is set; 0 if none is."""
-    return given.number(*names, default=0)
+    return variables.number(*names, default=0)
 
 
-def in_slurm_step(given: Variables) -> bool:
+def in_slurm_step(variables: Variables) -> bool:
     """Return whether srun started this process or an ancestor; false in the shell of a batch script."""
-    return given.has("SLURM_PROCID") and (given.has("SLURM_STEP_ID") or given.has("SLURM_STEPID"))
+    return variables.has("SLURM_PROCID") and (variables.has("SLURM_STEP_ID") or variables.has("SLURM_STEPID"))
 
 
-def _hydra_inside_slurm(given: Variables) -> bool:
+def _hydra_inside_slurm(variables: Variables) -> bool:
     """Return whether srun started the daemons of mpiexec, which started this process: the step's ranks are the
     daemons'.
     """
-    if not given.has("PMI_RANK", "PMI_SIZE"):
+    if not variables.has("PMI_RANK", "PMI_SIZE"):
         return False
-    ours = given.text("PMI_RANK"), given.text("PMI_SIZE")
-    return ours != (given.text("SLURM_PROCID"), given.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+    ours = variables.text("PMI_RANK"), variables.text("PMI_SIZE")
+    return ours != (variables.text("SLURM_PROCID"), variables.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
 
 
-def _slurm(given: Variables) -> LaunchEnvironment:
-    rank = given.number("SLURM_PROCID", default=0)
+def _slurm(variables: Variables) -> LaunchEnvironment:
+    rank = variables.number("SLURM_PROCID", default=0)
     # Use the step's own numbers: the allocation may be larger than the step.
-    size = given.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
-    nodes = given.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
-    node = given.number("SLURM_NODEID", default=0)
-    job, step = given.text("SLURM_JOB_ID", "SLURM_JOBID") or "0", given.text("SLURM_STEP_ID", "SLURM_STEPID") or "0"
-    counts = _tasks_per_node(given.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    address, port = given.text("MASTER_ADDR"), given.number("MASTER_PORT", default=0) or None
+    size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
+    nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+    node = variables.number("SLURM_NODEID", default=0)
+    job, step = (
+        variables.text("SLURM_JOB_ID", "SLURM_JOBID") or "0",
+        variables.text("SLURM_STEP_ID", "SLURM_STEPID") or "0",
+    )
+    counts = _tasks_per_node(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    address, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT", default=0) or None
     if nodes > 1:
-        address = address or _first_node(given)
+        address = address or _first_node(variables)
         port = port or slurm_port(job, step)
     return LaunchEnvironment(
         launcher="srun",
         rank=rank,
         size=size,
-        local_rank=given.number("SLURM_LOCALID", default=0),
+        local_rank=variables.number("SLURM_LOCALID", default=0),
         local_size=counts[node] if node < len(counts) else (size if nodes == 1 else -(-size // nodes)),
         node=node,
         nodes=nodes,
         address=address,
         port=port,
-        job=f"slurm-{job}-{step}-{given.text('SLURM_RESTART_COUNT') or 0}",
+        job=f"slurm-{job}-{step}-{variables.text('SLURM_RESTART_COUNT') or 0}",
     )
 
 
@@ -349,8 +358,8 @@ def _tasks_per_node(text: str | None) -> list[int]:
     return counts
 
 
-def _first_node(given: Variables) -> str:
-    text = given.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+def _first_node(variables: Variables) -> str:
+    text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     try:
         return expand_nodes(text or "")[0]
     except (ValueError, IndexError):
@@ -359,9 +368,9 @@ def _first_node(given: Variables) -> str:
         ) from None
 
 
-def _refuse_bare_allocation(given: Variables) -> None:
-    tasks = max(number_of(given, "SLURM_NTASKS"), number_of(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"))
-    if tasks > 1 and given.has("SLURM_JOB_ID") and not in_slurm_step(given):
+def _refuse_bare_allocation(variables: Variables) -> None:
+    tasks = max(number_of(variables, "SLURM_NTASKS"), number_of(variables, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"))
+    if tasks > 1 and variables.has("SLURM_JOB_ID") and not in_slurm_step(variables):
         raise MachineError(
             f"this Slurm allocation is for {tasks} tasks, and this process was started alone; start them with "
             "srun python -m trainwright.worker …"
@@ -400,7 +409,7 @@ def _expand(part: str) -> list[str]:
     return names
 
 
-_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -424,9 +433,9 @@ class NodeRendezvous:
             node_rank, rendezvous = node_of_srun(nodes) or (None, None)
         if nodes == 1:
             options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
-            if given := [name for name, value in options.items() if value is not None]:
-                verb = "are" if len(given) > 1 else "is"
-                raise RequestError(f"{' and '.join(given)} {verb} for several nodes; pass --nodes")
+            if excess := [name for name, value in options.items() if value is not None]:
+                verb = "are" if len(excess) > 1 else "is"
+                raise RequestError(f"{' and '.join(excess)} {verb} for several nodes; pass --nodes")
             return None
         if rendezvous is None:
             raise RequestError(
@@ -436,13 +445,13 @@ class NodeRendezvous:
             raise RequestError(f"--nodes {nodes} needs --node-rank: 0 to {nodes - 1}, another one on every node")
         if node_rank >= nodes:
             raise RequestError(f"--node-rank: nodes are counted from 0, so with {nodes} nodes the last is {nodes - 1}")
-        host, port = parse_place(rendezvous)
+        host, port = parse_address(rendezvous)
         return cls(nodes, node_rank, host, port, seconds or 600.0)
 
 
-def parse_place(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Parse `--rendezvous host:port`. Raises RequestError."""
-    match = _PLACE.fullmatch(text)
+    match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[3]) < 2**16:
         raise RequestError(
             f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500, or [fd00::1]:29500 with IPv6"

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.environment import LaunchEnvironment
-from trainwright.launch.group.peers import NotPeerZero, Peers, PeerUnreachable, job_of
+from trainwright.launch.group.peers import Membership, NotPeerZero, Peers, PeerUnreachable, job_of
 from trainwright.launch.group.rendezvous import (
     DEFAULT_TIMEOUT,
     POLL_SECONDS,
@@ -55,7 +55,8 @@ def meet_ranks(
     if address is not None and port is not None and not environment.agent_store:
         job = job_of(environment.size, arguments, environment.job_everywhere)
         fix = "set MASTER_PORT to a free one, the same for every process of the job"
-        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix, shared=shared)
+        member = Membership(environment.rank, environment.size, (address, port), seconds)
+        return meet("rank", member, job, fix, shared=shared)
     if address is not None and port is not None:
         store = join_store(address, port, seconds, "rank 0")
     else:
@@ -105,7 +106,7 @@ def _newest_start(
             name, port = str(newest[0]), newest[1]
             try:
                 job, secret = {"start": name}, lambda: secret_of(rendezvous_address, shared)[0]
-                return name, Peers.join(rank, size, (address, port), job, secret, 0.0)
+                return name, Peers.join(Membership(rank, size, (address, port), 0.0), job, secret)
             except PeerUnreachable as error:  # of an earlier start
                 why = f"port {port} of {address}: {error}"
             except NotPeerZero as error:

@@ -82,6 +82,24 @@ class _Line:
             self.outgoing.clear()
 
 
+@dataclass(frozen=True)
+class Membership:
+    """Which member of a group this process is, and where the group meets.
+
+    Attributes:
+        index: of this member, of ``count``.
+        address: host and port of member 0.
+        seconds: how long the members wait for each other.
+        patience: seconds that the process listening at ``address`` may take to answer as member 0.
+    """
+
+    index: int
+    count: int
+    address: tuple[str, int]
+    seconds: float
+    patience: float = ANSWER_SECONDS
+
+
 class PeerUnreachable(Exception):
     """Nothing listens there; the reason is in the message."""
 
@@ -135,48 +153,43 @@ class Peers:
     @classmethod
     def join(
         cls,
-        index: int,
-        size: int,
-        address: tuple[str, int],
+        member: Membership,
         job: Job,
         secret: Callable[[], bytes],
-        seconds: float,
         meanwhile: Callable[[], None] = lambda: None,
-        patience: float = ANSWER_SECONDS,
         failing: Callable[[str], None] = lambda reason: None,
     ) -> Peers:
         """Return any other peer after peer 0 has accepted it; `welcome` is what peer 0 sent.
 
         `secret` is called at each attempt, as an earlier job at the same place may just have ended. `meanwhile` is
-        called repeatedly, and may raise; so is `failing`, with the reason why the port cannot be reached. `patience`:
-        seconds that the listener may take to answer as peer 0.
+        called repeatedly, and may raise; so is `failing`, with the reason why the port cannot be reached.
 
         Raises:
-            Unreachable: nothing listened there for `seconds`.
+            PeerUnreachable: nothing listened there for `member.seconds`.
             NotPeerZero: the listener is not peer 0 of this job, or already has this peer.
             Unproven: the listener has another secret.
         """
-        peers = cls(index, job, size)
-        deadline, answered_by = time.monotonic() + seconds, None
+        peers = cls(member.index, job, member.count)
+        deadline, answered_by = time.monotonic() + member.seconds, None
         reason: Unproven | NotPeerZero = NotPeerZero(None)
         while True:
             try:
-                line = _Line(_connected(*address), peer=0)
+                line = _Line(_connected(*member.address), peer=0)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise PeerUnreachable(error.strerror or str(error)) from None
                 failing(error.strerror or str(error))
             else:
-                answered_by = answered_by or time.monotonic() + patience
-                known = secret()
+                answered_by = answered_by or time.monotonic() + member.patience
+                current_secret = secret()
                 try:
-                    prove(line.socket, known, PEERS, answered_by, meanwhile)
-                    line.send({"kind": _HELLO, "peer": index, "job": job})
+                    prove(line.socket, current_secret, PEERS, answered_by, meanwhile)
+                    line.send({"kind": _HELLO, "peer": member.index, "job": job})
                     answer = _answer(line, answered_by, meanwhile)
                     if answer.get("kind") == _WELCOME:
                         peers.welcome = answer
                         peers._lines.append(line)
-                        peers._relay = Relay(line.socket, known)
+                        peers._relay = Relay(line.socket, current_secret)
                         return peers
                     reason = NotPeerZero(answer.get("differs"))
                 except Unproven as error:
@@ -416,8 +429,8 @@ def job_of(
         arguments: of the command line, if they must be the same for all.
         start: the launcher's own name for this start.
     """
-    known = os.environ if variables is None else variables
-    ids = [known[name] for name in _JOB_IDS if known.get(name)]
+    environment = os.environ if variables is None else variables
+    ids = [environment[name] for name in _JOB_IDS if environment.get(name)]
     return {
         "user": str(os.getuid()),
         "job": _digest([*ids, start or ""]),

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
-from trainwright.launch.group.peers import ANSWER_SECONDS, WORDS, Job, Message, NotPeerZero, Peers, PeerUnreachable
+from trainwright.launch.group.peers import WORDS, Job, Membership, Message, NotPeerZero, Peers, PeerUnreachable
 from trainwright.launch.group.trust import VARIABLE, Unproven, secret_of
 from trainwright.text import say
 
@@ -150,68 +150,50 @@ class Rendezvous:
 
 def meet(
     noun: str,
-    index: int,
-    count: int,
-    rendezvous_address: tuple[str, int],
+    member: Membership,
     job: Job,
-    seconds: float,
     fix: str,
     meanwhile: Callable[[], None] = lambda: None,
-    patience: float = ANSWER_SECONDS,
     shared: Path = SHARED,
 ) -> Rendezvous:
-    """Meet the other members at `place`, host and port of member 0. Strangers and members of other jobs are rejected
-    before the store.
+    """Meet the other members. Strangers and members of other jobs are rejected before the store.
 
-    `patience`: seconds that the process listening there may take to answer as member 0. `shared`: a directory that all
-    members see, for the secret of the job.
+    `noun`: what a member is, in messages. `shared`: a directory that all members see, for the secret of the job.
 
     Raises:
         MachineError: another program or another job uses the port; it ends with `fix`.
         FaultError: member 0 does not know the same secret.
     """
-    address, port = rendezvous_address
+    address, port = member.address
     # torch looks up a name for the address of every connection (torch/csrc/distributed/c10d/socket.cpp), which by
     # default takes 10 s each if no DNS server answers (resolv.conf(5)).
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-    if index == 0:
-        listener = _listen(address, port, fix, seconds, meanwhile)
-        secret, file = secret_of(
-            rendezvous_address, shared
-        )  # once this process has the port, nobody else removes the file
-        peers = Peers.host(listener, job, count, secret, file)
+    if member.index == 0:
+        listener = _listen(address, port, fix, member.seconds, meanwhile)
+        secret, file = secret_of(member.address, shared)  # once this process has the port, nobody else removes the file
+        peers = Peers.host(listener, job, member.count, secret, file)
         store = host_store(LOOPBACK, 0, fix)
         peers.open_to_members(int(store.port))
         peers.welcome = {"store": store.port}
     else:
         try:
-            waiting, where = Waiting(f"{noun} {index}", seconds), in_words(address, port)
+            waiting, where = Waiting(f"{noun} {member.index}", member.seconds), in_words(address, port)
 
             def tell(reason: str) -> None:
                 waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
 
-            peers = Peers.join(
-                index,
-                count,
-                rendezvous_address,
-                job,
-                lambda: secret_of(rendezvous_address, shared)[0],
-                seconds,
-                meanwhile,
-                patience,
-                tell,
-            )
+            peers = Peers.join(member, job, lambda: secret_of(member.address, shared)[0], meanwhile, tell)
         except PeerUnreachable as error:
             raise MachineError(
-                f"{noun} 0 did not open {in_words(address, port)} within {seconds:g} s ({error}); start it, or "
+                f"{noun} 0 did not open {in_words(address, port)} within {member.seconds:g} s ({error}); start it, or "
                 "increase --rendezvous-timeout"
             ) from None
         except NotPeerZero as error:
-            raise MachineError(_not_member_zero(noun, index, rendezvous_address, error.differs, fix)) from None
+            raise MachineError(_not_member_zero(noun, member, error.differs, fix)) from None
         except Unproven:
-            raise FaultError(unproven(rendezvous_address, shared)) from None
+            raise FaultError(unproven(member.address, shared)) from None
         store = _client(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
-    rendezvous = Rendezvous(noun, index, count, store, address, port)
+    rendezvous = Rendezvous(noun, member.index, member.count, store, address, port)
     rendezvous.peers = peers
     return rendezvous
 
@@ -226,14 +208,14 @@ def unproven(address: tuple[str, int], shared: Path) -> str:
     )
 
 
-def _not_member_zero(noun: str, index: int, address: tuple[str, int], differs: list[str] | None, fix: str) -> str:
-    where = in_words(*address)
+def _not_member_zero(noun: str, member: Membership, differs: list[str] | None, fix: str) -> str:
+    where, port = in_words(*member.address), member.address[1]
     if not differs or "program" in differs:
-        return f"port {address[1]} at {where} is used by another program, not {noun} 0 of this run; {fix}"
+        return f"port {port} at {where} is used by another program, not {noun} 0 of this run; {fix}"
     if "member" in differs:
-        return f"{noun} {index} of the run at {where} is already there: two jobs use port {address[1]}; {fix}"
+        return f"{noun} {member.index} of the run at {where} is already there: two jobs use port {port}; {fix}"
     words = ", ".join(WORDS.get(key, key) for key in differs)
-    return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {address[1]}; {fix}"
+    return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {port}; {fix}"
 
 
 def host_store(address: str, port: int, fix: str) -> TCPStore:
@@ -346,12 +328,12 @@ class Waiting:
 
     def __init__(self, who: str, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._who, self._seconds, self._clock = who, seconds, clock
-        self._begun = clock()
+        self._started_at = clock()
         self._next = _FIRST_SECONDS
 
     def tell(self, what: Callable[[], str]) -> None:
         """Write that ``what`` is waited for, if it is time to."""
-        passed = self._clock() - self._begun
+        passed = self._clock() - self._started_at
         if passed < self._next:
             return
         self._next += 2 * passed

@@ -50,10 +50,10 @@ def secret_of(address: tuple[str, int], folder: Path) -> tuple[bytes, Path | Non
     Raises:
         MachineError: the file cannot be used.
     """
-    if given := os.environ.get(VARIABLE, ""):
-        if len(given) < _SHORTEST:
+    if secret := os.environ.get(VARIABLE, ""):
+        if len(secret) < _SHORTEST:
             raise MachineError(f"{VARIABLE} has fewer than {_SHORTEST} characters; set it to openssl rand -hex 32")
-        return hashlib.sha256(given.encode()).digest(), None
+        return hashlib.sha256(secret.encode()).digest(), None
     if is_loopback(address[0]):
         folder = Path(tempfile.gettempdir())
     digest = hashlib.sha256(f"{os.getuid()} {in_words(*address)}".encode()).hexdigest()[:20]

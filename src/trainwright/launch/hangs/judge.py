@@ -86,13 +86,13 @@ def judge(ranks: Mapping[int, RankState], *, compiled: bool = False) -> Verdict 
 
     Ranks that wait for others in a collective are never late themselves: the ranks they wait for are.
     """
-    active = {rank: seen for rank, seen in ranks.items() if not seen.finished}
-    suspended = [rank for rank, seen in active.items() if seen.suspended >= _SUSPENDED]
+    active = {rank: state for rank, state in ranks.items() if not state.finished}
+    suspended = [rank for rank, state in active.items() if state.suspended >= _SUSPENDED]
     if suspended:
         return _verdict(active, suspended, None)
-    beats = {rank: seen.beat for rank, seen in active.items()}
+    beats = {rank: state.beat for rank, state in active.items()}
     conflict = conflict_of(beats)
-    if conflict is not None and all(seen.quiet > _MARGIN for seen in active.values()):
+    if conflict is not None and all(state.quiet > _MARGIN for state in active.values()):
         return _verdict(active, conflict.ranks, conflict, is_conflict=True)
     late = [r for r in _behind(active) if active[r].quiet > limit(active[r].beat, compiled=compiled)]
     if not late:
@@ -127,8 +127,8 @@ def conflict_of(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict |
         lines: compare the newest that all have entered also by the lines of the calls, which may differ in a run that
             is right.
     """
-    known = [set(beat.collectives) for beat in beats.values()]
-    common = sorted(set.intersection(*known)) if known else []
+    entered = [set(beat.collectives) for beat in beats.values()]
+    common = sorted(set.intersection(*entered)) if entered else []
     for number in common:
         calls = {rank: beat.collectives[number] for rank, beat in beats.items()}
         with_lines = lines and number == common[-1]
@@ -173,8 +173,8 @@ def _behind(active: Mapping[int, RankState]) -> list[int]:
     """Return the ranks that the others wait for; all of them if they wait for each other."""
     if not active:
         return []
-    least = min(seen.beat.entered for seen in active.values())
-    last = [rank for rank, seen in active.items() if seen.beat.entered == least]
+    least = min(state.beat.entered for state in active.values())
+    last = [rank for rank, state in active.items() if state.beat.entered == least]
     return [rank for rank in last if not active[rank].beat.waiting] or last
 
 
@@ -182,8 +182,8 @@ def _verdict(
     active: Mapping[int, RankState], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
 ) -> Verdict:
     first = active[late[0]]
-    parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_place(first.beat)}"]
-    others = {rank: seen.beat for rank, seen in active.items() if rank not in late}
+    parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_position(first.beat)}"]
+    others = {rank: state.beat for rank, state in active.items() if rank not in late}
     ahead = [rank for rank, beat in others.items() if beat.entered > first.beat.entered]
     waiting = [rank for rank, beat in others.items() if beat.waiting]
     if ahead:
@@ -197,16 +197,16 @@ def _verdict(
     return Verdict(tuple(late), first.beat.phase, step, "; ".join(parts), is_conflict)
 
 
-def _state(seen: RankState) -> str:
-    if seen.suspended:
-        return f"been suspended by a signal (SIGSTOP) for {span(seen.suspended)}"
-    usual = seen.beat.times.get(seen.beat.phase)
-    took = f", and that has taken at most {usual.longest:.1f} s before" if usual and not seen.beat.waiting else ""
-    using = ", using the processor" if seen.busy > 0.5 else ""
-    return f"made no progress for {span(seen.quiet)}{took}{using}:"
+def _state(state: RankState) -> str:
+    if state.suspended:
+        return f"been suspended by a signal (SIGSTOP) for {span(state.suspended)}"
+    usual = state.beat.times.get(state.beat.phase)
+    took = f", and that has taken at most {usual.longest:.1f} s before" if usual and not state.beat.waiting else ""
+    using = ", using the processor" if state.busy > 0.5 else ""
+    return f"made no progress for {span(state.quiet)}{took}{using}:"
 
 
-def _place(beat: Beat) -> str:
+def _position(beat: Beat) -> str:
     step = f" of step {beat.step}" if beat.step >= 0 else ""
     micro = f", micro-batch {beat.micro_batch}" if beat.micro_batch >= 0 else ""
     inside = f", inside {_last(beat)}" if beat.waiting else ""

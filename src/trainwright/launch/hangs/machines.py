@@ -89,7 +89,7 @@ class Machines:
 
     def decide(self, verdict: Verdict | None, everyone: Mapping[int, RankState]) -> None:
         """Tell the other watchers what was found, or that the run goes on."""
-        decision = _Decision(verdict, {rank: seen.beat.pid for rank, seen in everyone.items()})
+        decision = _Decision(verdict, {rank: state.beat.pid for rank, state in everyone.items()})
         self._write(self._directory / _DECISION_FILE, _DECISION.dump_json(decision))
 
     def decided(self, pids: Mapping[int, int]) -> Verdict | None:
@@ -139,8 +139,8 @@ class Machines:
                 continue
             with suppress(OSError, ValidationError):
                 report = _REPORT.validate_json(file.read_bytes())
-                known = self._others.get(file)
-                if known is None or known[0].number != report.number:
+                previous = self._others.get(file)
+                if previous is None or previous[0].number != report.number:
                     self._others[file] = report, now
         return [report for report, since in self._others.values() if now - since < _FRESH]
 

@@ -57,8 +57,8 @@ class ProcessState:
 
     def starved(self, before: ProcessState) -> float:
         """Return the most seconds since ``before`` for which one of its threads was ready but had no core."""
-        known = self.waited.keys() & before.waited.keys()
-        return max((self.waited[thread] - before.waited[thread] for thread in known), default=0.0)
+        common = self.waited.keys() & before.waited.keys()
+        return max((self.waited[thread] - before.waited[thread] for thread in common), default=0.0)
 
 
 def state_of(pid: int, *, closely: bool = False) -> ProcessState | None:
@@ -254,7 +254,7 @@ class HangWatcher:
 
     def close(self) -> Conflict | None:
         """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
-        everyone = {rank: seen.beat for rank, seen in self._everyone.items()}
+        everyone = {rank: state.beat for rank, state in self._everyone.items()}
         conflict = conflict_of(everyone | self._beats(self._ever))
         if self._machines is not None:
             self._machines.close()
@@ -305,7 +305,7 @@ class HangWatcher:
         return {rank: beat for rank, beat in read_now.items() if beat is not None and beat.pid == pids[rank]}
 
     def _verdict(self) -> Verdict | None:
-        everyone: dict[int, RankState] | None = {rank: known.seen for rank, known in self._ranks.items()}
+        everyone: dict[int, RankState] | None = {rank: tracked.seen for rank, tracked in self._ranks.items()}
         if self._machines is not None:
             everyone = self._machines.everyone(everyone or {})
             if not self._machines.decides:

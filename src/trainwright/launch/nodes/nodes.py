@@ -29,8 +29,8 @@ from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import Failure, first_failure
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.group.addresses import in_words, set_interfaces
-from trainwright.launch.group.environment import node_of_srun
-from trainwright.launch.group.peers import GONE, Message, job_of
+from trainwright.launch.group.environment import NodeRendezvous, node_of_srun
+from trainwright.launch.group.peers import GONE, Membership, Message, job_of
 from trainwright.launch.group.rendezvous import SHARED, Rendezvous, meet
 from trainwright.launch.worker_processes import WorkerRanks
 from trainwright.paths import appears
@@ -126,9 +126,9 @@ def visible(run: Path, recipe: str, node: int) -> Path:
     return run
 
 
-def port_fix(index: int, count: int, address: tuple[str, int]) -> str:
+def port_fix(member: Membership) -> str:
     """Return what to do if the port at which the nodes meet is taken."""
-    if node_of_srun(count) == (index, in_words(*address)):
+    if node_of_srun(member.count) == (member.index, in_words(*member.address)):
         return "set MASTER_PORT to another one, or unset it for one of the job's own"
     return "choose another one with --rendezvous, on every node"
 
@@ -246,17 +246,14 @@ class Nodes:
     @classmethod
     def meet(
         cls,
-        index: int,
-        count: int,
-        address: tuple[str, int],
-        seconds: float,
+        met: NodeRendezvous,
         mine: NodeInfo,
         stopping: LinkedStopping,
         rules: NodeRules,
         enough: Callable[[int], bool] = lambda number: False,
         shared: Path = SHARED,
     ) -> Nodes:
-        """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
+        """Meet the other nodes.
 
         Args:
             enough: whether the run can begin with this number of nodes, if the others have not come by then.
@@ -275,13 +272,13 @@ class Nodes:
             patient()
             rendezvous.listen()
 
-        fix = port_fix(index, count, address)
-        rendezvous = meet("node", index, count, address, job_of(count), seconds, fix, patient, shared=shared)
-        set_interfaces(address[0])
+        member = Membership(met.node_rank, met.nodes, (met.host, met.port), met.seconds)
+        rendezvous = meet("node", member, job_of(met.nodes), port_fix(member), patient, shared=shared)
+        set_interfaces(met.host)
         rendezvous.post(asdict(mine))
-        if index == 0:
+        if met.node_rank == 0:
             try:
-                infos = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(seconds, admit, enough).items()}
+                infos = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(met.seconds, admit, enough).items()}
                 check_same(infos)
             except TrainwrightError as error:
                 rendezvous.publish("met", {"refused": str(error), "exit_code": error.exit_code})
@@ -294,10 +291,10 @@ class Nodes:
             rendezvous.leave()
             rendezvous.close()
             raise NodeFailed(f"node 0: {reply['refused']}", reply["exit_code"])
-        hosts = {int(i): host for i, host in reply["hosts"].items()} | {index: mine.host}
+        hosts = {int(i): host for i, host in reply["hosts"].items()} | {met.node_rank: mine.host}
         return cls(rendezvous, stopping, hosts, mine, rules)
 
-    def open(self, make: Callable[[], tuple[Path, str]], seen: Callable[[Path, str, int], Path] = visible) -> Path:
+    def open(self, make: Callable[[], tuple[Path, str]], open_here: Callable[[Path, str, int], Path] = visible) -> Path:
         """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
         open it, by `seen`, of the directory, that text and their index.
         """
@@ -308,7 +305,7 @@ class Nodes:
             return run
         shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
         directory = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
-        return self.reporting_failure(lambda: seen(directory, recipe, self.index))
+        return self.reporting_failure(lambda: open_here(directory, recipe, self.index))
 
     def reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""
@@ -361,7 +358,7 @@ class Nodes:
             _LAUNCH, number=number, nodes=spread.nodes, each=spread.each, port=launch.port
         )
         self.rendezvous.peers.forget()
-        self._begun(launch)
+        self._take_launch(launch)
         return launch
 
     def follow(self, room: int) -> Launch | int:
@@ -489,7 +486,7 @@ class Nodes:
             self._admit(peer, message)
         elif kind == _LAUNCH:
             spread = Spread(tuple(message["nodes"]), int(message["each"]))
-            self._begun(Launch(int(message["number"]), spread, int(message["port"])))
+            self._take_launch(Launch(int(message["number"]), spread, int(message["port"])))
         elif kind == _OVER or (kind == _REFUSED and message["node"] == self.index):
             self._over = message
         elif kind == _DROPPED:
@@ -529,7 +526,7 @@ class Nodes:
             self.rendezvous.peers.drop(peer, _DROPPED)
         self._forget(peer, _SILENT)
 
-    def _begun(self, launch: Launch) -> None:
+    def _take_launch(self, launch: Launch) -> None:
         self.launch, self._late = launch, False
         self._expected = set(launch.spread.nodes)
         self.waiting -= self._expected

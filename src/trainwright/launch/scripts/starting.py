@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,46 +30,6 @@ if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
 
 
-def launch_script(
-    script: str,
-    arguments: tuple[str, ...],
-    *,
-    module: bool,
-    config_file: Path | None,
-    num_processes: int | None,
-    cpu: bool,
-    logs: Path | None,
-    nodes: NodeOptions | None = None,
-    settings: Mapping[str, str] | None = None,
-) -> int:
-    """Run the script to its end; return its exit code. Changes this process.
-
-    Args:
-        module: ``script`` is a module, as with ``python -m``.
-        config_file: an Accelerate file. Default: Accelerate's default file, if it exists.
-        num_processes: on all nodes. Default: from the file, otherwise one per GPU.
-        cpu: use the CPU even if there are GPUs.
-        logs: directory for one log per process. Default: a new one under ``runs/``.
-        nodes: how this machine takes part as one of several; None: by the file, otherwise alone.
-        settings: top-level keys of Accelerate's file that replace the file's.
-
-    Raises:
-        RequestError: the script does not exist, or the file is invalid.
-        MachineError: the machine lacks what is asked for.
-        TrainwrightError: the script failed; the exit code is its own if it sets one.
-    """
-    from trainwright.launch.group.environment import refuse_worker
-
-    node_options = nodes or NodeOptions()
-    refuse_worker("launch", node_options.nodes or 1)
-    check_script(script, module)
-    plan = _plan(config_file, num_processes, cpu, node_options, settings or {})
-    code = _run(script, module, arguments, plan, logs)
-    if code == EXIT_STOPPED:
-        say(f"stopped: {script} was interrupted", file=sys.stderr)
-    return code
-
-
 @dataclass(frozen=True)
 class NodeOptions:
     """``--nodes``, ``--node-rank``, ``--rendezvous`` and ``--rendezvous-timeout``, as far as they are given."""
@@ -84,6 +44,55 @@ class NodeOptions:
         from trainwright.launch.group.environment import NodeRendezvous
 
         return NodeRendezvous.of(self.nodes or 1, self.node_rank, self.rendezvous, self.seconds)
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """What a command asks of the processes of a script.
+
+    Attributes:
+        config_file: an Accelerate file. Default: Accelerate's default file, if it exists.
+        num_processes: on all nodes. Default: from the file, otherwise one per GPU.
+        cpu: use the CPU even if there are GPUs.
+        nodes: how this machine takes part as one of several; by default by the file, otherwise alone.
+        settings: top-level keys of Accelerate's file that replace the file's.
+    """
+
+    config_file: Path | None = None
+    num_processes: int | None = None
+    cpu: bool = False
+    nodes: NodeOptions = NodeOptions()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch_script(
+    script: str,
+    arguments: tuple[str, ...],
+    options: ScriptOptions,
+    *,
+    module: bool,
+    logs: Path | None,
+) -> int:
+    """Run the script to its end; return its exit code. Changes this process.
+
+    Args:
+        module: ``script`` is a module, as with ``python -m``.
+        logs: directory for one log per process. Default: a new one under ``runs/``.
+
+    Raises:
+        RequestError: the script does not exist, or the file is invalid.
+        MachineError: the machine lacks what is asked for.
+        TrainwrightError: the script failed; the exit code is its own if it sets one.
+    """
+    from trainwright.launch.group.environment import refuse_worker
+
+    refuse_worker("launch", options.nodes.nodes or 1)
+    check_script(script, module)
+    plan = _plan(options)
+    code = _run(script, module, arguments, plan, logs)
+    if code == EXIT_STOPPED:
+        say(f"stopped: {script} was interrupted", file=sys.stderr)
+    return code
 
 
 @dataclass(frozen=True)
@@ -130,25 +139,24 @@ def make_logs(script: str, module: bool, logs: Path | None) -> Path:
     return directory
 
 
-def _plan(
-    config_file: Path | None, num_processes: int | None, cpu: bool, nodes: NodeOptions, settings: Mapping[str, str]
-) -> ScriptPlan:
+def _plan(options: ScriptOptions) -> ScriptPlan:
     from trainwright.launch.accelerate.machine import default_processes
     from trainwright.launch.accelerate.reading import default_path, read, without_file
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
+    config_file = options.config_file
     if config_file is None and default_path().is_file():
         config_file = default_path()
-    if config_file is not None or settings:
-        source = without_file(cpu or not detect().gpus) if config_file is None else read(config_file)
-        return _plan_of_file(source.with_settings(settings), num_processes, cpu, nodes)
-    met = nodes.met()
-    variables = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
+    if config_file is not None or options.settings:
+        source = without_file(options.cpu or not detect().gpus) if config_file is None else read(config_file)
+        return _plan_of_file(source.with_settings(options.settings), options)
+    met = options.nodes.met()
+    variables = {"CUDA_VISIBLE_DEVICES": ""} if options.cpu else {}
     os.environ.update(variables)
     machine = detect()
     refuse_unusable(machine)
-    processes = _here(num_processes, met) or default_processes(machine)
+    processes = _here(options.num_processes, met) or default_processes(machine)
     _check_gpus(processes, machine)
     if not machine.gpus:
         variables["ACCELERATE_USE_CPU"] = "true"
@@ -167,7 +175,7 @@ def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
     return processes // met.nodes
 
 
-def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool, nodes: NodeOptions) -> ScriptPlan:
+def _plan_of_file(source: AccelerateConfig, options: ScriptOptions) -> ScriptPlan:
     from trainwright.launch.accelerate.environment import worker_environment
     from trainwright.launch.accelerate.machine import (
         becomes_ddp,
@@ -179,7 +187,7 @@ def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
-    translation = interpret(source)
+    nodes, translation = options.nodes, interpret(source)
     translation.refuse_problems(for_script=True)
     if nodes.nodes is None and translation.nodes > 1:
         nodes = NodeOptions(
@@ -190,12 +198,12 @@ def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool
         )
     met = nodes.met()
     translation = replace(translation, nodes=met.nodes if met else 1)
-    if num_processes is not None:
-        translation = replace(translation, processes=num_processes)
-    if cpu:
+    if options.num_processes is not None:
+        translation = replace(translation, processes=options.num_processes)
+    if options.cpu:
         translation = replace(translation, device="cpu")
     machine = detect()
-    if num_processes is None:
+    if options.num_processes is None:
         refuse_count_of_one_machine(translation, machine)
     require(translation, machine, for_script=True)
     os.environ.update(translation.device_environment())
@@ -287,9 +295,8 @@ def run_as_node(
     """
     mine = NodeInfo.here(processes, gpus, command, resume=False)
     rules = NodeRules(may_lose=False, on_hang="warn")
-    address = met.host, met.port
-    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(*address)}"):
-        nodes = Nodes.meet(met.node_rank, met.nodes, address, met.seconds, mine, stopping, rules)
+    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(met.host, met.port)}"):
+        nodes = Nodes.meet(met, mine, stopping, rules)
     with taking_part(nodes):
         logs = nodes.open(lambda: (make(), command), _made)
         crew = Crew(None, nodes, (processes * met.nodes,), lambda: processes, stopping)

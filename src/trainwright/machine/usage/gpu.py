@@ -23,16 +23,16 @@ _LOW_CLOCK, _CLOCK_OF_FAULT = 0.8, 0.95
 
 
 def gpu_of(address: str) -> dict[str, Any]:
-    """Return what NVML tells about the GPU at a PCI address: see `asked`. Empty without NVML or such a GPU."""
+    """Return what NVML tells about the GPU at a PCI address: see `gpu_state`. Empty without NVML or such a GPU."""
     try:
         import pynvml
 
-        return asked(pynvml, _handle(address))
+        return gpu_state(pynvml, _handle(address))
     except Exception:  # of a library that is missing, damaged, or without a driver
         return {}
 
 
-def asked(library: Any, handle: Any) -> dict[str, Any]:
+def gpu_state(library: Any, handle: Any) -> dict[str, Any]:
     """Return what a GPU tells, without what it does not tell.
 
     ``used`` is the share of the time in which it computed; ``memory`` and ``total_memory`` are in bytes,
@@ -53,7 +53,7 @@ def asked(library: Any, handle: Any) -> dict[str, Any]:
 
 
 def all_gpus() -> list[dict[str, Any]]:
-    """Return what NVML tells about every GPU of this machine, see `asked`; empty without NVML or a GPU.
+    """Return what NVML tells about every GPU of this machine, see `gpu_state`; empty without NVML or a GPU.
 
     Each also has its ``name``, and its ``processes``: by pid, the bytes of its memory that they use, None where NVML
     does not tell.
@@ -81,7 +81,7 @@ def _gpu_at(library: Any, index: int) -> dict[str, Any]:
             each.pid: each.usedGpuMemory for each in library.nvmlDeviceGetComputeRunningProcesses(handle)
         },
     }
-    return asked(library, handle) | _answers(library, questions)
+    return gpu_state(library, handle) | _answers(library, questions)
 
 
 def _answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def low_clock(state: Mapping[str, Any]) -> tuple[float, str] | None:
     """Return by which part a GPU's clock is below its highest one, and why in words; None if nothing limits it.
 
     Args:
-        state: see `asked`.
+        state: see `gpu_state`.
     """
     now, highest, limited = state.get("clock"), state.get("highest_clock"), state.get("limited")
     if not now or not highest or limited == []:  # one that is idle lowers its clock by itself

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.cache import cache_in_words, cache_root, try_write
-from trainwright.machine.sharing import made_once
+from trainwright.machine.sharing import build_once
 from trainwright.models.configuration import NOT_MADE
 from trainwright.models.gguf.assumed import adds_space, query_scalar
 from trainwright.models.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
@@ -50,7 +50,7 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
         return _stored_precision(directory) if (directory / "config.json").exists() else None
 
     with cache_in_words(models):
-        return directory, made_once(directory, find, make)
+        return directory, build_once(directory, find, make)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,7 @@ class TrackerObserver:
             self._say(f"failed ({type(error).__name__}: {reason[0] if reason else 'no reason given'}); the run goes on")
 
     def _say(self, what: str) -> None:
-        say_of(self._name, what)
+        print_notice_of(self._name, what)
 
 
 _console: TextIO | None = None
@@ -121,7 +121,7 @@ def show_on(console: TextIO | None) -> None:
     _console = console
 
 
-def say_of(tracker: str, what: str) -> None:
+def print_notice_of(tracker: str, what: str) -> None:
     """Tell the user what is wrong with a tracker."""
     say(f"warning: logging.observers: {tracker} {what}", file=_console)
 

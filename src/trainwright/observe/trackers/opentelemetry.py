@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.observe.reader import EventRecord
-from trainwright.observe.trackers.base import TrackerObserver, Values, check_installed, say_of
+from trainwright.observe.trackers.base import TrackerObserver, Values, check_installed, print_notice_of
 
 _NAMESPACE = "trainwright"
 _LAST_MILLISECONDS = 10_000
@@ -33,7 +33,7 @@ class OpenTelemetry:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace import set_span_in_context
 
-        _say_once("opentelemetry")
+        _print_once("opentelemetry")
         own = {"service.name": _NAMESPACE, f"{_NAMESPACE}.run": run.resolve().name}
         resource = Resource.create(own).merge(OTELResourceDetector().detect())
         # Not the providers of the process: libraries and the user's own code may have theirs.
@@ -89,10 +89,12 @@ class _Once(logging.Handler):
         if not self._said:
             self._said = True
             first = record.getMessage().strip().splitlines()
-            say_of(self._name, f"does not get everything ({first[0] if first else 'no reason given'}); the run goes on")
+            print_notice_of(
+                self._name, f"does not get everything ({first[0] if first else 'no reason given'}); the run goes on"
+            )
 
 
-def _say_once(name: str) -> None:
+def _print_once(name: str) -> None:
     logger = logging.getLogger("opentelemetry")
     logger.handlers = [_Once(name)]
     logger.propagate = False

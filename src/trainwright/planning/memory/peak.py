@@ -95,8 +95,8 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
     tokens = rows * row
     if later and choice.gradient_accumulation_steps == 2 and workload.most_batch_tokens is not None:
         # The tokens that the packs of the first pass leave over.
-        left = workload.most_batch_tokens - choice.num_processes * tokens
-        tokens = min(tokens, max(round(left), mean))
+        remaining_tokens = workload.most_batch_tokens - choice.num_processes * tokens
+        tokens = min(tokens, max(round(remaining_tokens), mean))
     longest = min(longest, tokens)
     others, rest = divmod(tokens - longest, mean)
     sequences = [(mean, others), (longest, 1), (rest, 1)]

@@ -244,10 +244,10 @@ def _round(owned: Sequence[Sequence[Shape]], width: int) -> int:
             highest = max(highest, updated + width * rows * columns + _iterations(rows, columns, width))
             updated += width * rows * columns
         return max(highest, 2 * updated + added)  # this rank's updates in a row, and those of another
-    given = width * sum(_share(shape, len(owned)) for shape in everything)
+    given_bytes = width * sum(_share(shape, len(owned)) for shape in everything)
     taken = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)
     alone = max((width * rows * columns + _iterations(rows, columns, width) for rows, columns in everything), default=0)
-    return max(2 * given + added, given + taken, taken + alone)
+    return max(2 * given_bytes + added, given_bytes + taken, taken + alone)
 
 
 def _share(shape: Shape, shards: int) -> int:

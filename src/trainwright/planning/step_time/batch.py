@@ -98,8 +98,8 @@ def _harmonic(count: int) -> float:
 def seen_pairs(workload: Workload, window: int | None) -> float:
     """Return the mean number of positions that a token attends to, itself included, within its sequence or window."""
     if workload.lengths:
-        seen = (length * _seen_by_each(length, window) for length in workload.lengths)
-        return sum(seen) / sum(workload.lengths)
+        pairs = (length * _seen_by_each(length, window) for length in workload.lengths)
+        return sum(pairs) / sum(workload.lengths)
     return _seen_by_each(workload.mean_length, window)
 
 

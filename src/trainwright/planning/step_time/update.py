@@ -129,11 +129,11 @@ class Update:
         spec = self.choice.spec
         if self.width == self.kept or not spec.separate_masters:
             return 0.0
-        given = self._traffic("copy", (self.width + self.kept) * self.owned)
+        cast_seconds = self._traffic("copy", (self.width + self.kept) * self.owned)
         summed = bool(spec.collectives) or self.choice.gradient_accumulation_steps > 1
         if not spec.shards and not summed:
-            return given + self._traffic("copy", (self.width + self.kept) * self.owned)  # of gradients
-        return given
+            return cast_seconds + self._traffic("copy", (self.width + self.kept) * self.owned)  # of gradients
+        return cast_seconds
 
     def _norm(self, elements: float) -> float:
         if self.pricing.on_gpu:

@@ -17,7 +17,7 @@ from trainwright.data.stream.dataset_cache import CANNOT_STORE
 from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, opened, permuted
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
-from trainwright.machine.sharing import made_once
+from trainwright.machine.sharing import build_once
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection
@@ -36,7 +36,7 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
     fingerprint = hashlib.sha256(f"{forget.fingerprint}+{retain.fingerprint}".encode()).hexdigest()[:32]
     directory = cache / "datasets" / fingerprint
     with cache_in_words(cache / "datasets", CANNOT_STORE):
-        paired = made_once(
+        paired = build_once(
             directory, lambda: opened(directory), lambda path: _join(forget, retain, fingerprint).save(path)
         )
     return replace(paired, paired=PairedSequences(forget.sequence_count, retain.sequence_count))

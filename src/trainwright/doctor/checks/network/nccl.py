@@ -33,11 +33,11 @@ _FILES = ("/etc/nccl.conf", "~/.nccl.conf")
 
 def check(context: CheckContext) -> CheckResult:
     """Explain every variable that is set, in the environment or in NCCL's files."""
-    given = dict(_of_files(context.variables))
-    given |= {name: (value, "") for name, value in context.variables.items() if _OURS.fullmatch(name)}
-    known = {name: origin for name, origin in given.items() if name in EFFECTS}
-    facts = [f"{name}={value}{origin}: {EFFECTS[name]}" for name, (value, origin) in sorted(known.items())]
-    findings = (*_unknown(given), *_costly(given))
+    settings = dict(_of_files(context.variables))
+    settings |= {name: (value, "") for name, value in context.variables.items() if _OURS.fullmatch(name)}
+    documented = {name: origin for name, origin in settings.items() if name in EFFECTS}
+    facts = [f"{name}={value}{origin}: {EFFECTS[name]}" for name, (value, origin) in sorted(documented.items())]
+    findings = (*_unknown(settings), *_costly(settings))
     return CheckResult(tuple(facts) or ("none is set",), findings)
 
 
@@ -55,8 +55,8 @@ def _of_files(variables: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, st
                 yield variable.strip(), (value.strip(), f" (in {name})")
 
 
-def _unknown(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
-    for name, (value, origin) in sorted(given.items()):
+def _unknown(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+    for name, (value, origin) in sorted(settings.items()):
         if name in EFFECTS or not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")):
             continue
         if name in OLD_NAMES:
@@ -71,9 +71,9 @@ def _unknown(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, f"{name}={value}{origin} is not a documented variable", why, hint)
 
 
-def _costly(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+def _costly(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
     for name, pattern, why in _COSTLY:
-        value, origin = given.get(name, ("", ""))
+        value, origin = settings.get(name, ("", ""))
         if value and re.fullmatch(pattern, value.strip()):
             where = f"remove it from {origin[5:-1]}" if origin else f"unset {name}"
             yield Finding(

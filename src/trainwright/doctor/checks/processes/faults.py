@@ -53,8 +53,8 @@ def _provoked(
     findings = []
     if not isinstance(ended, Failure) or not is_named(ended):
         findings.append(_not_named(what, message))
-    if left := [child.pid for child in multiprocessing.active_children()]:
-        findings.append(_left(what, left))
+    if survivors := [child.pid for child in multiprocessing.active_children()]:
+        findings.append(_remaining(what, survivors))
     return CheckResult((f"reported after {span(took)}: {_in_short(message)}",), tuple(findings))
 
 
@@ -113,10 +113,10 @@ def _not_named(what: str, message: str) -> Finding:
     )
 
 
-def _left(what: str, left: list[int | None]) -> Finding:
+def _remaining(what: str, survivors: list[int | None]) -> Finding:
     return Finding(
         Severity.BROKEN,
-        f"{what}: process {', '.join(map(str, left))} is left over",
+        f"{what}: process {', '.join(map(str, survivors))} is left over",
         "it keeps its memory, its GPU and its ports",
         "kill it; in a container, run an init process (docker run --init)",
     )

@@ -123,8 +123,8 @@ def _compare_all(device_type: str, names: tuple[str, ...], answer: Path) -> None
                 error = " ".join(str(raised).split())[:300]
             rows.append({"name": kernel.name, "precision": name, "error": error, "difference": difference})
     rows.append({"name": "AdamW", "precision": "fp32", "error": None, "difference": _optimizer_difference(device)})
-    named = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    answer.write_text(json.dumps({"device": named, "rows": rows}), encoding="utf-8")
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    answer.write_text(json.dumps({"device": device_name, "rows": rows}), encoding="utf-8")
 
 
 def compare(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) -> float:

@@ -73,10 +73,10 @@ def _slow(rates: Mapping[int, float]) -> Iterator[Finding]:
     middle = statistics.median(rates.values())
     slow = {core: rate / middle for core, rate in rates.items() if rate < _SLOW * middle}
     if slow:
-        named = ", ".join(f"core {core} ({share:.0%})" for core, share in slow.items())
+        shown = ", ".join(f"core {core} ({share:.0%})" for core, share in slow.items())
         yield Finding(
             Severity.WARNING,
-            f"slower than the other cores: {named} of their speed",
+            f"slower than the other cores: {shown} of their speed",
             "all processes wait for the slowest one in every step",
             "if these are not efficiency cores, check for heat or a power limit (dmesg, the vendor's tool); or "
             "exclude them: taskset --cpu-list CORES trainwright train ...",
@@ -164,12 +164,12 @@ def _facts(rates: Mapping[int, float], shares: Mapping[str, float]) -> Iterator[
         f"{plural(len(rates), 'core')} measured, {middle / 1e9:.2f} GB/s of SHA-256 each; the slowest: core {slowest} "
         f"with {rates[slowest] / middle:.0%}"
     )
-    named = {
+    descriptions = {
         "throttled": "by a quota",
         "stolen": "to the hypervisor",
         "waited": "to other programs",
         "stopped": "stopped",
     }
-    taken = [f"{share:.0%} {named[name]}" for name, share in shares.items() if share >= 0.01]
+    taken = [f"{share:.0%} {descriptions[name]}" for name, share in shares.items() if share >= 0.01]
     if taken:
         yield f"time lost: {', '.join(taken)}"

@@ -42,18 +42,18 @@ def check(context: CheckContext) -> CheckResult:
     facts: list[str] = []
     findings: list[Finding] = []
     for device, (directory, directories) in _by_file_system(context.directories).items():
-        named = " and ".join(map(str, directories))
+        shown = " and ".join(map(str, directories))
         try:
             speed = measure(directory)
         except OSError as error:
-            findings.append(_not_written(named, error))
+            findings.append(_not_written(shown, error))
             continue
         read_back = "" if speed.read is None else f", read {speed.read / 1e6:,.0f} MB/s"
         free = _free(directory)
         facts.append(
-            f"{named}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {size(free)} free; {_device(device, directory)}"
+            f"{shown}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {size(free)} free; {_device(device, directory)}"
         )
-        findings += [*_slow(named, speed), *_full(named, free)]
+        findings += [*_slow(shown, speed), *_full(shown, free)]
     return CheckResult(tuple(facts), tuple(findings))
 
 
@@ -119,22 +119,22 @@ def _by_file_system(directories: tuple[Path, ...]) -> dict[int, tuple[Path, list
     return by_device
 
 
-def _not_written(named: str, error: OSError) -> Finding:
+def _not_written(shown: str, error: OSError) -> Finding:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "remove old checkpoints and caches, or set logging.run_directory and TRAINWRIGHT_CACHE to another disk"
     else:
         fix = "give this user write permission, or set logging.run_directory and TRAINWRIGHT_CACHE elsewhere"
-    what = f"{named}: cannot be written: {error.strerror or error}"
+    what = f"{shown}: cannot be written: {error.strerror or error}"
     return Finding(Severity.BROKEN, what, "checkpoints, caches and temporary files are written there", fix)
 
 
-def _slow(named: str, speed: Speed) -> Iterator[Finding]:
+def _slow(shown: str, speed: Speed) -> Iterator[Finding]:
     slowest = min(rate for rate in (speed.write, speed.read) if rate is not None)
     if slowest < _SLOW:
         which = "written" if slowest == speed.write else "read"
         yield Finding(
             Severity.WARNING,
-            f"slow disk: {named}: {slowest / 1e6:,.1f} MB/s are {which}, less than a single hard disk "
+            f"slow disk: {shown}: {slowest / 1e6:,.1f} MB/s are {which}, less than a single hard disk "
             f"({_SLOW / 1e6:.0f} MB/s)",
             f"a checkpoint of a billion parameters with AdamW takes {span(_CHECKPOINT / slowest)}",
             "set logging.run_directory, TRAINWRIGHT_CACHE and TMPDIR to a local disk; on a virtual machine check the "
@@ -142,11 +142,11 @@ def _slow(named: str, speed: Speed) -> Iterator[Finding]:
         )
 
 
-def _full(named: str, free: int) -> Iterator[Finding]:
+def _full(shown: str, free: int) -> Iterator[Finding]:
     if free < _LEAST_FREE:
         yield Finding(
             Severity.WARNING,
-            f"{named}: only {size(free)} are free",
+            f"{shown}: only {size(free)} are free",
             f"a checkpoint of a billion parameters with AdamW has {size(_CHECKPOINT)}",
             "remove old checkpoints and caches; checkpoint.keep_last limits how many are kept",
         )
