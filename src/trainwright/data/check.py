@@ -322,12 +322,12 @@ def check_data(recipe: Recipe) -> None:
         _check_corpus(recipe)
         return
     data = recipe.data
-    named = list(zip(data.sources, data.source_keys, strict=True))
+    sources = list(zip(data.sources, data.source_keys, strict=True))
     if data.validation_source is not None:
-        named.append((data.validation_source, "data.validation"))
+        sources.append((data.validation_source, "data.validation"))
     if recipe.model.chat_template is not None:
         template_of(recipe.model.chat_template)
-    layouts = [_preflight_layout(source, key, kind_of_rows(recipe, key)) for source, key in named]
+    layouts = [_preflight_layout(source, key, kind_of_rows(recipe, key)) for source, key in sources]
     refuse_unused_template(recipe.model.chat_template, layouts)
 
 
@@ -364,10 +364,10 @@ def _check_corpus(recipe: Recipe) -> None:
     from trainwright.data.sources.shards import Shards, is_shards
 
     data = recipe.data
-    named = list(zip(data.sources, data.source_keys, strict=True))
+    sources = list(zip(data.sources, data.source_keys, strict=True))
     if data.validation_source is not None:
-        named.append((data.validation_source, "data.validation"))
-    for source, key in named:
+        sources.append((data.validation_source, "data.validation"))
+    for source, key in sources:
         if is_shards(source.source):
             Shards.open(user_path(source.source), key)
         elif files_of(source.source, key, source.format == "documents"):
