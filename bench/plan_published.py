@@ -27,7 +27,7 @@ from support.runs import print_table, write_results  # noqa: E402
 
 from tests.support.class_errors import class_errors  # noqa: E402
 from tests.support.published_table import HALVES, HEADER, by_class, compared, print_runs  # noqa: E402
-from trainwright.planning.resolve import FILE  # noqa: E402
+from trainwright.planning.errors import FILE  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "plan_published.json"
 
