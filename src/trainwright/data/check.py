@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from trainwright.data.rows.bounded import TokenizerError, unknown_token
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.chat_templates import template_of
@@ -196,6 +194,8 @@ def check_corpus(
     Raises:
         RequestError: the source is missing, or shards are incomplete or of another tokenizer.
     """
+    import numpy as np
+
     from trainwright.data.rows.texts import pieces
     from trainwright.data.sources.shards import Shards, is_shards
     from trainwright.data.tokens.shard_writer import settings_of
