@@ -16,7 +16,6 @@ from trainwright.data.rows.formats import NoTarget, RowReader, by_turn
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
-from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import (
     check_source,
@@ -35,6 +34,7 @@ from trainwright.text import plural, they
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainwright.data.rows.texts import TextEncoder
     from trainwright.data.sources.shards import Shards
     from trainwright.recipe.schema import Recipe
     from trainwright.recipe.sections.data import SourceSection
@@ -161,6 +161,8 @@ def check_rows(
     checked.layout = layout_for(columns)
     work = None
     if encoding is not None:
+        from trainwright.data.rows.texts import TextEncoder  # imports numpy
+
         encoder = (TextEncoder if checked.layout == "text" else ChatEncoder)(encoding.tokenizer)
         work = _Encoding(encoder, encoding)
     try:
