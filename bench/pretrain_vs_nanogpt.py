@@ -175,7 +175,7 @@ def measure(work: Path) -> int:
         plain = {name: PlainLoop(*sizes, bf16=name == "bf16") for name in names}
         trainer.follow(plain)
         trainer.run_steps(steps)
-        loss = evaluate(task, strategy, lambda shortage: False, print)["loss"]
+        loss = evaluate(task, strategy, lambda shortage: False, print, events, steps)["loss"]
         if world.is_main:
             losses = {"engine": loss, **{name: loop.validation_loss() for name, loop in plain.items()}}
             layout = {"processes": world.size, "strategy": recipe.parallel.strategy, "threads": threads_allowed()}

@@ -50,11 +50,11 @@ class Trial:
     @classmethod
     def draw(cls, seed: int) -> Trial:
         chance = random.Random(seed)
-        what = chance.choice(["Weight", "Activation"])
+        what = chance.choice(["FlippedWeight", "Activation"])
         # Sharded weights have no copy that they could be compared with.
-        strategy = "ddp" if what == "Weight" else chance.choice(["ddp", "fsdp"])
+        strategy = "ddp" if what == "FlippedWeight" else chance.choice(["ddp", "fsdp"])
         # A check that found nothing comes first, so that there is a checkpoint to go back to.
-        step = chance.randint(EVERY + 1, 2 * EVERY - 1) if what == "Weight" else 2 * EVERY
+        step = chance.randint(EVERY + 1, 2 * EVERY - 1) if what == "FlippedWeight" else 2 * EVERY
         drawn = {"rank": chance.randrange(2), "step": step, "place": chance.random()}
         return cls(what, strategy, {**drawn, "bit": chance.randrange(MANTISSA_BITS), "pass": chance.randrange(2)})
 

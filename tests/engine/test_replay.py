@@ -68,7 +68,7 @@ def test_a_run_that_checks_is_the_run_that_does_not(runs: Runs) -> None:
 def test_a_wrong_weight_is_found_and_taken_back(runs: Runs, count: int, strategy: str, rank: int) -> None:
     overrides = settings(count, strategy)
     undisturbed = losses(runs.trained(*overrides))
-    run, ended = flipped(runs, "Weight", {"rank": rank, "step": 7}, *overrides)
+    run, ended = flipped(runs, "FlippedWeight", {"rank": rank, "step": 7}, *overrides)
     assert ended.code == 0, ended.stdout + ended.stderr
     assert losses(run) == undisturbed
     first, second = events(run, "fault")  # found before the checkpoint of step 8; the check at 6 passed
@@ -139,7 +139,7 @@ def test_without_a_check_that_has_passed_a_run_goes_back_to_what_it_was_resumed_
 def test_a_new_run_whose_first_check_fails_begins_again_when_it_is_resumed(runs: Runs) -> None:
     overrides = settings(2, "ddp")
     undisturbed = losses(runs.trained(*overrides))
-    run, ended = flipped(runs, "Weight", {"rank": 1, "step": 1}, *overrides)
+    run, ended = flipped(runs, "FlippedWeight", {"rank": 1, "step": 1}, *overrides)
     assert ended.code == 5 and "--resume, which begins at the first step" in ended.stderr
     assert not list((run / "checkpoints").glob("step-*"))
     assert losses(runs.resumed(run)) == undisturbed
@@ -148,7 +148,7 @@ def test_a_new_run_whose_first_check_fails_begins_again_when_it_is_resumed(runs:
 @pytest.mark.slow
 def test_a_run_may_end_instead(runs: Runs) -> None:
     overrides = (*settings(2, "ddp"), "faults.on_corruption=stop")
-    run, ended = flipped(runs, "Weight", {"rank": 1, "step": 1}, *overrides)
+    run, ended = flipped(runs, "FlippedWeight", {"rank": 1, "step": 1}, *overrides)
     assert ended.code == 5 and "the weights of the ranks differ at step 2" in ended.stderr
     (fault,) = events(run, "fault")
     assert fault["action"] == "stop"

@@ -49,7 +49,7 @@ def assistant(text: str) -> dict[str, str]:
     ],
 )
 def test_a_row_asks_with_its_answer_and_without(tmp_path: Path, row: dict[str, Any], asked: Any) -> None:
-    (found,) = read_questions(written(tmp_path, row), "--file").asked
+    (found,) = read_questions(written(tmp_path, row), "--file").questions
     assert found == asked
 
 
@@ -59,7 +59,7 @@ def test_every_line_of_a_text_file_that_is_not_empty_is_a_prompt(tmp_path: Path)
     found = read_questions(str(file), "--file")
     prompts = ["What is it?", "Who?", "A line\u2028of one prompt", "Last"]
     assert found.rows == [{"prompt": prompt} for prompt in prompts]
-    assert found.asked == [[user(prompt)] for prompt in prompts]
+    assert found.questions == [[user(prompt)] for prompt in prompts]
     assert found.locations == [f"{file}:{line}" for line in (1, 4, 5, 7)]
 
 

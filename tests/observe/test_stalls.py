@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.support.commands import environment
-from trainwright.engine.policies.stragglers import WINDOW, Comparison
+from trainwright.engine.policies.stragglers import WINDOW, RankComparison
 
 CHILD = """
 import sys, time
@@ -53,7 +53,7 @@ def test_a_process_that_is_stopped_inside_a_collective_stalls(does: str) -> None
 
 
 def test_a_rank_whose_stalls_delay_the_others_is_named() -> None:
-    comparison = Comparison()
+    comparison = RankComparison()
     found = None
     for step in range(80):
         still = 0.05 if step >= 40 else 0.0

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.strategies import PROMPTS
 from tests.support.training import built
 from trainwright.engine.evaluate import generate
+from trainwright.engine.event_log import EventLog
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import join, leave
@@ -17,7 +18,7 @@ from trainwright.parallel.world import join, leave
 
 def same_texts_without_room(cases: list[list[str]]) -> None:
     """Every case's texts, with room for a whole copy and without, before a step and after; and the same steps."""
-    world = join("cpu")
+    world, events = join("cpu"), EventLog(None)
     for overrides in cases:
         print(overrides, file=sys.stderr)
         (_, task, strategy), (_, _, other) = (built(world, [*PROMPTS, *overrides]) for _ in range(2))
@@ -26,13 +27,13 @@ def same_texts_without_room(cases: list[list[str]]) -> None:
             for _ in range(4):
                 assert step(task, strategy) == step(task, other)
             reasons: list[str] = []
-            whole = generate(task, strategy, reasons.append)
+            whole = generate(task, strategy, reasons.append, events)
             said = said or any(text for _, text in whole)
             assert not reasons and len(whole) == 3
-            assert generate(task, strategy, reasons.append, available_memory=0) == whole
+            assert generate(task, strategy, reasons.append, events, available_memory=0) == whole
             (reason,) = reasons
             assert "the full weights need 0." in reason and "has only 0.0 MiB" in reason, reason
-            generate(task, other, reasons.append)
+            generate(task, other, reasons.append, events)
             assert step(task, strategy) == step(task, other), "what was gathered for texts has changed the training"
         assert said, "all texts were empty"
         holds_little_between_passes(strategy)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from trainwright.data.rows.bounded import TokenizerError, unknown_token
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.chat_templates import template_of
@@ -18,7 +16,6 @@ from trainwright.data.rows.formats import NoTarget, RowReader, by_turn
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
-from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import (
     check_source,
@@ -37,6 +34,7 @@ from trainwright.text import plural, they
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainwright.data.rows.texts import TextEncoder
     from trainwright.data.sources.shards import Shards
     from trainwright.recipe.schema import Recipe
     from trainwright.recipe.sections.data import SourceSection
@@ -163,6 +161,8 @@ def check_rows(
     checked.layout = layout_for(columns)
     work = None
     if encoding is not None:
+        from trainwright.data.rows.texts import TextEncoder  # imports numpy
+
         encoder = (TextEncoder if checked.layout == "text" else ChatEncoder)(encoding.tokenizer)
         work = _Encoding(encoder, encoding)
     try:
@@ -196,6 +196,8 @@ def check_corpus(
     Raises:
         RequestError: the source is missing, or shards are incomplete or of another tokenizer.
     """
+    import numpy as np
+
     from trainwright.data.rows.texts import pieces
     from trainwright.data.sources.shards import Shards, is_shards
     from trainwright.data.tokens.shard_writer import settings_of
@@ -322,12 +324,12 @@ def check_data(recipe: Recipe) -> None:
         _check_corpus(recipe)
         return
     data = recipe.data
-    named = list(zip(data.sources, data.source_keys, strict=True))
+    sources = list(zip(data.sources, data.source_keys, strict=True))
     if data.validation_source is not None:
-        named.append((data.validation_source, "data.validation"))
+        sources.append((data.validation_source, "data.validation"))
     if recipe.model.chat_template is not None:
         template_of(recipe.model.chat_template)
-    layouts = [_preflight_layout(source, key, kind_of_rows(recipe, key)) for source, key in named]
+    layouts = [_preflight_layout(source, key, kind_of_rows(recipe, key)) for source, key in sources]
     refuse_unused_template(recipe.model.chat_template, layouts)
 
 
@@ -364,10 +366,10 @@ def _check_corpus(recipe: Recipe) -> None:
     from trainwright.data.sources.shards import Shards, is_shards
 
     data = recipe.data
-    named = list(zip(data.sources, data.source_keys, strict=True))
+    sources = list(zip(data.sources, data.source_keys, strict=True))
     if data.validation_source is not None:
-        named.append((data.validation_source, "data.validation"))
-    for source, key in named:
+        sources.append((data.validation_source, "data.validation"))
+    for source, key in sources:
         if is_shards(source.source):
             Shards.open(user_path(source.source), key)
         elif files_of(source.source, key, source.format == "documents"):

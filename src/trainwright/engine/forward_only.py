@@ -40,13 +40,13 @@ class ForwardOnly:
             torch.OutOfMemoryError: memory ran out on some rank; raised on all ranks at once unless they wait for each
                 other in the passes themselves.
         """
-        done = attempt(lambda: self._passes(batches, visit))
-        short = isinstance(done, MemoryShortage)
+        outcome = attempt(lambda: self._passes(batches, visit))
+        short = isinstance(outcome, MemoryShortage)
         if self.repeatable:
             short = any(flag for (flag,) in self.world.gather_floats([float(short)]))
         if short:
             raise torch.OutOfMemoryError(
-                done.detail if isinstance(done, MemoryShortage) else "out of memory on another rank"
+                outcome.detail if isinstance(outcome, MemoryShortage) else "out of memory on another rank"
             )
 
     def _passes(self, batches: Iterable[GlobalBatch], visit: Callable[[nn.Module, MicroBatch], None]) -> None:

@@ -99,9 +99,9 @@ class Muon(Optimizer):
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
-        given = list(named)
-        matrices = [parameter for name, parameter in given if is_matrix(name, parameter)]
-        others = [parameter for name, parameter in given if not is_matrix(name, parameter)]
+        parameters = list(named)
+        matrices = [parameter for name, parameter in parameters if is_matrix(name, parameter)]
+        others = [parameter for name, parameter in parameters if not is_matrix(name, parameter)]
         groups = [
             {"params": matrices, "weight_decay": section.weight_decay, "muon": True},
             {"params": [p for p in others if p.dim() >= 2], "weight_decay": section.weight_decay, "muon": False},

@@ -233,9 +233,9 @@ class Trainer:
         self.strategy.module.train()
         steps = steps if largest else min(steps, self.max_steps)
         first = self.task.stream.largest_step() if largest else 0
-        for done in range(steps):
-            self.progress.step = first if largest else done
-            if self._step().stop and done < steps - 1:
+        for index in range(steps):
+            self.progress.step = first if largest else index
+            if self._step().stop and index < steps - 1:
                 return False
         return True
 

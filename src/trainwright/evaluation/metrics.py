@@ -67,8 +67,8 @@ class AnswerMatch:
 
     def __call__(self, reference: str, answer: str) -> float:
         """Return 1 if both texts have the same short answer, else 0."""
-        expected, given = self._extract(reference), self._extract(answer)
-        return float(expected is not None and given is not None and same(expected, given))
+        expected, actual = self._extract(reference), self._extract(answer)
+        return float(expected is not None and actual is not None and same(expected, actual))
 
 
 def same(one: str, other: str) -> bool:
@@ -159,11 +159,11 @@ def exact_match(reference: str, answer: str) -> float:
 
 def word_f1(reference: str, answer: str) -> float:
     """Return the F1 of common words, ignoring case, punctuation and articles, as in SQuAD (arXiv 1606.05250)."""
-    expected, words = _words(reference), _words(answer)
-    if not expected or not words:
-        return float(expected == words)
-    common = sum((Counter(expected) & Counter(words)).values())
-    return 2 * common / (len(expected) + len(words))
+    expected, actual = _words(reference), _words(answer)
+    if not expected or not actual:
+        return float(expected == actual)
+    common = sum((Counter(expected) & Counter(actual)).values())
+    return 2 * common / (len(expected) + len(actual))
 
 
 def rouge_l(reference: str, answer: str, *, stem: bool = False) -> Overlap:

@@ -399,8 +399,8 @@ def _language_model(shared: _Shared) -> Any:
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
     """Return the sampling settings of a task. Raises RequestError for unsupported ones."""
-    known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
-    if unknown := [key for key, value in settings.items() if key not in known and value is not None]:
+    supported = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
+    if unknown := [key for key, value in settings.items() if key not in supported and value is not None]:
         raise RequestError(f"--lm-eval: the task sets {', '.join(unknown)} for its answers, which is not supported")
     return Sampling(
         max_new_tokens=int(settings["max_gen_toks"]),

@@ -93,8 +93,10 @@ def _section_of(model: str) -> ModelSection:
 
     Commands that find a model import that only with ``--trust-code``.
     """
-    named = class_in(user_path(model))
-    return ModelSection(name=model) if named is None else ModelSection(name=model, implementation=named)
+    implementation = class_in(user_path(model))
+    return (
+        ModelSection(name=model) if implementation is None else ModelSection(name=model, implementation=implementation)
+    )
 
 
 def _refuse_choice(checkpoint: str | None, why: str) -> None:

@@ -62,12 +62,12 @@ def read_questions(source: str, key: str) -> Questions:
     lines = path.suffix.lower() == ".txt" and path.is_file()
     questions = Questions([], [], [], [])
     for location, row in _prompts(path) if lines else iterate_source(source, key=key):
-        given = {name: value for name, value in row.items() if value is not None}
+        filled = {name: value for name, value in row.items() if value is not None}
         try:
-            questions.questions.append(_question(given))
+            questions.questions.append(_question(filled))
         except RequestError as error:
             raise RequestError(f"{key}: {location}: {error}") from None
-        questions.rows.append(given)
+        questions.rows.append(filled)
         questions.locations.append(location)
     questions.notes.extend([] if lines else source_notes(source, key))
     if not questions.rows:

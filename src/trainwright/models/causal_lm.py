@@ -191,8 +191,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    named = [m for m in lists if type(m[0]).__name__ in names]
-    candidates = named or lists
+    of_blocks = [m for m in lists if type(m[0]).__name__ in names]
+    candidates = of_blocks or lists
     if not candidates:
         raise ValueError(f"no transformer blocks were found in {type(model).__name__}")
     return list(max(candidates, key=lambda blocks: len(list(blocks))))

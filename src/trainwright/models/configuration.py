@@ -77,11 +77,11 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     kind = _causal_kind(fields)
     del fields["model_type"]
     config_class = CONFIG_MAPPING[kind]
-    known = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    if "rope_parameters" in known:
-        known |= OLDER_ROPE_KEYS
-    if unknown := [key for key in fields if key not in known]:
-        lines = [f"model.config.{key}: not a key of {kind}{_nearest(key, known)}" for key in unknown]
+    keys = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    if "rope_parameters" in keys:
+        keys |= OLDER_ROPE_KEYS
+    if unknown := [key for key in fields if key not in keys]:
+        lines = [f"model.config.{key}: not a key of {kind}{_nearest(key, keys)}" for key in unknown]
         raise RequestError("\n".join(lines))
     size = fields.setdefault("vocab_size", len(tokenizer))
     if isinstance(size, int) and size < len(tokenizer):

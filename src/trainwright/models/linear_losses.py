@@ -426,8 +426,8 @@ def _block(
         value = loss(logits, targets, taught)
         (slope,) = torch.autograd.grad(value.sum(), work)
     each.copy_(value.detach())
-    done = logits.detach()
-    losses.copy_(done.logsumexp(1) - done.gather(1, targets[:, None])[:, 0])
+    values = logits.detach()
+    losses.copy_(values.logsumexp(1) - values.gather(1, targets[:, None])[:, 0])
     raw.copy_(slope)
 
 

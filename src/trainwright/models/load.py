@@ -149,10 +149,10 @@ def check_files(section: ModelSection, seed: int) -> list[str]:
     size = load_config(section, tokenizer).get_text_config().vocab_size
     if len(tokenizer) > size:
         beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
-        named = ", ".join(token for _, token in beyond[:4]) + (", …" if len(beyond) > 4 else "")
+        examples = ", ".join(token for _, token in beyond[:4]) + (", …" if len(beyond) > 4 else "")
         lines.append(
             f"model.name: the tokenizer has {len(tokenizer):,} tokens and the model {size:,} embeddings: rows with the "
-            f"others ({named}) cannot be trained on"
+            f"others ({examples}) cannot be trained on"
         )
     left_out = check_adapter(section, seed) if complete else None
     return lines if left_out is None else [*lines, left_out]
@@ -230,9 +230,9 @@ def dtype_to_save(model: ModelSection) -> torch.dtype:
     source = resolve(model)
     if source.directory is None:
         assert source.config is not None
-        named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
+        dtype_name = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
         return {str(dtype): dtype for dtype in dtypes.values()}.get(
-            f"torch.{named.removeprefix('torch.')}", torch.float32
+            f"torch.{dtype_name.removeprefix('torch.')}", torch.float32
         )
     if source.gguf is not None:
         from trainwright.models.gguf.reading import gguf_facts
@@ -399,14 +399,14 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
     """
     base = _base(weights)
     if base is None:
-        named = class_in(weights)
-        own = [] if named is None else ["from trainwright.models.own_module import register"]
+        implementation = class_in(weights)
+        own = [] if implementation is None else ["from trainwright.models.own_module import register"]
         return "\n".join(
             [
                 *own,
                 "from transformers import AutoModelForCausalLM, AutoTokenizer",
                 "",
-                *([] if named is None else [f"register()  # so that transformers imports {named}"]),
+                *([] if implementation is None else [f"register()  # so that transformers imports {implementation}"]),
                 f"model = AutoModelForCausalLM.from_pretrained({_text(name)})",
                 f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
             ]

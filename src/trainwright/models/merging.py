@@ -199,10 +199,10 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _check_same(done: str, difference: float, compute: torch.dtype) -> None:
+def _check_same(stage: str, difference: float, compute: torch.dtype) -> None:
     if not difference <= _SAME.get(compute, _SAME_ROUNDED):
         raise TrainingError(
-            f"the model as {done} does not compute the same as base model and adapter: logits differ by "
+            f"the model as {stage} does not compute the same as base model and adapter: logits differ by "
             f"{difference:.2g} of the largest; nothing was written"
         )
 

@@ -92,9 +92,11 @@ class OwnModel(PreTrainedModel, GenerationMixin):
         head: nn.Module | None = getattr(self.module, "get_output_embeddings", lambda: None)()
         return head
 
-    def outputs(self, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+    def outputs(self, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Return what the module gives for ``input_ids`` [B, L]: hidden states or logits."""
-        output: torch.Tensor = self.module(input_ids, **{key: given[key] for key in given if key in self._takes})
+        output: torch.Tensor = self.module(
+            input_ids, **{key: arguments[key] for key in arguments if key in self._takes}
+        )
         return output
 
     def forward(

@@ -178,7 +178,7 @@ class _Run:
         # The weak reference keeps another tensor's memory from having the same identity.
         memory = StorageWeakRef(tensor.untyped_storage()), tensor._version
         key = *memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if (known := self._activations.get(key)) is not None and (activation := known()) is not None:
+        if (reference := self._activations.get(key)) is not None and (activation := reference()) is not None:
             return activation
         if not self._activations:
             self._before, _Run._latest = _Run._latest, weakref.ref(self)

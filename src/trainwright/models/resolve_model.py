@@ -172,8 +172,8 @@ def _shards(index: Path, key: str) -> list[str]:
     if not index.is_file():  # reading from a pipe would block
         raise RequestError(f"{key}: {index} is not a file")
     content = read_json(index, f"{key}: {index}")
-    named = content.get("weight_map") if isinstance(content, dict) else None
-    shards = list(named.values()) if isinstance(named, dict) else []
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not shards or not all(isinstance(shard, str) for shard in shards):
         raise RequestError(
             f"{key}: {index} is damaged: its weight_map does not name a file for each tensor; download it again"

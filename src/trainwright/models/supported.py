@@ -111,9 +111,9 @@ def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
         return None  # a missing model_type is reported when the rest is read
     if not isinstance(kind, str):
         return f"a configuration whose model_type is not a name ({str(kind)[:40]})"
-    named = _by_name(kind, config) or _by_head(config)
-    if named is not None:
-        return f"{named} ({kind})"
+    title = _by_name(kind, config) or _by_head(config)
+    if title is not None:
+        return f"{title} ({kind})"
     return None if kind in known else _by_tables(kind, config)
 
 
@@ -164,11 +164,11 @@ def class_in(directory: Path) -> str | None:
     fields = read_json(file) if file.is_file() else None
     if not isinstance(fields, dict) or fields.get("model_type") != OWN:
         return None
-    named = fields.get("implementation")
-    if not isinstance(named, str):
+    implementation = fields.get("implementation")
+    if not isinstance(implementation, str):
         return None
-    inside = is_file(named) and (directory / named.rpartition(":")[0]).is_file()
-    return str(directory / named) if inside else named
+    inside = is_file(implementation) and (directory / implementation.rpartition(":")[0]).is_file()
+    return str(directory / implementation) if inside else implementation
 
 
 def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:

@@ -184,12 +184,12 @@ def make_tokenizer(
     """
 
     def texts() -> Iterator[str]:
-        done = 0
+        characters = 0
         for source, key in sources:
             for piece in pieces(source, key):
                 yield piece.text
-                done += len(piece.text)
-                report(done)
+                characters += len(piece.text)
+                report(characters)
 
     return _characters(texts()) if size is None else _bpe(texts(), size)
 

@@ -99,5 +99,5 @@ def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
 
 def _of_layers(key: str, value: Any, layers: int) -> bool:
     """Return whether a list has one item per layer: by its name, or because other lists are rarely that long."""
-    named = "layer" in key or (layers > 8 and not key.endswith(("_id", "_ids")))
-    return isinstance(value, list) and len(value) == layers and named
+    has_name = "layer" in key or (layers > 8 and not key.endswith(("_id", "_ids")))
+    return isinstance(value, list) and len(value) == layers and has_name

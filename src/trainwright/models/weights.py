@@ -76,16 +76,16 @@ def load_empty(
 
     config = load_config(model, tokenizer)
     empty = empty_model(config)
-    given = TensorWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
+    weights = TensorWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
     directory = resolve(model).directory
     if directory is None:
-        return finish_loading(empty, model, config), given
+        return finish_loading(empty, model, config), weights
     files = _tensors(directory)
     stored = skeleton(config_from(directory)) if model.implementation == "gpt" else empty
     if (stored.all_tied_weights_keys or {}).keys() & files.keys():
         return None  # tied weights are stored twice, and may differ
     if model.implementation == "gpt":
-        return finish_loading(empty, model, config), given
+        return finish_loading(empty, model, config), weights
     if (directory / "generation_config.json").is_file():  # the file is optional
         try:
             empty.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
@@ -95,7 +95,7 @@ def load_empty(
     shapes = {name: tuple(tensor.shape) for name, tensor in _stored(empty)}
     as_they_are = all(name in files and files[name][1] == shape for name, shape in shapes.items())
     if has_conversions(empty) or not as_they_are:
-        return empty, given
+        return empty, weights
     if unused := sorted(name for name in files.keys() - shapes.keys() if not name.endswith(UNUSED_TENSORS)):
         logger.warning("%s has %d more than the model uses: %s", directory, len(unused), ", ".join(unused[:3]))
     return empty, FileWeights({name: files[name][0] for name in shapes}, prefix)

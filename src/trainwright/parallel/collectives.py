@@ -60,16 +60,16 @@ def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     group_position = _position_of_group(function)
 
     @functools.wraps(function)
-    def collective(*given: Any, **named: Any) -> Any:
+    def collective(*arguments: Any, **keywords: Any) -> Any:
         own = heartbeat.own()
-        group = given[group_position] if len(given) > group_position else named.get("group")
+        group = arguments[group_position] if len(arguments) > group_position else keywords.get("group")
         if own is None or group == _NO_MEMBER:
-            return function(*given, **named)
-        tensor = "" if argument is None else _described(named.get(argument, given[position : position + 1]))
+            return function(*arguments, **keywords)
+        tensor = "" if argument is None else _described(keywords.get(argument, arguments[position : position + 1]))
         counted = group is None or group.size() == dist.get_world_size()
         own.enter(name, tensor, _line(), counted=counted, same_shape=argument is not None)
         try:
-            return function(*given, **named)
+            return function(*arguments, **keywords)
         finally:
             own.leave()
 
@@ -82,8 +82,8 @@ def _position_of_group(function: Callable[..., Any]) -> int:
     return names.index("group") if "group" in names else sys.maxsize  # a library's own function, which takes anything
 
 
-def _described(given: Any) -> str:
-    tensor = given[0] if isinstance(given, tuple) and given else given
+def _described(argument: Any) -> str:
+    tensor = argument[0] if isinstance(argument, tuple) and argument else argument
     if not isinstance(tensor, torch.Tensor):
         return ""
     return _type_and_shape(tensor.dtype, tensor.shape)

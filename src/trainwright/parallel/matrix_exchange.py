@@ -80,8 +80,8 @@ class MatrixExchange:
             here = by_replica[self._replicas.rank]
             # Before the first broadcast, so that all ranks compute at the same time.
             own = self._updated(here, rows, update) if any(here) else None
-            for replica, given in enumerate(by_replica):
-                if those := list(chain(*given)):
+            for replica, of_replica in enumerate(by_replica):
+                if those := list(chain(*of_replica)):
                     yield from self._distributed(those, replica, own, dtype)
 
     def _updated(
@@ -99,11 +99,11 @@ class MatrixExchange:
             return torch.cat([update(rows(parameter)).reshape(-1) for parameter in mine])
         ranks = range(self._shards.size)
         sizes = [[self._elements(parameter, rank) for parameter in mine] for rank in ranks]
-        taken = [sum(of_rank) for of_rank in sizes]
-        given = [sum(self._elements(p, self._shards.rank) for p in of_owner) for of_owner in owned]
+        sent_sizes = [sum(of_rank) for of_rank in sizes]
+        received_sizes = [sum(self._elements(p, self._shards.rank) for p in of_owner) for of_owner in owned]
         sent = torch.cat([rows(parameter).reshape(-1) for parameter in chain(*owned)])
-        received = sent.new_empty(sum(taken))
-        dist.all_to_all_single(received, sent, taken, given, group=group)
+        received = sent.new_empty(sum(sent_sizes))
+        dist.all_to_all_single(received, sent, sent_sizes, received_sizes, group=group)
         del sent
         pieces = received.split(list(chain(*sizes)))
         for index, parameter in enumerate(mine):
@@ -111,8 +111,8 @@ class MatrixExchange:
             full = update(torch.cat(parts).view(self._shape(parameter))).reshape(-1)
             for part, result in zip(parts, full.split([len(part) for part in parts]), strict=True):
                 part.copy_(result)
-        back = received.new_empty(sum(given))
-        dist.all_to_all_single(back, received, given, taken, group=group)
+        back = received.new_empty(sum(received_sizes))
+        dist.all_to_all_single(back, received, received_sizes, sent_sizes, group=group)
         return back
 
     def _distributed(

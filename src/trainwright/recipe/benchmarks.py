@@ -205,13 +205,13 @@ def _wmdp(name: str, part: str, origin: str, key: str) -> Benchmark:
 
 
 def _files(name: str, origins: str, key: str) -> Benchmark:
-    known = ("forget", "retain", "holdout")
+    names = ("forget", "retain", "holdout")
     sources: dict[str, str] = {}
     for part in origins.split(","):
         each, equals, source = part.partition("=")
-        if each not in known or not equals or not source:
+        if each not in names or not equals or not source:
             raise RequestError(
-                f"{key}: {part!r} in {name!r} is invalid; use {', '.join(f'{known_}=FILE' for known_ in known)}"
+                f"{key}: {part!r} in {name!r} is invalid; use {', '.join(f'{known_}=FILE' for known_ in names)}"
             )
         sources[each] = source
     if "forget" not in sources:

@@ -326,10 +326,10 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
 def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
     for name, key in (("answer", "answer_pattern"), ("json_schema", "json_schema")):
-        given = getattr(evaluate, key) is not None
-        if given and name not in evaluate.metrics:
+        is_set = getattr(evaluate, key) is not None
+        if is_set and name not in evaluate.metrics:
             yield Contradiction((f"evaluate.{key}", "evaluate.metrics"), f"has no effect without the metric {name}")
-        if not given and name in evaluate.metrics:
+        if not is_set and name in evaluate.metrics:
             yield Contradiction(
                 ("evaluate.metrics", f"evaluate.{key}"), f"is required for the metric {name}; set evaluate.{key}"
             )

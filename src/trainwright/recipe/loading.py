@@ -285,6 +285,6 @@ def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], 
                 _merge_values(tree, earlier, value, full_path, depth)
                 continue
         if key in base:
-            for known in [known for known in tree.origins if known[: len(full_path)] == full_path]:
-                del tree.origins[known]
+            for other in [other for other in tree.origins if other[: len(full_path)] == full_path]:
+                del tree.origins[other]
         base[key] = value

@@ -186,7 +186,7 @@ def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
 def origin_of(path: KeyPath, tree: Tree, file: Origin) -> Origin:
     """Return where ``path`` was written, or else something inside it, or else its nearest parent."""
     while path:
-        inside = (origin for known, origin in tree.origins.items() if known[: len(path)] == path)
+        inside = (origin for written, origin in tree.origins.items() if written[: len(path)] == path)
         if origin := tree.origins.get(path) or next(inside, None):
             return origin
         path = path[:-1]
@@ -239,8 +239,8 @@ def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
 
 def _expected(item: ErrorDetails) -> str:
     context = {key: f"{value:g}" if isinstance(value, float) else value for key, value in item.get("ctx", {}).items()}
-    known = _EXPECTED.get(item["type"])
-    return known.format(**context) if known is not None else item["msg"]
+    template = _EXPECTED.get(item["type"])
+    return template.format(**context) if template is not None else item["msg"]
 
 
 def _shown(value: object) -> str:
@@ -306,8 +306,8 @@ def _meant(path: KeyPath, near: KeyPath | str | None, model: type[BaseModel], tr
     if isinstance(near, str):
         return f"; {near}"
     if near is None:
-        known = ", ".join(_keys(_section_for(path), model))
-        return f"; choose from {known}" if known else ""
+        choices = ", ".join(_keys(_section_for(path), model))
+        return f"; choose from {choices}" if choices else ""
     shown = str(near[-1] if near[:-1] == path[:-1] else dotted(near))
     return f"; did you mean {_own_key(path, near).shown(shown, _value_at(path, tree))}?"
 

@@ -269,17 +269,17 @@ class LanguageModelTask:
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
         """Write a directory that ``transformers`` loads or, with an adapter, ``peft``."""
         prefix = "model."
-        named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
+        named_tensors = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
         model, tokenizer = self._lm.model, self._tokenizer
         config: PretrainedConfig = model.config
         generation: GenerationConfig | None = model.generation_config
         if not self._plain:
             tokenizer, config, generation = ending_turns(tokenizer, config, generation)
         if self._adapter is not None:
-            self._adapter.save(directory, named, tokenizer, generation)
+            self._adapter.save(directory, named_tensors, tokenizer, generation)
         else:
             assert all(parameter.requires_grad for parameter in model.parameters()), "see Strategy.parameters"
-            self._checksums = save_model(directory, config, named, tokenizer, generation, self._save_dtype)
+            self._checksums = save_model(directory, config, named_tensors, tokenizer, generation, self._save_dtype)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether an adapter with these parts would leave the model unchanged."""

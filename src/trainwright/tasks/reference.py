@@ -107,10 +107,10 @@ class ReferenceTask(LanguageModelTask):
             "examples": str(list(examples)),
         }
         file = self._cache / "references" / f"{_digest(identity)}.npy"
-        known = _open(file, dataset)
-        if all(world.gather(not np.isnan(known[sequences]).any())):
+        cached = _open(file, dataset)
+        if all(world.gather(not np.isnan(cached[sequences]).any())):
             notify(f"the reference's log-probabilities of {plural(len(sequences), 'answer')} are in {file}")
-            return Reference(known)
+            return Reference(cached)
         notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
         started_at = time.monotonic()
         with without():
@@ -181,10 +181,10 @@ def combined(world: World, own: Sums) -> Sums:
 
 def _open(file: Path, dataset: TokenDataset) -> Sums:
     try:
-        known: Sums = np.load(file, mmap_mode="r")
+        cached: Sums = np.load(file, mmap_mode="r")
     except (OSError, ValueError):  # missing or incomplete
-        known = np.full(0, np.nan)
-    return known if len(known) == dataset.sequence_count else np.full(dataset.sequence_count, np.nan)
+        cached = np.full(0, np.nan)
+    return cached if len(cached) == dataset.sequence_count else np.full(dataset.sequence_count, np.nan)
 
 
 def _save(file: Path, sums: Sums, world: World) -> bool:

@@ -72,9 +72,9 @@ class TurnFinder:
         """Return whether the template writes the names of turns such as this one of a row."""
         role = row[turn]["role"]
         if role not in self._named:
-            named = [*row[:turn], {**row[turn], "name": _PROBE}, *row[turn + 1 :]]
+            renamed = [*row[:turn], {**row[turn], "name": _PROBE}, *row[turn + 1 :]]
             try:
-                self._named[role] = _PROBE in self.template.render([named])[0]
+                self._named[role] = _PROBE in self.template.render([renamed])[0]
             except TurnsError:  # it checks names
                 self._named[role] = True
         return self._named[role]

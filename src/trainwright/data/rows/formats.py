@@ -375,20 +375,20 @@ def _parsed(text: str, field: str) -> Any:
 def _turn(item: Any, location: str) -> Message:
     if not isinstance(item, dict):
         raise RequestError(f"{location} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
-    named = item.get("role") if item.get("role") is not None else item.get("from")
+    raw_role = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
     call = item.get("function_call")  # OpenAI's API before tools; JSON text from a row file
     if isinstance(call, dict | str) and call and not item.get("tool_calls"):
         item = {**item, "tool_calls": f"[{call}]" if isinstance(call, str) else [call]}
-    if named is None or (content is None and not item.get("tool_calls")):
-        missing = "role (or from)" if named is None else "content (or value)"
+    if raw_role is None or (content is None and not item.get("tool_calls")):
+        missing = "role (or from)" if raw_role is None else "content (or value)"
         raise RequestError(f"{location} has no {missing}; it has {names_of(item)}; {_A_TURN}")
-    if str(named).lower() in _CALLS:
+    if str(raw_role).lower() in _CALLS:
         return {"role": "assistant", "content": "", "tool_calls": calls_of_content(content, location)}
-    role = _ROLES.get(str(named).lower())
+    role = _ROLES.get(str(raw_role).lower())
     if role is None:
-        known = ", ".join((*_ROLES, *_CALLS))
-        raise RequestError(f"{location} has the unknown role {named!r}; choose from {known}")
+        choices = ", ".join((*_ROLES, *_CALLS))
+        raise RequestError(f"{location} has the unknown role {raw_role!r}; choose from {choices}")
     calls = calls_of(item, location)
     if calls and role != "assistant":
         raise RequestError(f"{location} is a {role} turn with tool_calls; only assistant turns may have them")
@@ -407,13 +407,13 @@ def _turn(item: Any, location: str) -> Message:
 
 def _reasoning_of(item: Row, location: str) -> str:
     """Return the reasoning of an assistant turn, or ""; raise RequestError if two fields of it differ."""
-    given = {key: item[key] for key in _REASONING if item.get(key) not in (None, "")}
-    for key, value in given.items():
+    fields = {key: item[key] for key in _REASONING if item.get(key) not in (None, "")}
+    for key, value in fields.items():
         if not isinstance(value, str):
             raise RequestError(f"{location} has {key} that should be text, not {kind_of(value)}")
-    texts = list(dict.fromkeys(text for text in given.values() if text.strip()))
+    texts = list(dict.fromkeys(text for text in fields.values() if text.strip()))
     if len(texts) > 1:
-        raise RequestError(f"{location} has {' and '.join(given)}, which differ; keep one of them")
+        raise RequestError(f"{location} has {' and '.join(fields)}, which differ; keep one of them")
     return texts[0] if texts else ""
 
 

@@ -153,8 +153,8 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     elsewhere = next((f"{name} rows, for {_TRAINED_BY[name]}" for name in fitting if name in _TRAINED_BY), None)
     if elsewhere is None and (layout := _by_other_names(columns, first_rows, layouts)):
         return layout
-    known = "; ".join(f"{name}: {' and '.join(REQUIRED[name])}" for name in layouts)
-    reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({known})"
+    choices = "; ".join(f"{name}: {' and '.join(REQUIRED[name])}" for name in layouts)
+    reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({choices})"
     if elsewhere is not None:
         raise RequestError(f"{reason}; these are {elsewhere}")
     raise RequestError(

@@ -89,8 +89,8 @@ def to_labelled(
     if isinstance(label, bool):
         role = CHOSEN if label else REJECTED
     if role is None:
-        given = repr(label) if isinstance(label, str) else kind_of(label)
-        raise RequestError(f"the field label should be true or false, not {given}")
+        shown = repr(label) if isinstance(label, str) else kind_of(label)
+        raise RequestError(f"the field label should be true or false, not {shown}")
     messages = to_example(row, RowLayout("prompt_completion", layout.columns), remarks)
     assert not isinstance(messages, str)
     return [(role, messages)]
@@ -117,10 +117,10 @@ def _prompt_and_answers(row: Row, layout: RowLayout) -> tuple[list[Message], tup
 
 def _prompt(row: Row, layout: RowLayout) -> list[Message]:
     field = layout.column("prompt")
-    given = row.get(field)
-    if isinstance(given, dict) and isinstance(given.get("messages"), list) and not given.get("tools"):
-        return as_prompt(turns_field(given, "messages"))  # OpenAI's format
-    if isinstance(given, list):
+    prompt = row.get(field)
+    if isinstance(prompt, dict) and isinstance(prompt.get("messages"), list) and not prompt.get("tools"):
+        return as_prompt(turns_field(prompt, "messages"))  # OpenAI's format
+    if isinstance(prompt, list):
         return as_prompt(turns_field(row, field))
     text = with_input(row, layout, text_field(row, field))
     return as_prompt(transcript(text) or [{"role": "user", "content": text}])
@@ -148,10 +148,10 @@ def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[M
         return
     if isinstance(prompt, str):
         parsed = transcript(prompt)
-        named = parsed == list(beginning) or any(turn["content"].strip() == prompt.strip() for turn in beginning)
+        is_same = parsed == list(beginning) or any(turn["content"].strip() == prompt.strip() for turn in beginning)
     else:
-        named = turns_field(row, column) == list(beginning)
-    if not named:
+        is_same = turns_field(row, column) == list(beginning)
+    if not is_same:
         raise RequestError(
             f"the field {column} differs from the beginning of {' and '.join(sides)}; remove or correct it"
         )

@@ -157,8 +157,8 @@ def _parts(file: Path) -> Iterator[str]:
     pending = ""
     for text in _decoded(file):
         parts = (pending + text).split(SEPARATOR)
-        for done in parts[:-1]:
-            yield done
+        for document in parts[:-1]:
+            yield document
             yield SEPARATOR
         # The end may be the start of a separator, so it is kept for the next part.
         pending = parts[-1][-len(SEPARATOR) :]
@@ -168,7 +168,7 @@ def _parts(file: Path) -> Iterator[str]:
 
 def _decoded(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    done = 0
+    offset = 0
     with opened_file(file) as opened:
         while True:
             raw = opened.read(_PIECE)
@@ -176,13 +176,13 @@ def _decoded(file: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
-                at = done - pending + error.start
+                at = offset - pending + error.start
                 raise RequestError(f"{file}: not UTF-8 text at byte {at:,}; save the file as UTF-8") from None
             if (null := raw.find(b"\0")) >= 0:
-                raise RequestError(f"{file}: not text: a zero byte at {done + null:,}; is it a binary file?")
-            if not done:
+                raise RequestError(f"{file}: not text: a zero byte at {offset + null:,}; is it a binary file?")
+            if not offset:
                 text = text.removeprefix("\ufeff")
-            done += len(raw)
+            offset += len(raw)
             if text:
                 yield text
             if not raw:

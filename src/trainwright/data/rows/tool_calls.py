@@ -31,15 +31,15 @@ def calls_of(turn: Row, location: str) -> list[Any]:
 def calls_of_content(content: Any, location: str) -> list[Any]:
     """Return the calls of a ShareGPT ``function_call`` turn."""
     try:
-        given = json.loads(content) if isinstance(content, str) else content
+        parsed = json.loads(content) if isinstance(content, str) else content
     except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict | list) or not given:
+        parsed = None
+    if not isinstance(parsed, dict | list) or not parsed:
         raise RequestError(
             f'{location} is a function call, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
             "correct it, or make it an assistant (gpt) turn with text"
         )
-    calls = given if isinstance(given, list) else [given]
+    calls = parsed if isinstance(parsed, list) else [parsed]
     # As text, values of null stay: the writer has put them there.
     return calls_of({"tool_calls": json.dumps(calls) if isinstance(content, str) else calls}, location)
 
@@ -61,17 +61,17 @@ def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
 def _objects(value: Any, location: str) -> list[Any]:
     if value is None or value == "":
         return []
-    given = value
+    objects = value
     if isinstance(value, str):
         try:
-            given = json.loads(value)
+            objects = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{location}: tools and calls must be JSON: {error}") from None
     else:
-        given = _without_null(value)  # columns of objects have every key in each of them
-    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        raise RequestError(f"{location}: tools and calls must be a list of objects, not {kind_of(given)}")
-    return given
+        objects = _without_null(value)  # columns of objects have every key in each of them
+    if not isinstance(objects, list) or not all(isinstance(item, dict) for item in objects):
+        raise RequestError(f"{location}: tools and calls must be a list of objects, not {kind_of(objects)}")
+    return objects
 
 
 def _call(call: Row, location: str) -> Row:
@@ -79,16 +79,16 @@ def _call(call: Row, location: str) -> Row:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise RequestError(f'{location} has no name; a call is {{"function": {{"name", "arguments"}}}}')
-    given = function.get("arguments", {})
-    arguments = {} if given in ("", None) else given
+    raw_arguments = function.get("arguments", {})
+    arguments = {} if raw_arguments in ("", None) else raw_arguments
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{location}.arguments are not JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"{location}.arguments should be an object, not {kind_of(value)}")
-    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _without_null(value: Any) -> Any:

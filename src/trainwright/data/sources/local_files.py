@@ -330,16 +330,16 @@ def _configs(path: Path) -> list[dict[str, Any]]:
 
 
 def _of_configs(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> SourceFiles:
-    named = {str(one.get("config_name", "default")): one for one in configs}
-    usual = [name for name, one in named.items() if one.get("default") is True or name == "default"]
-    config = selectors[0] if len(selectors) == 2 else next(iter(usual), next(iter(named)))
-    if config not in named or (len(selectors) < 2 and len(named) > 1 and not usual):
-        names = ", ".join(named)
+    by_name = {str(one.get("config_name", "default")): one for one in configs}
+    usual = [name for name, one in by_name.items() if one.get("default") is True or name == "default"]
+    config = selectors[0] if len(selectors) == 2 else next(iter(usual), next(iter(by_name)))
+    if config not in by_name or (len(selectors) < 2 and len(by_name) > 1 and not usual):
+        names = ", ".join(by_name)
         raise RequestError(
             f"{key}: {path} has the configurations {names}; choose one with a split, such as {path}:{config}:train"
         )
     splits: dict[str, list[Any]] = {}
-    data_files = named[config]["data_files"]
+    data_files = by_name[config]["data_files"]
     for one in data_files if isinstance(data_files, list) else [data_files]:
         split, pattern = (one.get("split", _TRAIN), one.get("path")) if isinstance(one, dict) else (_TRAIN, one)
         splits.setdefault(str(split), []).extend(pattern if isinstance(pattern, list) else [pattern])

@@ -84,10 +84,10 @@ def pydoc_rows() -> list[dict[str, str]]:
     """
     # -I and -S keep PYTHON* variables (PYTHONOPTIMIZE=2 drops docstrings) and site-packages out.
     command = [sys.executable, "-I", "-S", "-B", "-W", "ignore", str(Path(__file__).resolve())]
-    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise RuntimeError(f"collecting Python's documentation failed:\n{done.stderr.decode(errors='replace')}")
-    rows: list[dict[str, str]] = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if process.returncode:
+        raise RuntimeError(f"collecting Python's documentation failed:\n{process.stderr.decode(errors='replace')}")
+    rows: list[dict[str, str]] = json.loads(process.stdout)
     return rows
 
 

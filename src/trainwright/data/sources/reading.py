@@ -278,8 +278,8 @@ def _to_rows(file: Path, table: pa.Table) -> list[Row]:
     try:
         rows: list[Row] = table.to_pylist()
         for row in rows if decode else ():
-            given = {name: _decoded(row[name], kind) for name, kind in decode.items()}
-            row.update(with_text_content(given))
+            decoded = {name: _decoded(row[name], kind) for name, kind in decode.items()}
+            row.update(with_text_content(decoded))
     except (UnicodeDecodeError, ValueError, OverflowError) as error:
         raise RequestError(f"{file}: a column cannot be read: {error}") from None
     return rows

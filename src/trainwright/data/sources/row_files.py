@@ -344,8 +344,8 @@ def _encodes(text: str) -> bool:
 def text_of(parts: list[Any]) -> str | None:
     """Join a list of text parts; return None if any part is not text."""
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    return "".join(known) if len(known) == len(texts) else None
+    strings = [text for text in texts if isinstance(text, str)]
+    return "".join(strings) if len(strings) == len(texts) else None
 
 
 def not_text(parts: list[Any], *, named: bool = False) -> str:

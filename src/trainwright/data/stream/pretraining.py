@@ -49,8 +49,8 @@ def prepare_windows(
         MachineError: the cache cannot be written.
     """
     data = recipe.data
-    named = zip(data.sources, data.source_keys, strict=True)
-    corpora = [_shards(source, key, tokenizer, cache) for source, key in named]
+    sources = zip(data.sources, data.source_keys, strict=True)
+    corpora = [_shards(source, key, tokenizer, cache) for source, key in sources]
     validation_spans: list[Spans] = []
     separate = None
     if data.validation_source is not None:

@@ -93,9 +93,9 @@ class Lengths:
         """Return the mean lengths of up to 64 equal parts of the sorted examples. Empty if all lengths are equal."""
         if self.quantiles[0] == self.longest:
             return ()
-        known = len(self.quantiles)
-        count = min(_PLACES, known)
-        edges = [index * known // count for index in range(count + 1)]
+        total = len(self.quantiles)
+        count = min(_PLACES, total)
+        edges = [index * total // count for index in range(count + 1)]
         return tuple(round(fmean(self.quantiles[begin:end])) for begin, end in pairwise(edges))
 
     def _batches(self, global_batch_size: int) -> Iterator[list[int]]:

@@ -69,14 +69,14 @@ class WordTokens:
         words: list[str] = self._pattern.findall(text, concurrent=True)  # releases the GIL
         if sum(map(len, words)) != len(text):
             return None
-        known = self._known
-        if missing := [word for word in set(words) if word not in known]:
-            if len(known) > _MAX_WORDS:
-                known.clear()
+        cached = self._known
+        if missing := [word for word in set(words) if word not in cached]:
+            if len(cached) > _MAX_WORDS:
+                cached.clear()
                 missing = list(set(words))
             encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
-            known.update((word, encoding.ids) for word, encoding in zip(missing, encodings, strict=True))
-        return np.fromiter(chain.from_iterable(map(known.__getitem__, words)), dtype=np.int64)
+            cached.update((word, encoding.ids) for word, encoding in zip(missing, encodings, strict=True))
+        return np.fromiter(chain.from_iterable(map(cached.__getitem__, words)), dtype=np.int64)
 
 
 def _pattern(description: dict[str, Any]) -> Any:

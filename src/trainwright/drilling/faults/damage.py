@@ -218,7 +218,7 @@ def not_a_number(scene: Scene) -> None:
 @fault("a flipped bit of a weight", spreads=COPIES, share=2)
 def flipped_weight(scene: Scene) -> None:
     """The next check finds it and names the rank, and the run rewinds to before it."""
-    _flipped(scene, "Weight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
+    _flipped(scene, "FlippedWeight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
 
 
 @fault("a flipped bit of an activation", spreads=SEVERAL, share=2)

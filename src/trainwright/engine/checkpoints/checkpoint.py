@@ -161,10 +161,10 @@ class Checkpoints:
         No file of tensors is read, as training waits for this.
         """
         path = self.path(step)
-        stamps, known = _stamps(path), self._known.get(step)
-        if known is None or known[0] != stamps:
-            known = self._known[step] = stamps, _looks_complete(path, stamps)
-        return known[1]
+        stamps, cached = _stamps(path), self._known.get(step)
+        if cached is None or cached[0] != stamps:
+            cached = self._known[step] = stamps, _looks_complete(path, stamps)
+        return cached[1]
 
     def _open(self, step: int) -> Checkpoint | CheckpointError:
         """Return the checkpoint, or the reason why it cannot be used."""

@@ -40,7 +40,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     failure: tuple[int, str] | None = None  # exit code and message, the same on every rank
     if world.is_main:
         try:
-            done = attempt(lambda: task.export(tensors, final))
+            outcome = attempt(lambda: task.export(tensors, final))
         except OSError as error:
             reason = f"{final} could not be written: {error.strerror or error}"
             failure = (
@@ -50,11 +50,11 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
         except TrainwrightError as error:
             failure = error.exit_code, str(error)
         else:
-            if isinstance(done, MemoryShortage):
+            if isinstance(outcome, MemoryShortage):
                 failure = (
                     EXIT_TRAINING,
                     (
-                        f"memory ran out while {final} was written: {done.detail}; {_describe_saved(step, saved)}: "
+                        f"memory ran out while {final} was written: {outcome.detail}; {_describe_saved(step, saved)}: "
                         "--resume this run with more memory"
                     ),
                 )

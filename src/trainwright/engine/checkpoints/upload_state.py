@@ -100,11 +100,11 @@ class Abandoned:
         return self.step is not None and step >= self.step and (stored is None or stored.begins(self._events))
 
     def _write(self, step: int | None) -> None:
-        known = _abandoned_in(self._file)
-        changed = {name: value for name, value in known.items() if name != self._root}
+        steps = _abandoned_in(self._file)
+        changed = {name: value for name, value in steps.items() if name != self._root}
         if step is not None:
             changed[self._root] = step
-        if changed == known:
+        if changed == steps:
             return
         with suppress(OSError):  # this launch knows it in any case
             if changed:

@@ -120,8 +120,8 @@ class RankComparison:
         errors = _ERRORS * spread / _BLOCKS**0.5, _USUAL_ERRORS * usual / _BLOCKS**0.5
         without_largest = (sum(blocks) - max(blocks)) / (_BLOCKS - 1)
         if mean > errors[0] and without_largest > max(_SLOWER, errors[1]) and min(blocks) > _RECOVERED:
-            known, self._named = self._named == rank, rank
-            return None if known else self._straggler(np.array(self._seconds), of_ranks, rank, mean)
+            is_reported, self._named = self._named == rank, rank
+            return None if is_reported else self._straggler(np.array(self._seconds), of_ranks, rank, mean)
         if self._named is not None and (rank != self._named or mean < _RECOVERED):
             self._named = None
         return None

@@ -89,15 +89,15 @@ class BaseModel:
         if not file.is_file():
             return None
         values = read_json(file)
-        known = {key: value for key, value in values.items() if key in _KINDS} if isinstance(values, dict) else {}
-        wrong = [key for key, value in known.items() if not isinstance(value, _KINDS[key])]
-        wrong += [key for key in ("name", "fingerprint") if key not in known]
-        if wrong or known.get("quantisation", "none") not in ("none", "nf4", "int8"):
+        supported = {key: value for key, value in values.items() if key in _KINDS} if isinstance(values, dict) else {}
+        wrong = [key for key, value in supported.items() if not isinstance(value, _KINDS[key])]
+        wrong += [key for key in ("name", "fingerprint") if key not in supported]
+        if wrong or supported.get("quantisation", "none") not in ("none", "nf4", "int8"):
             raise RequestError(
                 f"{file}: {(wrong or ['quantisation'])[0]} is missing or wrong; download the adapter again"
             )
-        path = "" if known["name"].startswith("fresh ") else known["name"]  # older files have no path
-        return cls(**{"path": path, **known})
+        path = "" if supported["name"].startswith("fresh ") else supported["name"]  # older files have no path
+        return cls(**{"path": path, **supported})
 
 
 # Valid types of the fields in a file.
@@ -121,8 +121,8 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
     if source.directory is None:
         made_from = json.dumps([model.config, model.tokenizer, seed], sort_keys=True, default=str)
         return BaseModel(source.origin, hashlib.sha256(made_from.encode()).hexdigest()[:16])
-    given = user_path(str(model.name))
-    name = str(given.resolve()) if given.exists() else str(model.name)
+    path = user_path(str(model.name))
+    name = str(path.resolve()) if path.exists() else str(model.name)
     fingerprint = _fingerprint(source.directory)
     if source.gguf is None:
         return BaseModel(name, fingerprint, name, _stored_precision(source.directory))

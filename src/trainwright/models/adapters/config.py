@@ -211,23 +211,23 @@ def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
 
 def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[list[str], bool]:
     """Return names of modules that are trained in full, and whether they include tied embeddings and head."""
-    named = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
+    by_name = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
     for requested in adapter.modules_to_save:
-        matched = [name for name in named if ends_with(name, [requested])]
-        if not matched or any(isinstance(named[name], lists) for name in matched):
-            there = _kinds([name for name, module in named.items() if list(module.parameters(recurse=False))])
+        matched = [name for name in by_name if ends_with(name, [requested])]
+        if not matched or any(isinstance(by_name[name], lists) for name in matched):
+            there = _kinds([name for name, module in by_name.items() if list(module.parameters(recurse=False))])
             problem = "is a list of modules" if matched else f"matches no module of {type(model).__name__}"
             raise RequestError(f"model.adapter.modules_to_save: {requested} {problem}; choose from {', '.join(there)}")
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    both = [name for name, module in named.items() if module is embeddings or module is head]
+    both = [name for name, module in by_name.items() if module is embeddings or module is head]
     tied = embeddings.weight is head.weight and any(ends_with(name, adapter.modules_to_save) for name in both)
     if not tied:
         return list(adapter.modules_to_save), False
     rest = [
         requested for requested in adapter.modules_to_save if not any(ends_with(name, [requested]) for name in both)
     ]
-    return [*rest, next(name for name in both if named[name] is head)], True
+    return [*rest, next(name for name in both if by_name[name] is head)], True
 
 
 def matched(config: Any, names: list[str]) -> list[str]:

@@ -92,9 +92,9 @@ def check_libraries(adapter: AdapterSection) -> None:
         return
     _check_library("peft", "model.adapter", lambda version: version[:2] == (0, 21), "peft>=0.21,<0.22")
     if adapter.quantisation != "none":
-        known = (0, 50)
+        minimum = (0, 50)
         _check_library(
-            "bitsandbytes", "model.adapter.quantisation", lambda version: version >= known, "bitsandbytes>=0.50"
+            "bitsandbytes", "model.adapter.quantisation", lambda version: version >= minimum, "bitsandbytes>=0.50"
         )
 
 
@@ -134,12 +134,12 @@ class SavedAdapter:
         Raises:
             RequestError: there is no adapter, or it cannot be used.
         """
-        given = user_path(path)
-        directory = next((d for d in (given, given / "final") if (d / CONFIG).is_file()), None)
+        start = user_path(path)
+        directory = next((d for d in (start, start / "final") if (d / CONFIG).is_file()), None)
         if directory is None:
-            content = ", ".join(sorted(p.name for p in given.iterdir())[:8]) if given.is_dir() else "no such directory"
+            content = ", ".join(sorted(p.name for p in start.iterdir())[:8]) if start.is_dir() else "no such directory"
             raise RequestError(
-                f"{START_FROM}: {given} has no {CONFIG} ({content}); set it to the directory of a PEFT adapter"
+                f"{START_FROM}: {start} has no {CONFIG} ({content}); set it to the directory of a PEFT adapter"
             )
         if not (directory / WEIGHTS).is_file():
             pickled = " (pickled weights can run any code; save them again with save_pretrained)"
@@ -248,8 +248,8 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         raise RequestError(f"{START_FROM}: {error}") from None
     if not isinstance(config, dict):
         raise RequestError(f"{START_FROM}: {file}: not an adapter's configuration, which is a JSON object")
-    for key, known in _PLAIN.items():
-        if key in config and config[key] not in known:
+    for key, supported in _PLAIN.items():
+        if key in config and config[key] not in supported:
             raise RequestError(f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which is not supported")
     try:
         _Settings.model_validate(config)

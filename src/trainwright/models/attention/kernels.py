@@ -304,11 +304,11 @@ def _impossible(needs: AttentionNeeds, platform: Platform) -> str:
     """Return why no kernel of ``model.attention`` computes ``needs``, and the values that do."""
     free = replace(platform, attention="auto")
     against = {kernel.name: _against(kernel, needs, free) for kernel in KERNELS}
-    named = [kernel for kernel in KERNELS if kernel.name in REQUESTED[platform.attention]]
+    requested = [kernel for kernel in KERNELS if kernel.name in REQUESTED[platform.attention]]
     possible = [word for word, names in REQUESTED.items() if any(against[name] is None for name in names)]
     return (
         f"model.attention: {platform.attention} is not possible here: "
-        f"{'; '.join(f'{kernel.title} {against[kernel.name]}' for kernel in named)}; set it to "
+        f"{'; '.join(f'{kernel.title} {against[kernel.name]}' for kernel in requested)}; set it to "
         f"{' or '.join(['auto', *possible])}"
     )
 

@@ -61,8 +61,8 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
         raise RequestError(f"--out: {out} already exists; choose a new file")
     config, tokenizer = config_from(directory), tokenizer_from(directory, "MODEL")
     if config.model_type not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise RequestError(f"{directory} is {config.model_type}; GGUF export supports {known}")
+        supported = ", ".join(_ARCHITECTURES)
+        raise RequestError(f"{directory} is {config.model_type}; GGUF export supports {supported}")
     temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -156,9 +156,9 @@ def _metadata(file: Path, key: str) -> dict[str, Any]:
         raise RequestError(f"{key}: {file} is damaged or not a GGUF file ({error}); download it again") from error
     architecture = facts["general.architecture"]
     if architecture not in GGUF_CONFIG_MAPPING:
-        known = ", ".join(sorted(k for k in GGUF_CONFIG_MAPPING if k not in ("general", "tokenizer")))
+        supported = ", ".join(sorted(k for k in GGUF_CONFIG_MAPPING if k not in ("general", "tokenizer")))
         raise RequestError(
-            f"{key}: {file} is of architecture {architecture}, which cannot be converted ({known} can); "
+            f"{key}: {file} is of architecture {architecture}, which cannot be converted ({supported} can); "
             "use the model's safetensors weights"
         )
     return facts
@@ -184,15 +184,15 @@ def _config(file: Path, facts: dict[str, Any]) -> Any:
         fields["n_positions"] = fields.pop("n_ctx")
     check_sizes(fields, str(file))
     config_class = type(AutoConfig.for_model(fields["model_type"]))
-    known = {field.name for field in dataclasses.fields(config_class)}
+    names = {field.name for field in dataclasses.fields(config_class)}
     for key, name in _ALSO_READ.items():
         value = facts.get(f"{facts['general.architecture']}.{key}")
-        if value is not None and name in known:
+        if value is not None and name in names:
             fields.setdefault(name, value)
-    if "rope_parameters" in known:
+    if "rope_parameters" in names:
         fields.pop("rope_theta", None)
         fields["rope_parameters"] = read_rope(facts, _scaling(file), fields["max_position_embeddings"])
-    if "query_pre_attn_scalar" in known:
+    if "query_pre_attn_scalar" in names:
         sizes = (fields[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim"))
         fields["query_pre_attn_scalar"] = query_scalar(facts["general.architecture"], *sizes)
 

@@ -116,8 +116,8 @@ class GPTConfig(PreTrainedConfig):
         if self.variant is not None and self.variant not in VARIANTS:
             raise ValueError(f"unknown variant {self.variant}; choose from {', '.join(VARIANTS)}")
         # 0 and None mean that the key was omitted; a dropout of 0 is the default.
-        given = {name: value for name, value in vars(self).items() if value is False or value}
-        for name, value in expanded(given).items():
+        fields = {name: value for name, value in vars(self).items() if value is False or value}
+        for name, value in expanded(fields).items():
             setattr(self, name, value)
         self.variant = None  # all values are set explicitly now
         self._check()

@@ -450,9 +450,9 @@ def _offload_settings(parallel: ParallelSection, section: dict[str, Any]) -> dic
     offload = {}
     offloaded = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
     for key in (key for key, enabled in offloaded.items() if enabled):
-        given = section.get(key)
-        given = {k: v for k, v in given.items() if v != AUTO} if isinstance(given, dict) else {}
-        offload[key] = {**given, "device": "cpu"}
+        values = section.get(key)
+        values = {k: v for k, v in values.items() if v != AUTO} if isinstance(values, dict) else {}
+        offload[key] = {**values, "device": "cpu"}
     return offload
 
 

@@ -174,8 +174,8 @@ class Zero:
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full parameters and buffers in master precision. Every rank must iterate."""
         masters = self._partitions.masters()
-        named: Iterator[tuple[str, Any]] = self._model.named_parameters()
-        for name, parameter in named:
+        named_parameters: Iterator[tuple[str, Any]] = self._model.named_parameters()
+        for name, parameter in named_parameters:
             piece = self._pieces.get(name)
             if piece is not None:
                 yield name, self._assemble(piece, piece.of(masters[piece.group].detach()))

@@ -464,8 +464,8 @@ class _QTable:
     ) -> None:
         beyond = self.values[self.rows, following].max(dim=1).values.masked_fill(ended, 0)
         target = rewards + self.settings.gamma * beyond
-        known = self.values[self.rows, states, actions]
-        self.values[self.rows, states, actions] = known + self.settings.learning_rate * (target - known)
+        estimates = self.values[self.rows, states, actions]
+        self.values[self.rows, states, actions] = estimates + self.settings.learning_rate * (target - estimates)
 
 
 class _Arms:

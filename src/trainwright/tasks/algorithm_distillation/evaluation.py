@@ -91,8 +91,8 @@ def find_agent(request: AgentRequest) -> tuple[UnloadedModel, AlgorithmDistillat
     checkpoint = "final" if is_final else request.checkpoint
     agent = find_model(str(inside) if is_final else request.model, None, checkpoint, of_texts=False)
     section = _section_of(path) if agent.recipe is None else agent.recipe.own(AlgorithmDistillationSection)
-    given = {key: getattr(request, key) for key in ("episodes", "copies", "temperature", "greedy_after")}
-    trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})
+    options = {key: getattr(request, key) for key in ("episodes", "copies", "temperature", "greedy_after")}
+    trial = section.trial.model_copy(update={key: value for key, value in options.items() if value is not None})
     trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})
     return agent, section.model_copy(update={"trial": trial})
 

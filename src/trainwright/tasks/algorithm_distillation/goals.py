@@ -53,7 +53,7 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     Raises:
         RequestError: a task is not in the environment, has no history, or is both trained and evaluated on.
     """
-    known = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
+    index_of = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
     train, test = environment.split(section.split_seed, section.test_fraction)
     kept_apart = tasks_held_out(section, environment)
     apart = {_key(task) for task in kept_apart.tolist()}
@@ -65,14 +65,14 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
                 f"{_KEY}.train_tasks: {len(both)} of them are also test tasks, such as {_named(both)}; remove them, "
                 f"or set {_KEY}.test_tasks to others"
             )
-        missing = [task for task in chosen.tolist() if _key(task) not in known]
+        missing = [task for task in chosen.tolist() if _key(task) not in index_of]
         if missing:
             raise RequestError(
                 f"{_KEY}.train_tasks: {histories.path} has no history of {_named(missing)}; collect it, or remove it"
             )
     else:
         remaining = [
-            task for task in torch.cat([train, test]).tolist() if _key(task) in known and _key(task) not in apart
+            task for task in torch.cat([train, test]).tolist() if _key(task) in index_of and _key(task) not in apart
         ]
         count = section.train_tasks or len(remaining)
         if count > len(remaining):
@@ -83,8 +83,8 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
         chosen = torch.tensor(remaining[:count], dtype=train.dtype)
     if not len(chosen):
         raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all of its tasks are held out")
-    rows = [known[_key(task)] for task in chosen.tolist()]
-    held_out = [known[_key(task)] for task in kept_apart.tolist() if _key(task) in known]
+    rows = [index_of[_key(task)] for task in chosen.tolist()]
+    held_out = [index_of[_key(task)] for task in kept_apart.tolist() if _key(task) in index_of]
     return Goals(rows, held_out, chosen, tasks_tried(section, environment))
 
 
@@ -104,8 +104,8 @@ def tasks_held_out(section: AlgorithmDistillationSection, environment: Environme
 
 def _given(tasks: Sequence[Sequence[float]], environment: Environment, name: str) -> torch.Tensor:
     all_tasks = environment.tasks()
-    known = {_key(task) for task in all_tasks.tolist()}
-    unknown = [task for task in tasks if _key(task) not in known]
+    existing = {_key(task) for task in all_tasks.tolist()}
+    unknown = [task for task in tasks if _key(task) not in existing]
     if unknown:
         raise RequestError(
             f"{_KEY}.{name}: {_named(unknown)} is not a task of {environment.name}; there are {len(all_tasks)} tasks, "

@@ -202,8 +202,8 @@ class AlgorithmDistillation:
             "environment": {"name": self._environment.name, "options": self._environment.options},
             "tried": self._section.model_dump(include={*HELD_OUT_BY, "trial"}),
         }
-        named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
-        save_history_model(directory, self._objective.model.shape, about, named)
+        named_tensors = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
+        save_history_model(directory, self._objective.model.shape, about, named_tensors)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Raise AssertionError: there is no adapter."""

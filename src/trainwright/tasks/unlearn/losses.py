@@ -78,8 +78,8 @@ class LossSums:
         values: list[torch.Tensor | float] = [self.forget, counts.forget, self.retain, counts.retain]
         for role in ROLES:
             values += self.likelihoods.get(role, (0.0, 0, 0.0, 0))
-        known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
-        fixed = on_device(torch.tensor(known, dtype=torch.float64), device).unbind()
+        numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+        fixed = on_device(torch.tensor(numbers, dtype=torch.float64), device).unbind()
         return torch.stack(
             [value.double() if isinstance(value, torch.Tensor) else fixed[i] for i, value in enumerate(values)]
         )
@@ -241,8 +241,8 @@ class Formula:
                 f"{described} takes {unknown[0]}, which is not a key of unlearn; a loss of {section.facts.of} is "
                 f"given {', '.join(tensors)}"
             )
-        given = {key: section.value(key) for key in keys}
-        return cls(function, given, tuple(name for name in names if name in tensors))
+        values = {key: section.value(key) for key in keys}
+        return cls(function, values, tuple(name for name in names if name in tensors))
 
     def __call__(self, **tensors: Callable[[], torch.Tensor | None]) -> torch.Tensor:
         """Compute the loss from the tensors that the function takes."""

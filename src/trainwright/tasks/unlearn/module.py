@@ -104,7 +104,7 @@ class UnlearnLM(CausalLM):
         with self._frozen() as lm:
             return lm.activations(batch)
 
-    def _tap(self, block: nn.Module, given: Any, output: Any) -> None:
+    def _tap(self, block: nn.Module, inputs: Any, output: Any) -> None:
         self._tapped = output[0] if isinstance(output, tuple) else output
 
     def taken(self, batch: Batch) -> torch.Tensor:

@@ -203,8 +203,8 @@ class Unlearning(ReferenceTask):
         if section.facts.reference != "log-probabilities":
             return
         stream = self._stream(self._rows.forget, len(self._rows.forget), shuffle=False)
-        named = f"{self.start} {section.reference}"
-        self._of_reference = self._reference(passes, stream, self._forget_rows(), notify, named, self._as_reference)
+        identity = f"{self.start} {section.reference}"
+        self._of_reference = self._reference(passes, stream, self._forget_rows(), notify, identity, self._as_reference)
 
     def _as_reference(self) -> AbstractContextManager[None]:
         if other_model(self._recipe) is not None:

@@ -81,8 +81,8 @@ class Results:
         measured = dict.fromkeys(
             (metric, of) for metrics in self.models.values() for metric, values in metrics.items() for of in values
         )
-        known = {metric for metric, _, _ in _COLUMNS}
-        others = ((metric, of, _title(metric, of)) for metric, of in measured if metric not in known)
+        listed = {metric for metric, _, _ in _COLUMNS}
+        others = ((metric, of, _title(metric, of)) for metric, of in measured if metric not in listed)
         return [*(column for column in _COLUMNS if column[:2] in measured), *others]
 
     @property
