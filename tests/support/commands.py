@@ -43,7 +43,8 @@ def trainwright(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
 
 
 def python(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `python FILE …` or `python -c CODE …` in `cwd` to its end, in a forked process that has imported torch."""
+    """Run `python FILE …`, `python -c CODE …` or `python -m MODULE …` in `cwd` to its end, in a forked process that has
+    imported torch."""
     return _forked({"python": arguments, "arguments": arguments, "environment": variables}, cwd)
 
 

@@ -99,7 +99,12 @@ def _child(request: dict[str, Any]) -> None:
 
 
 def _python(script: str, *arguments: str) -> None:
-    """What `python SCRIPT ARGUMENTS` does, or `python -c CODE ARGUMENTS`."""
+    """What `python SCRIPT ARGUMENTS` does, or `python -c CODE ARGUMENTS`, or `python -m MODULE ARGUMENTS`."""
+    if script == "-m":
+        sys.argv = list(arguments)
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
     if script != "-c":
         sys.argv = [script, *arguments]
         runpy.run_path(script, run_name="__main__")
