@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -65,6 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
         machine = {"TRAINWRIGHT_MACHINE": str(Path(config.getoption("machine")).absolute())}
         os.environ.update({**_SET, **caches, **machine})
     config.stash[_janitor] = Janitor(directory)
+    gc.disable()  # until all is imported: there is no garbage among it, and much to look through
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

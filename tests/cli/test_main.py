@@ -37,32 +37,41 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("eval", "model", "--metrics", "blue"), "unknown metric 'blue'"),
-        (("eval", "model", "--data", "no.jsonl"), "--data: no file no.jsonl"),
-        (("eval", "model", "--against", "./nowhere"), "--against: "),
-        (("eval", "./nowhere"), "MODEL: "),
-        (("generate", "./nowhere", "--prompt", "a"), "MODEL: "),
-        (("merge", "./nowhere", "--out", "out"), "MODEL: "),
-        (("export", "./nowhere", "--out", "out"), "MODEL: "),
-        (("data", "show", "rows.jsonl"), "rows.jsonl: pass --model"),
-        (("data", "show", "no.jsonl", "--model", "bytes"), "no file no.jsonl"),
-        (("data", "show", "tiny.yaml", "model.chat_template=no.jinja"), "no.jinja: no such file"),
-    ],
-)
-def test_wrong_names_are_refused_without_importing_torch(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
+WRONG_NAMES = [
+    ("eval model --metrics blue", "unknown metric 'blue'"),
+    ("eval model --data no.jsonl", "--data: no file no.jsonl"),
+    ("eval model --against ./nowhere", "--against: "),
+    ("eval ./nowhere", "MODEL: "),
+    ("generate ./nowhere --prompt a", "MODEL: "),
+    ("merge ./nowhere --out out", "MODEL: "),
+    ("export ./nowhere --out out", "MODEL: "),
+    ("data show rows.jsonl", "rows.jsonl: pass --model"),
+    ("data show no.jsonl --model bytes", "no file no.jsonl"),
+    ("data show tiny.yaml model.chat_template=no.jinja", "no.jinja: no such file"),
+    ("train tiny.yaml data.train=no.jsonl", "data.train: no file no.jsonl"),
+    ("train --resume nowhere", "--resume: nowhere is not a run"),
+    ("plan tiny.yaml data.train=no.jsonl", "data.train: no file no.jsonl"),
+    ("stop nowhere", "nowhere is not a run"),
+]
+
+
+def test_wrong_names_are_refused_without_importing_torch(tmp_path: Path) -> None:
+    """All in one process, which starts once."""
     (written(tmp_path, GOOD_ROW) / "model").mkdir()
     code = (
-        "import sys\nfrom trainwright.cli.main import main\n"
-        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+        "import contextlib, io, json, sys\nfrom trainwright.cli.main import main\n"
+        "for arguments in sys.argv[1:]:\n"
+        "    sys.argv = ['trainwright', *arguments.split()]\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as said:\n"
+        "        try:\n            main()\n        except SystemExit as end:\n            code = end.code\n"
+        "    print(json.dumps([code, said.getvalue(), 'torch' in sys.modules]))"
     )
-    command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert result.returncode == 2 and message in result.stderr and "Error" not in result.stderr, result.stderr
+    command = [sys.executable, "-c", code, *(arguments for arguments, _ in WRONG_NAMES)]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    ended = map(json.loads, result.stdout.splitlines())
+    for (arguments, message), (code, said, has_torch) in zip(WRONG_NAMES, ended, strict=True):
+        assert code == 2 and message in said and "Error" not in said, (arguments, said)
+        assert not has_torch, arguments
 
 
 @pytest.mark.parametrize(

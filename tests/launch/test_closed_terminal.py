@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import environment, wait_for
+from tests.support.commands import environment, python, wait_for
 from tests.support.runs import ON_ROWS, TINY, column, events
 
 _STOPPED_BY_A_SIGNAL = """
@@ -55,8 +55,7 @@ def test_a_stop_is_taken_with_nobody_to_read_that(name: str) -> None:
 
 @pytest.mark.parametrize("what", _UNDER_NOHUP)
 def test_nothing_ends_at_a_logout_under_nohup(what: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", f"{_NOHUP}\n{_UNDER_NOHUP[what]}"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    ended = python("-c", f"{_NOHUP}\n{_UNDER_NOHUP[what]}", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 

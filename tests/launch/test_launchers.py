@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, Started, column, difference, events
+from tests.support.slow import slow_but
 from tests.support.workers import by_hand, open_mpi, srun, start_workers
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
 
@@ -60,7 +61,7 @@ def same_run(run: Path, other: Path) -> None:
     assert difference(column(run, "grad_norm"), column(other, "grad_norm")) < TOLERANCE
 
 
-@pytest.mark.parametrize("launcher", [srun, open_mpi])
+@pytest.mark.parametrize("launcher", slow_but(srun, among=(srun, open_mpi)))
 def test_the_same_run_from_the_variables_of(runs: Runs, launcher: Callable[[int, str], list[dict[str, str]]]) -> None:
     workers = start_workers(runs, launcher(2, next(_jobs)), STEPS)
     first, second = ended(workers)

@@ -7,13 +7,12 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import PATIENCE, all_gone, descendants, environment, started, wait_for
+from tests.support.commands import PATIENCE, all_gone, descendants, python, started, wait_for
 from trainwright.errors import MachineError
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.nodes.nodes import NodeFailed
@@ -24,8 +23,7 @@ ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
 
 
 def run(kind: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ENTRIES, f"prepare-{kind}", "1", str(tmp_path / "logs")]
-    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    return python(ENTRIES, f"prepare-{kind}", "1", str(tmp_path / "logs"), cwd=tmp_path)
 
 
 def test_output_goes_to_the_log(tmp_path: Path) -> None:

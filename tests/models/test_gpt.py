@@ -13,9 +13,10 @@ from trainwright.errors import RequestError
 from trainwright.inference.loading import probe
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
 from trainwright.models.files import save_model, skeleton
-from trainwright.models.gpt.config import VARIANTS, GPTConfig
+from trainwright.models.gpt.config import GPTConfig
 from trainwright.models.gpt.conversion import from_transformers
 from trainwright.models.gpt.model import GPT, TransformerBlock, attention_in_words
+from trainwright.models.gpt.variants import VARIANTS
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.truncate_config import cut_config
 from trainwright.models.weights import load_empty

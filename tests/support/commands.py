@@ -39,11 +39,20 @@ def environment(**more: str) -> dict[str, str]:
 
 def trainwright(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `trainwright ARGUMENTS` in `cwd` to its end, in a forked process."""
+    return _forked({"arguments": arguments, "environment": variables}, cwd)
+
+
+def python(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python FILE …`, `python -c CODE …` or `python -m MODULE …` in `cwd` to its end, in a forked process that has
+    imported torch."""
+    return _forked({"python": arguments, "arguments": arguments, "environment": variables}, cwd)
+
+
+def _forked(request: dict[str, Any], cwd: Path) -> subprocess.CompletedProcess[str]:
     from tests.support.forked import fork_server
 
     files = Path(tempfile.mkdtemp(prefix="trainwright-command-"))
     try:
-        request = {"arguments": arguments, "environment": variables}
         running = fork_server().start(request, files / "files", cwd)
         try:
             ended = running.wait()
@@ -52,7 +61,7 @@ def trainwright(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comp
                 running.kill()
     finally:
         shutil.rmtree(files)
-    return subprocess.CompletedProcess(arguments, ended.code, ended.stdout, ended.stderr)
+    return subprocess.CompletedProcess(request["arguments"], ended.code, ended.stdout, ended.stderr)
 
 
 def machine_file(directory: Path, **changes: Any) -> str:

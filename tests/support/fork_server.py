@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import sys
 import tempfile
@@ -79,6 +80,8 @@ def _child(request: dict[str, Any]) -> None:
         if "function" in request:
             module, name = request["function"].split(":")
             code = getattr(importlib.import_module(module), name)(*request["arguments"]) or 0
+        elif "python" in request:
+            code = _python(*request["python"]) or 0
         else:
             from trainwright.cli.main import main as command
 
@@ -93,6 +96,22 @@ def _child(request: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
+
+
+def _python(script: str, *arguments: str) -> None:
+    """What `python SCRIPT ARGUMENTS` does, or `python -c CODE ARGUMENTS`, or `python -m MODULE ARGUMENTS`."""
+    if script == "-m":
+        sys.argv = list(arguments)
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    if script != "-c":
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        return
+    sys.argv = ["-c", *arguments[1:]]
+    sys.path.insert(0, "")
+    exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
 
 
 def _redirect(request: dict[str, Any]) -> None:

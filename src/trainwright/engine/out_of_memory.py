@@ -7,14 +7,16 @@ import re
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
-import torch
 
 from trainwright.errors import TrainingError
 from trainwright.machine.allocator import peak_resident, return_freed_memory
 from trainwright.text import size
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -67,6 +69,8 @@ def attempt(work: Callable[[], T]) -> T | MemoryShortage:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the exception is an out-of-memory error of a GPU or the host."""
+    import torch
+
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and _OUT_OF_MEMORY.search(str(error)) is not None
@@ -74,6 +78,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def release() -> None:
     """Free unreferenced memory, including allocator caches."""
+    import torch
+
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -82,6 +88,8 @@ def release() -> None:
 
 def peak_memory(device: torch.device) -> float:
     """Return the peak bytes of this process: allocated on a GPU, resident on a CPU."""
+    import torch
+
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return float(peak_resident(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.events import Event, Fault, Restart
-from trainwright.engine.policies.halving import halved, reason, rows_of, with_rows
 from trainwright.errors import EXIT_TRAINING
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import FROM_OUTSIDE, Cause, Failure, MemoryFailure
@@ -69,6 +68,8 @@ class Relaunch:
 
     def _halve(self, ran_out: MemoryFailure) -> Fault | None:
         """Halve the micro-batch in the run's recipe; return the event, or None if another launch is of no use."""
+        from trainwright.engine.policies.halving import halved, reason, rows_of, with_rows  # these import torch
+
         recipe = load_recipe(self._run / run_directory.RECIPE)
         rows = rows_of(recipe, ran_out.rows)
         if rows == 1 or not ran_out.in_training or not self._trained():

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.engine.policies.halving import halved, with_rows
 from trainwright.errors import (
     EXIT_FINISHED,
     EXIT_REQUEST,
@@ -381,6 +380,8 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
         MachineError: even one row per micro-batch does not fit.
         Stopped: a stop was requested meanwhile.
     """
+    from trainwright.engine.policies.halving import halved, with_rows  # torch, which a refusal does not wait for
+
     while True:
         text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
         probed = probe(text, stopping, processes)

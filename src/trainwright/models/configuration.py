@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.models.gpt.config import MODEL_TYPE as GPT
+from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN, check_sizes

@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.configuration import making, no_progress_bar, restore_source
@@ -30,6 +28,7 @@ from trainwright.recipe.sections.model import OWN
 from trainwright.text import size
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,10 +38,12 @@ if TYPE_CHECKING:
 _SAME, _SAME_ON_DEVICES, _SAME_ROUNDED = 1e-3, 2e-2, 0.2
 
 
-@torch.no_grad()
 def logits_of(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     """Return the logits [B, L, V] of a model in evaluation mode, in the dtype that it computes in."""
-    logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+    import torch
+
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits
 
 
@@ -57,6 +58,8 @@ def logit_difference(logits: torch.Tensor, expected: torch.Tensor, *, mixture: b
     In a ``mixture`` of experts, rounding sends some tokens to other experts, and their logits differ by any amount. So
     it is that of the median position.
     """
+    import torch
+
     positions = (logits.float() - expected.float()).abs().amax(-1).flatten()
     difference = positions.median() if mixture else positions.max()
     return float(difference / expected.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny))
@@ -78,6 +81,7 @@ def check_saved(
     Raises:
         TrainingError: a weight or the logits differ.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
     written, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), detect().usable_bytes

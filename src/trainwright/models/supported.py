@@ -14,7 +14,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.extensions import is_file
-from trainwright.models.gpt.config import MODEL_TYPE as GPT
+from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN
 

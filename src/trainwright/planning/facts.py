@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.data.tokens.lengths import Lengths, check_length, estimate, recall, repeated, rows_of
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
-from trainwright.models.gpt.config import MODEL_TYPE
+from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.models.supported import check_packable, check_trainable, unpackable
 from trainwright.paths import user_path
 from trainwright.planning.architectures import traced

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
 from trainwright.models.attention.kernels import in_words
-from trainwright.models.gpt.config import MODEL_TYPE
+from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.planning.architectures.families import FAMILIES
 from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE

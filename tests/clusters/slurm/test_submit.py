@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
+from tests.support import commands as run_commands
 from tests.support.commands import ROOT, environment, wait_for
 from tests.support.fake_slurm import clusters, commands
 from tests.support.runs import ON_ROWS, ROWS, TINY
@@ -26,8 +27,9 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def trainwright(*words: str) -> str:
-    command = [sys.executable, "-m", "trainwright", *words]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=True).stdout
+    done = run_commands.trainwright(*words, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def printed(*overrides: str, recipe: Path = TINY, to: str | None = "slurm", **options: object) -> list[str]:

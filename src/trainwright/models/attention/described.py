@@ -9,7 +9,7 @@ import torch
 
 from trainwright.models.attention.kernels import KERNELS, AttentionNeeds, Chosen, Platform, in_words
 from trainwright.models.attention.packs import DTYPES
-from trainwright.models.gpt.config import MODEL_TYPE as GPT
+from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.sections.model import OWN
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainwright.models.cache import CACHE
-from trainwright.models.gpt.config import MODEL_TYPE, GPTConfig
+from trainwright.models.gpt.config import GPTConfig
+from trainwright.models.gpt.variants import MODEL_TYPE
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [B, 1, L, d]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.models.gpt import config as gpt_variants
+from trainwright.models.gpt import variants as gpt_variants
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.families import architecture_fields
