@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from trainwright.errors import RequestError
-from trainwright.models.files import DamagedFile, read_header
 from trainwright.models.resolve_model import check_directory
+from trainwright.models.safetensors_files import DamagedFile, read_header
 
 
 def stored(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:

@@ -18,9 +18,9 @@ from trainwright.inference.finding import UnloadedModel
 from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
-from trainwright.models.files import stored_elements
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve, weight_files
+from trainwright.models.safetensors_files import stored_elements
 from trainwright.models.truncate_config import parameter_count
 from trainwright.parallel.layout import Shard
 

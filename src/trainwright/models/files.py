@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
-import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.configuration import making, no_progress_bar, restore_source
+from trainwright.models.safetensors_files import write_weights
 from trainwright.paths import sync_tree
 from trainwright.recipe.sections.model import OWN
 from trainwright.text import size
@@ -112,65 +110,6 @@ def check_saved(
             "largest"
         )
     return None
-
-
-_INCOMPLETE = "incomplete metadata"  # the library's message if header and file size do not agree
-
-
-def write_weights(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write contiguous CPU tensors to a safetensors file that transformers loads.
-
-    Raises:
-        OSError: the disk is full or cannot be written; converted from the library's own error, which has the system's
-            error number only in its text.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(dict(tensors), file, {"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
-
-
-class DamagedFile(ValueError):
-    """Not a safetensors file, or an incomplete one. The message has the reason without the file name."""
-
-
-def read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in ``file``, by name.
-
-    Raises:
-        DamagedFile: it is not a regular file, or its header is invalid or does not fit the size of the file.
-        OSError: the file cannot be read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    status = file.stat()
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
-        raise DamagedFile("it is not a regular file")
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        if _INCOMPLETE in str(error):
-            raise DamagedFile(f"it is truncated, or longer than its header says ({status.st_size:,} bytes)") from error
-        raise DamagedFile(str(error)) from error
-
-
-def stored_elements(file: Path) -> dict[str, int]:
-    """Return how many elements ``file`` has of each data type, such as BF16."""
-    from safetensors import safe_open
-
-    counts: dict[str, int] = {}
-    with safe_open(file, framework="numpy") as opened:
-        for name in opened.keys():  # noqa: SIM118 (not a mapping)
-            stored = opened.get_slice(name)
-            counts[stored.get_dtype()] = counts.get(stored.get_dtype(), 0) + math.prod(stored.get_shape())
-    return counts
 
 
 SHARD_BYTES = 5 * 10**9

@@ -22,8 +22,8 @@ from trainwright.models.configuration import (
     no_progress_bar,
     set_dropout,
 )
-from trainwright.models.files import stored_elements
 from trainwright.models.resolve_model import check_directory, is_here, locate, resolve, weight_files
+from trainwright.models.safetensors_files import stored_elements
 from trainwright.models.supported import class_in
 from trainwright.models.tokenization import bytes_tokenizer, is_trained, token_ids, tokenizer_from, trained_tokenizer
 from trainwright.paths import user_path

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.files import DamagedFile, read_header, stored_elements
+from trainwright.models.safetensors_files import DamagedFile, read_header, stored_elements
 from trainwright.models.tokenization import TOKENIZER_FILES
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, TrainingError
-from trainwright.models.files import DamagedFile, read_header
+from trainwright.models.safetensors_files import DamagedFile, read_header
 from trainwright.paths import retried
 
 FORMAT = 1

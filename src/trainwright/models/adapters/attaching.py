@@ -22,7 +22,8 @@ from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.base_model import BaseModel, base_model
 from trainwright.models.adapters.config import linear_names, matched, peft_config, saved_config
 from trainwright.models.adapters.files import START_FROM, WEIGHTS, SavedAdapter, start_from
-from trainwright.models.files import has_experts, logit_difference, write_weights
+from trainwright.models.files import has_experts, logit_difference
+from trainwright.models.safetensors_files import write_weights
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

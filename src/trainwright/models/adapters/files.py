@@ -23,8 +23,8 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.adapters.base_model import BaseModel
-from trainwright.models.files import read_header
 from trainwright.models.resolve_model import check_safetensors
+from trainwright.models.safetensors_files import read_header
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 

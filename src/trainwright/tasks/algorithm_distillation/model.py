@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.errors import RequestError
-from trainwright.models.files import read_header, replacing, write_weights
+from trainwright.models.files import replacing
+from trainwright.models.safetensors_files import read_header, write_weights
 
 WEIGHTS, ABOUT = "model.safetensors", "agent.json"
 
