@@ -18,7 +18,7 @@ import sys
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.ending.stop import interruptible
-from trainwright.launch.group.failure_report import rank_from_variables, should_report
+from trainwright.launch.group.report_once import rank_from_variables, should_report
 from trainwright.launch.joined import JoinRequest, run_joined
 from trainwright.launch.request import is_bare_resume, split_words
 from trainwright.paths import search_working_directory_last

@@ -41,8 +41,8 @@ from trainwright.launch.ending.left import describe_stop
 from trainwright.launch.ending.requests import Deadline, deadline_of
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
-from trainwright.launch.group.failure_report import should_report
-from trainwright.launch.group.rendezvous import Waiting
+from trainwright.launch.group.report_once import should_report
+from trainwright.launch.group.waiting import Waiting
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import die_with_parent, enter_process, lossy_text, prepare_environment, threads_allowed
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request

@@ -30,13 +30,13 @@ from trainwright.launch.group.rendezvous import (
     POLL_SECONDS,
     SHARED,
     Rendezvous,
-    Waiting,
     host_store,
     join_store,
     meet,
     unproven,
 )
 from trainwright.launch.group.trust import Unproven, secret_of
+from trainwright.launch.group.waiting import Waiting
 
 
 def meet_ranks(

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,7 +22,7 @@ from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
 from trainwright.launch.group.peers import WORDS, Job, Membership, Message, NotPeerZero, Peers, PeerUnreachable
 from trainwright.launch.group.trust import VARIABLE, Unproven, secret_of
-from trainwright.text import say
+from trainwright.launch.group.waiting import Waiting
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 
@@ -313,29 +312,3 @@ def prepare_each_machine(prepare: Callable[[], None], rendezvous: Rendezvous | N
         rendezvous.publish(_PREPARED, True)
     else:
         rendezvous.wait_for(_PREPARED)
-
-
-_FIRST_SECONDS = 10.0
-
-
-class Waiting:
-    """Call ``tell`` repeatedly: it writes a line after 10 s, and then after twice as long each time.
-
-    Args:
-        who: this process, such as "rank 1".
-        seconds: how long it waits at most; None: without limit.
-    """
-
-    def __init__(self, who: str, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._who, self._seconds, self._clock = who, seconds, clock
-        self._started_at = clock()
-        self._next = _FIRST_SECONDS
-
-    def tell(self, what: Callable[[], str]) -> None:
-        """Write that ``what`` is waited for, if it is time to."""
-        passed = self._clock() - self._started_at
-        if passed < self._next:
-            return
-        self._next += 2 * passed
-        until = "" if self._seconds is None else f"; --rendezvous-timeout ends this after {self._seconds:g} s"
-        say(f"{self._who} has been waiting for {what()} for {passed:.0f} s{until}", file=sys.stderr)

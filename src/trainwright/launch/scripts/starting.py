@@ -6,19 +6,13 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
-from trainwright.launch.ending.failure import Failure
-from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.environment import NodeRendezvous
-from trainwright.launch.nodes.launches import Crew, taking_part
-from trainwright.launch.nodes.nodes import LinkedStopping, NodeInfo, NodeRules, Nodes
-from trainwright.launch.supervisor import raise_failure, run_workers
 from trainwright.text import quoted, say
 
 _NOTICE = "stopping: the script is interrupted; ctrl-C again kills it"
@@ -252,6 +246,7 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
         # Import torch, so they come after the thread limit and before the workers are forked.
         from trainwright.launch.accelerate.script import Script, run_script
         from trainwright.launch.nodes.nodes import LinkedStopping
+        from trainwright.launch.scripts.on_nodes import run_as_node
 
         entry = functools.partial(run_script, Script(script, module, arguments))
         command = json.dumps([script, module, arguments, plan.variables])
@@ -272,44 +267,3 @@ def _announce(script: str, plan: ScriptPlan, logs: Path) -> None:
     by = f", by {plan.file}" if plan.file else ""
     device = "the CPU" if plan.on_cpu else f"GPU{'s' * (plan.processes > 1)}"
     say(f"{script}: {number} on {device}{by}; logs: {logs}", file=sys.stderr)
-
-
-def run_as_node(
-    entry: Callable[[], int],
-    command: str,
-    processes: int,
-    gpus: int,
-    met: NodeRendezvous,
-    make: Callable[[], Path],
-    stopping: LinkedStopping,
-) -> int:
-    """Run ``entry`` in ``processes`` workers here, and in as many on each other node; return the exit code.
-
-    Args:
-        command: the same on all nodes.
-        gpus: of this machine.
-        make: returns the directory for logs, on node 0; the others write into one at the same path.
-
-    Raises:
-        TrainwrightError: the script failed on any node, or a node was lost.
-    """
-    mine = NodeInfo.here(processes, gpus, command, resume=False)
-    rules = NodeRules(may_lose=False, on_hang="warn")
-    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(met.host, met.port)}"):
-        nodes = Nodes.meet(met, mine, stopping, rules)
-    with taking_part(nodes):
-        logs = nodes.open(lambda: (make(), command), _made)
-        crew = Crew(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
-        if here := crew.first():
-            ended = run_workers(entry, processes=here, logs=logs, stopping=stopping, nodes=nodes)
-            if not isinstance(ended, Failure):
-                return ended
-            if crew.leads:
-                raise_failure(ended)
-            crew.next()
-        return crew.code
-
-
-def _made(logs: Path, command: str, node: int) -> Path:
-    logs.mkdir(parents=True, exist_ok=True)
-    return logs
