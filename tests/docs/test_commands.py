@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def test_the_pages_have_commands() -> None:
 def test_every_command_is_one_that_there_is(command: Command) -> None:
     program, *words = command.words
     if program == "trainwright":
-        _check_trainwright(words)
+        _check_trainwright(tuple(words))
     elif program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert {word for word in words if "=" not in word} <= set(targets)
@@ -115,8 +116,10 @@ def test_python_of_the_pages_runs(page: str, shown: str, checkout: Path) -> None
     assert re.fullmatch(shown, result.stdout, re.S), result.stdout
 
 
-def _check_trainwright(words: list[str]) -> None:
+@functools.cache  # many commands are on several pages
+def _check_trainwright(arguments: tuple[str, ...]) -> None:
     """Parse the words by the command line's own parser, read the recipe they name, and apply their overrides."""
+    words = list(arguments)
     command: Any = typer.main.get_command(app)
     context = typer.Context(command, info_name="trainwright")
     path = []
@@ -131,10 +134,10 @@ def _check_trainwright(words: list[str]) -> None:
     values = [
         each for value in context.params.values() for each in (value if isinstance(value, (list, tuple)) else [value])
     ]
-    arguments = [str(value) for value in values]
-    recipes = [word for word in arguments if word.startswith("recipes/")]
+    given = [str(value) for value in values]
+    recipes = [word for word in given if word.startswith("recipes/")]
     # Of ablate's KEY=VALUE,VALUE the first value; the index in an array is a number.
-    words = [word.replace("{element}", "0") for word in arguments if _OVERRIDE.match(word)]
+    words = [word.replace("{element}", "0") for word in given if _OVERRIDE.match(word)]
     overrides = [word.partition(",")[0] if path[0] == "ablate" else word for word in words]
     overrides = [] if path[0] == "data" and not recipes else overrides
     if not recipes:

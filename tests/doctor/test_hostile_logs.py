@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.support.slow import slow_but
 from trainwright.diagnosis.explain import explain
 
 MEGABYTE = 1_000_000
@@ -47,7 +48,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize("kind", slow_but("different lines", "a run in a beginning", "digits", among=LINES))
 def test_a_megabyte_is_explained_in_seconds(kind: str) -> None:
     lines, size = [], 0
     while size < MEGABYTE:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import MACHINE, PATIENCE, environment
+from tests.support.commands import MACHINE, PATIENCE, environment, trainwright
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 
 MODULE = """
@@ -161,8 +161,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(place: Path, 
     assert not run.exists()
 
 
-def test_a_failed_run_says_why_in_its_events_and_on_its_page(place: Path) -> None:
-    run, ended = train(place, "train.step_policies=['somebody:Fails']", "logging.report=true")
+def test_a_failed_run_says_why_in_its_events_and_on_its_page(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    where = (f"logging.run_directory={run}", "logging.tensorboard=false", "logging.report=true")
+    ended = trainwright("train", str(TINY), *SHORT, *where, "train.step_policies=['somebody:Fails']", cwd=place)
     assert ended.returncode == 4, ended.stderr
     (fault,) = events(run, "fault")
     assert (fault["kind"], fault["rank"], fault["action"]) == ("failure", 0, "the run ends") and fault["detail"]

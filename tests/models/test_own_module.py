@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.models.own_module import Logits
 from tests.support.commands import trainwright
 from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, difference
+from tests.support.slow import slow_but
 from tests.support.training import Case, train
 from trainwright.data.stream.batch import collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
@@ -25,7 +26,6 @@ from trainwright.recipe.sections.model import ModelSection
 
 SOURCE = Path(__file__).parent / "own_module.py"
 BASE = ("model.config={hidden: 32, layers: 2}", "model.dropout=null", "train.max_steps=4", "data.pack_length=null")
-STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
 
 
 def of(name: str) -> str:
@@ -36,17 +36,24 @@ def case(name: str, *overrides: str) -> Case:
     return Case((*BASE, of(name), *overrides))
 
 
-@pytest.mark.parametrize("name", ["Logits", "Hidden"])
-def test_every_strategy_trains_it_as_one_process(runs: Runs, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategies"),
+    [
+        ("Logits", ("ddp", "fsdp")),
+        pytest.param("Logits", ("zero2", "zero3"), marks=pytest.mark.slow),
+        pytest.param("Hidden", ("ddp", "fsdp", "zero2", "zero3"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_strategy_trains_it_as_one_process(runs: Runs, name: str, strategies: tuple[str, ...]) -> None:
     one = train(runs, {"": case(name)}, 1)[""]
-    spread = train(runs, {kind: case(name, f"parallel.strategy={kind}") for kind in STRATEGIES}, 2)
+    spread = train(runs, {kind: case(name, f"parallel.strategy={kind}") for kind in strategies}, 2)
     for trained in spread.values():
         assert difference(trained.column("loss"), one.column("loss")) < 1e-5
     other = train(runs, {"": case("Hidden" if name == "Logits" else "Logits")}, 1)[""]
     assert difference(other.column("loss"), one.column("loss")) < 1e-5
 
 
-@pytest.mark.parametrize("task", ["pretrain", "dpo", "unlearn"])
+@pytest.mark.parametrize("task", slow_but("pretrain", "dpo", among=("pretrain", "dpo", "unlearn")))
 def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     row = {"prompt": "What is it?", "chosen": "A tuple.", "rejected": "No idea."}

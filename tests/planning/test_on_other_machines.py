@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tests.support.commands import ROOT, environment
 from tests.support.machines import MACHINES, write
 from tests.support.runs import TINY
+from tests.support.slow import slow_but
 from trainwright.cli.main import app
 from trainwright.errors import MachineError
 
@@ -26,7 +27,12 @@ TESTS = (
 _LEFT_OUT = ("test_on_other_machines.py", "test_traced.py", "test_architecture.py")
 
 
-@pytest.fixture(params=MACHINES)
+# One of each kind of processor, and all with GPUs.
+_CORES = ("1-core", "2-cores-no-vectors", "112-cores-amx", "16-cores-zen-4", "4-cores-neon", "8-cores-apple")
+FAST = (*_CORES, "rtx-4090", "8-h100", "t4-and-p100", "amd-gpus-unused")
+
+
+@pytest.fixture(params=slow_but(*FAST, among=MACHINES))
 def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of the machine that this one is taken for."""
     found: str = request.param

@@ -250,7 +250,9 @@ def _replace_python(monkeypatch: pytest.MonkeyPatch, directory: Path, script: st
 
 
 def test_a_run_that_its_file_asks_to_stop_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch {run}/stop.taken\nkill -9 $PPID")
+    python = PYTHON.replace(
+        "echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch {run}/stop.taken\nkill -9 $PPID; exit"
+    )
     _replace_python(monkeypatch, tmp_path, python)
     asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
     assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 5
@@ -286,7 +288,7 @@ def test_a_run_that_is_started_again_says_after_which_step(tmp_path: Path, monke
 
 
 def test_a_stop_between_two_starts_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch lost\nkill -9 $PPID")
+    python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch lost\nkill -9 $PPID; exit")
     _replace_python(monkeypatch, tmp_path, python)
     (tmp_path / "ssh").write_text(SSH.replace("exec", "if [ -e lost ]; then touch unreachable; exit 255; fi\nexec"))
     monkeypatch.setattr(stop, "_handles_signals", False)

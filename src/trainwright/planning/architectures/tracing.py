@@ -223,6 +223,9 @@ def _call(lm: CausalLM, block: nn.Module, batch: Batch) -> tuple[torch.Tensor, t
 def _fake() -> Iterator[None]:
     from transformers.utils import logging
 
+    # Collections in a trace are for what it makes: all that is imported would cost them most of their time.
+    is_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # a model's own messages are shown when it is trained
     try:
@@ -231,3 +234,5 @@ def _fake() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
+        if not is_frozen:  # as in what was forked; see launch/process.py
+            gc.unfreeze()
