@@ -23,22 +23,22 @@ def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs) -> N
     (tmp_path / "run").symlink_to(runs.trained(*SETTINGS))
 
 
-@pytest.mark.parametrize(
-    ("words", "call"),
-    [
-        (["eval", "gpt2", "--quick", "--full"], lambda: tw.evaluate("gpt2", quick=True, full=True)),
-        (["eval", "gpt2", "--metrics", "los"], lambda: tw.evaluate("gpt2", metrics=["los"])),
-        (["eval", "gpt2", "--episodes", "3"], lambda: tw.evaluate("gpt2", episodes=3)),
-        (["generate", "run", "--prompt", "a", "--top-k", "3"], lambda: tw.generate("run", "a", top_k=3)),
-        (["generate", "run", "--prompt", "a", "--batch-size", "3"], lambda: tw.generate("run", "a", batch_size=3)),
-        (["generate", "run", "--prompt", "a", "--dtype", "int8"], lambda: tw.generate("run", "a", dtype="int8")),
-        (
-            ["generate", "run", "--file", "no.csv", "--out", "a.csv"],
-            lambda: tw.generate("run", file="no.csv", out="a.csv"),
-        ),
-        (["verify", str(TINY), "task=sfft"], lambda: tw.verify(TINY, "task=sfft")),
-    ],
-)
+# Each starts Python twice; of each command one is among the fast tests.
+FAST = [
+    (["eval", "gpt2", "--quick", "--full"], lambda: tw.evaluate("gpt2", quick=True, full=True)),
+    (["generate", "run", "--prompt", "a", "--dtype", "int8"], lambda: tw.generate("run", "a", dtype="int8")),
+    (["verify", str(TINY), "task=sfft"], lambda: tw.verify(TINY, "task=sfft")),
+]
+MORE = [
+    (["eval", "gpt2", "--metrics", "los"], lambda: tw.evaluate("gpt2", metrics=["los"])),
+    (["eval", "gpt2", "--episodes", "3"], lambda: tw.evaluate("gpt2", episodes=3)),
+    (["generate", "run", "--prompt", "a", "--top-k", "3"], lambda: tw.generate("run", "a", top_k=3)),
+    (["generate", "run", "--prompt", "a", "--batch-size", "3"], lambda: tw.generate("run", "a", batch_size=3)),
+    (["generate", "run", "--file", "no.csv", "--out", "a.csv"], lambda: tw.generate("run", file="no.csv", out="a.csv")),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_a_wrong_argument_raises_what_the_command_says(
     words: list[str], call: Callable[[], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
