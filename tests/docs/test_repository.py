@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from tests.support.commands import ROOT
+from tests.test_rooms import ROOMS
 from trainwright import __version__
+from trainwright.registries import KEYS
 
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
@@ -78,19 +80,54 @@ def _targets() -> list[str]:
     return re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 
 
-def test_places_that_the_architecture_names_are_there() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| (.*?) \|", text, re.M)
-    # A row of data and a key of the recipe are each followed through at most 15 files, this page included.
-    assert [number for number, _ in rows].count("1") == 2 and max(int(number) for number, _ in rows) <= 14
+def _section(page: str, title: str) -> str:
+    """The text under a heading of a page of the root, up to the next heading of its level."""
+    return (ROOT / page).read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("tour", "files"), [("Tour of a run", 12), ("Tour of a row", 12), ("A key, from the recipe to the optimizer", 7)]
+)
+def test_a_tour_of_the_architecture_has_few_files_that_define_what_it_names(tour: str, files: int) -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", _section("ARCHITECTURE.md", tour), re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1)) and 0 < len(rows) <= files
     for _, where in rows:
         file, *names = re.findall(r"`([\w/.]+)`", where)
         source = (ROOT / "src" / "trainwright" / file).read_text()
         for name in names:
             assert re.search(rf"^ *(def|class) {name.rpartition('.')[2]}\b", source, re.M), (file, name)
         assert names, where
+
+
+def test_places_that_the_architecture_names_are_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 150
     for file in re.findall(r"`([\w/]+\.py)`", text):
         assert "/" not in file or any((at / file).is_file() for at in (ROOT, ROOT / "src" / "trainwright")), file
+
+
+def test_the_architecture_has_every_package_and_the_rooms_that_a_test_deletes() -> None:
+    core, _, rooms = _section("ARCHITECTURE.md", "Packages").partition("\n| Room")
+    of_core, of_rooms = (
+        [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)]
+        for table in (core, rooms)
+    )
+    sources = (ROOT / "src" / "trainwright").iterdir()
+    there = [path.stem for path in sources if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    assert sorted([*of_core, *of_rooms]) == sorted(name for name in there if not name.startswith("__"))
+    assert sorted(of_rooms) == sorted(ROOMS)
+
+
+def test_the_worked_examples_are_code_of_the_package_that_is_trained_with() -> None:
+    """tests/test_plugin.py installs it, and plans and trains with it."""
+    section = _section("CONTRIBUTING.md", "Add an extension")
+    sources = [file.read_text() for file in (ROOT / "tests" / "plugin").rglob("*") if file.suffix in (".py", ".toml")]
+    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```", section, re.M | re.S)
+    assert [block for block in blocks if not any(block in source for source in sources)] == []
+    defined = re.findall(r"^(?:class |def )?(\w+)\b[^\n]*(?:=|:$)", "".join(blocks), re.M)
+    assert {"FOCAL", "Focal", "SGD", "sgd", "SQUARE_ROOT", "AT_ONCE", "Losses"} <= set(defined)
+    named = set(re.findall(r"`(trainwright\.\w+)`", section))
+    assert {registry.group for registry in KEYS.values()} <= named
 
 
 def test_a_package_has_at_most_24_modules_at_one_level() -> None:

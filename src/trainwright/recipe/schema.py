@@ -53,7 +53,7 @@ class OptimizerSection(Section):
     """Settings of the optimizer."""
 
     name: Annotated[str, Registered(OPTIMIZERS)] = Field("adamw", json_schema_extra=_with_summaries)
-    momentum: BelowOne = Field(0.95, description="muon: momentum coefficient.")
+    momentum: BelowOne = Field(0.95, description="Momentum coefficient of optimizers that read it: muon.")
     learning_rate: Positive = Field(2e-5, description="Peak learning rate of the schedule.")
     betas: tuple[BelowOne, BelowOne] = Field(
         (0.9, 0.999), description="Decay rates of the running averages of the gradient and of its square."

@@ -1,1 +1,1 @@
-"""A run on several machines: the nodes of each launch, and the agent that runs the workers of a node."""
+"""A run on several machines: how they meet and end together, and which of them take part in each launch."""
