@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import trainwright as package
 from tests.simulation.cases import RECIPE, Case, Found, simulate_all
 from tests.support.commands import trainwright
 from tests.support.runs import ON_ROWS, TINY, Runs
@@ -219,8 +220,9 @@ def test_fp32_products_are_computed_in_tf32_if_the_recipe_asks(more: dict[str, F
 
 @pytest.mark.slow
 def test_waits_are_counted_by_line(found: dict[str, Found]) -> None:
-    """Besides the one for the numbers of the step."""
+    """Besides the one for the numbers of the step; each at its line of this package."""
     waits = found["mistakes"].report["waits"]
+    assert all((Path(package.__file__).parent / wait["place"].partition(":")[0]).is_file() for wait in waits), waits
     ours = [wait for wait in waits if "policies.py" in wait["place"]]
     assert [(wait["cause"], wait["number"]) for wait in ours] == [("reading a value", 3)]
     assert found["mistakes"].report["host_waits"] == 4

@@ -1,4 +1,7 @@
-"""The runs of an ablation: one after another or side by side, each trained once, to its end or to a rung of halving."""
+"""An ablation: a recipe trained with other values of its keys, each variant once, to its end or to a rung of halving.
+
+The runs train one after another or side by side.
+"""
 
 from __future__ import annotations
 

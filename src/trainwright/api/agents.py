@@ -1,4 +1,4 @@
-"""Measure a model of histories: how well it learns in its context."""
+"""Agents: collect the histories of a learning algorithm, and measure how well a model of them learns in its context."""
 
 from __future__ import annotations
 

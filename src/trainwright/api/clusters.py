@@ -1,4 +1,4 @@
-"""Train, or run a script, on several hosts without a scheduler: each is started over ssh."""
+"""Train on several machines: on hosts over ssh, without a scheduler, or in a cluster's jobs; and the state of jobs."""
 
 from __future__ import annotations
 
@@ -292,8 +292,8 @@ def _state(directory: Path, job: QueuedJob | None) -> RunState:
         run = RunFigures.read(directory)
     except RequestError:  # it has not begun
         assert job is not None, "the others are runs"
-        return RunState(directory, number, _jobs_words(job))
-    state = run.status if job is None else _jobs_words(job)
+        return RunState(directory, number, _job_state(job))
+    state = run.status if job is None else _job_state(job)
     if not run.start:
         return RunState(directory, number, state)
     number = number or run.start.get("job")
@@ -303,7 +303,7 @@ def _state(directory: Path, job: QueuedJob | None) -> RunState:
     return RunState(directory, number, state, run.step if run.steps else None, last, run.goodput, end)
 
 
-def _jobs_words(job: QueuedJob) -> str:
+def _job_state(job: QueuedJob) -> str:
     words = job.state.lower()
     return f"{words} ({job.reason})" if job.state == "PENDING" else words
 

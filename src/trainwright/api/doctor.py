@@ -1,4 +1,4 @@
-"""Checks of this machine: what is broken, why it matters, and what to do."""
+"""What is broken, why it matters, and what to do: checks of this machine, of a failed run's log, and of its plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning: what fits, how fast it is and why, before anything runs."""
+"""Planning: what fits, how fast it is and why, before anything runs; and a simulation of the run."""
 
 from __future__ import annotations
 

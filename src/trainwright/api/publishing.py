@@ -1,4 +1,4 @@
-"""Publishing a model: in another format, or on the Hugging Face Hub."""
+"""Publishing a model: with its adapter merged, in another format, or on the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New.
+"""Call a function in a new, separate process.
 
 Training, evaluating and the like fork workers, limit threads, redirect output to logs and handle signals. A script or a
 notebook may have torch's threads and a GPU in use, an event loop running, and its output replaced; none of that is

@@ -1,4 +1,4 @@
-"""Training: a new run, or a resumed one."""
+"""Training: a new run, a resumed one, or one whose processes another launcher has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainwright data``: prepare rows, show what is trained on, check them."""
+"""``trainwright data`` and ``collect``: prepare, show, check and tokenize what is trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainwright doctor``: check this machine, or find out why a run failed."""
+"""``trainwright doctor``, ``verify`` and ``drill``: check a machine, a failed run, a recipe, recovery from faults."""
 
 from __future__ import annotations
 

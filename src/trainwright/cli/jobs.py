@@ -1,4 +1,4 @@
-"""``trainwright submit``: train a recipe in a job of a cluster."""
+"""``trainwright submit``, ``jobs``, ``stop`` and ``checkpoint``: jobs of a cluster, and requests to runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that say which machines train together, of the commands that start processes."""
+"""``trainwright launch`` and ``under``, and the options that say which machines train together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainwright eval``: evaluate a model on rows of data, with intervals, or compare two models."""
+"""``trainwright eval``, ``generate``, ``merge``, ``export`` and ``push``: what is done with a trained model."""
 
 from __future__ import annotations
 

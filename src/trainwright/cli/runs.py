@@ -1,4 +1,4 @@
-"""``trainwright runs``: the runs under a directory."""
+"""``trainwright runs``, ``report``, ``compare``, ``watch``, ``gpus`` and ``tensorboard``: look at runs."""
 
 from __future__ import annotations
 

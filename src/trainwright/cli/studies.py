@@ -1,4 +1,4 @@
-"""``trainwright ablate``: the effect of keys of a recipe, one at a time, in all combinations, or in a sample."""
+"""``trainwright ablate`` and ``unlearn-study``: compare variants of a recipe, and unlearning objectives."""
 
 from __future__ import annotations
 

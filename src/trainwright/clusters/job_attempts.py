@@ -1,4 +1,4 @@
-"""Whether a run that has ended is worth another start, and how often it has had one without getting further.
+"""One attempt at a run, in a job that is started again by its exit code, and whether another one is worth it.
 
     python -m trainwright.clusters.job_attempts RUN [--node-rank N] [--add CODE] [--count-in PLACE] -- WORDS
 

@@ -1,4 +1,7 @@
-"""The pods of a job: one on each node, which trains there as one node of the run."""
+"""The manifest of a job for Kubernetes: a JobSet, a TrainJob or a PyTorchJob.
+
+It has one pod on each node, which trains there as one node of the run.
+"""
 
 from __future__ import annotations
 
@@ -17,55 +20,141 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
 from trainwright.recipe.sections.parallel import ProcessRange
 
-_VERSION = "trainer.kubeflow.org/v1alpha1"
-_TRAINJOB_CONTAINER = "node"  # prescribed, as the label is
-_TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-
-
-def trainjob(job: Job) -> list[dict[str, Any]]:
-    """Return the TrainingRuntime and the TrainJob of a job."""
-    nodes = job.settings.nodes or 1
-    spec: dict[str, Any] = {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name_of(job)},
-        "trainer": {"numNodes": nodes},
-    }
-    if job.settings.time is not None:
-        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
-    template = jobset_spec(job, container=_TRAINJOB_CONTAINER, job_labels=_TRAINER, limited=False)
-    runtime = {"mlPolicy": {"numNodes": nodes}, "template": {"spec": template}}
-    return [
-        {"apiVersion": _VERSION, "kind": "TrainingRuntime", "metadata": metadata(job), "spec": runtime},
-        {"apiVersion": _VERSION, "kind": "TrainJob", "metadata": metadata(job), "spec": spec},
-    ]
-
-
-WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
-MOST_RESTARTS = 100
+_WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
+_MOST_RESTARTS = 100
 _PORT = 29400
 # Each pod starts when there is room for it, perhaps days later. The job's time limit and a pod that fails end the wait.
 _RENDEZVOUS_SECONDS = 7 * 24 * 3600
 _GRACE_SECONDS = 120  # between a preemption's signal and the kill; a checkpoint is written in it
 _NAME_LENGTH = 40  # names of pods add to it, and have at most 63 characters
 _SHARED, _MEMORY = "shared", "memory"
+_PODS = "node"
+_COMPLETION_INDEX = "$(JOB_COMPLETION_INDEX)"  # replaced by Kubernetes
+_RESTART_ATTEMPT = {
+    "name": RESTARTS,
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}},
+}
+_TRAINER_VERSION = "trainer.kubeflow.org/v1alpha1"
+# Prescribed by the operators:
+_TRAINJOB_CONTAINER = "node"
+_TRAINJOB_LABELS = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+_PYTORCHJOB_CONTAINER = "pytorch"
+_RETRIED = 128  # by PyTorchJobs, from this exit code on
 
 
-def name_of(job: Job) -> str:
-    """Return the name of the job's object: that of the run as Kubernetes accepts names."""
-    plain = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
-    return ("run-" + plain if not plain[:1].isalpha() else plain)[:_NAME_LENGTH].strip("-")
+def text(job: Job) -> str:
+    """Return the manifest of a job. Raises RequestError for settings that the pods cannot have."""
+    _check(job)
+    objects = _OBJECTS[job.settings.manifest or "jobset"](job)
+    return yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=1000)
 
 
-def metadata(job: Job) -> dict[str, Any]:
-    """Return the metadata of the job's object."""
-    return {"name": name_of(job), "labels": labels(job), "annotations": {"trainwright/run": str(job.run)}}
+class _Plain(yaml.SafeDumper):
+    """Write what occurs twice twice: kubectl knows anchors, people who read it might not."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Return True."""
+        return True
 
 
-def labels(job: Job) -> dict[str, str]:
-    """Return the labels of the job's objects and pods."""
-    return {"app.kubernetes.io/name": "trainwright", "app.kubernetes.io/instance": name_of(job)}
+def _jobset(job: Job) -> dict[str, Any]:
+    """Return the JobSet of a job."""
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(job),
+        "spec": _jobset_spec(job, container="train"),
+    }
 
 
-def check(job: Job) -> None:
+def _jobset_spec(
+    job: Job, *, container: str, job_labels: dict[str, str] | None = None, limited: bool = True
+) -> dict[str, Any]:
+    """Return the specification of a JobSet.
+
+    Args:
+        container: name of the container that trains.
+        job_labels: of the Job in it.
+        limited: whether it has the job's time limit itself.
+    """
+    nodes = job.settings.nodes or 1
+    first = f"{_name_of(job)}-{_PODS}-0-0.{_name_of(job)}"  # the host name that JobSet gives the first pod
+    fails = {"containerName": container, "operator": "In", "values": list(_WOULD_FAIL_AGAIN)}
+    spec: dict[str, Any] = {
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": fails}]},
+        "template": {
+            "metadata": {"labels": _labels(job)},
+            "spec": _pod(job, container=container, first=first, rank=_COMPLETION_INDEX, env=(_RESTART_ATTEMPT,)),
+        },
+    }
+    if limited and job.settings.time is not None:
+        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
+    template = {"metadata": {"labels": job_labels}, "spec": spec} if job_labels else {"spec": spec}
+    return {
+        # Whatever else ends a pod (75, 5, a lost node) starts all of them again, and they resume the run.
+        "failurePolicy": {
+            "maxRestarts": _MOST_RESTARTS,
+            "rules": [
+                {
+                    "name": "wouldFailAgain",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": _PODS, "replicas": 1, "template": template}],
+    }
+
+
+def _trainjob(job: Job) -> list[dict[str, Any]]:
+    """Return the TrainingRuntime and the TrainJob of a job."""
+    nodes = job.settings.nodes or 1
+    spec: dict[str, Any] = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": _name_of(job)},
+        "trainer": {"numNodes": nodes},
+    }
+    if job.settings.time is not None:
+        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
+    template = _jobset_spec(job, container=_TRAINJOB_CONTAINER, job_labels=_TRAINJOB_LABELS, limited=False)
+    runtime = {"mlPolicy": {"numNodes": nodes}, "template": {"spec": template}}
+    return [
+        {"apiVersion": _TRAINER_VERSION, "kind": "TrainingRuntime", "metadata": _metadata(job), "spec": runtime},
+        {"apiVersion": _TRAINER_VERSION, "kind": "TrainJob", "metadata": _metadata(job), "spec": spec},
+    ]
+
+
+def _pytorchjob(job: Job) -> dict[str, Any]:
+    """Return the PyTorchJob of a job: its master is the first node, its workers are the others."""
+    nodes = job.settings.nodes or 1
+    policy: dict[str, Any] = {"backoffLimit": _MOST_RESTARTS, "cleanPodPolicy": "Running"}
+    if job.settings.time is not None:
+        policy["activeDeadlineSeconds"] = job_seconds(job.settings.time)
+    replicas = {"Master": _replicas(job, 1)} | ({"Worker": _replicas(job, nodes - 1)} if nodes > 1 else {})
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(job),
+        "spec": {"runPolicy": policy, "pytorchReplicaSpecs": replicas},
+    }
+
+
+def _replicas(job: Job, count: int) -> dict[str, Any]:
+    first = f"{_name_of(job)}-master-0"
+    # The operator sets RANK to that of the pod. It reads restartPolicy here, and sets the pods' own.
+    spec = _pod(job, container=_PYTORCHJOB_CONTAINER, first=first, rank="$(RANK)", add=_RETRIED)
+    del spec["restartPolicy"]
+    return {
+        "replicas": count,
+        "restartPolicy": "ExitCode",
+        "template": {"metadata": {"labels": _labels(job)}, "spec": spec},
+    }
+
+
+def _check(job: Job) -> None:
     """Raise RequestError for settings that the pods cannot have."""
     settings = job.settings
     for key in ("image", "claim", "mount"):
@@ -80,7 +169,23 @@ def check(job: Job) -> None:
             raise RequestError(f"{what}: {path} is not in {mount}, where the pods have the shared volume")
 
 
-def pod(
+def _name_of(job: Job) -> str:
+    """Return the name of the job's object: that of the run as Kubernetes accepts names."""
+    plain = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
+    return ("run-" + plain if not plain[:1].isalpha() else plain)[:_NAME_LENGTH].strip("-")
+
+
+def _metadata(job: Job) -> dict[str, Any]:
+    """Return the metadata of the job's object."""
+    return {"name": _name_of(job), "labels": _labels(job), "annotations": {"trainwright/run": str(job.run)}}
+
+
+def _labels(job: Job) -> dict[str, str]:
+    """Return the labels of the job's objects and pods."""
+    return {"app.kubernetes.io/name": "trainwright", "app.kubernetes.io/instance": _name_of(job)}
+
+
+def _pod(
     job: Job, *, container: str, first: str, rank: str, add: int = 0, env: tuple[dict[str, Any], ...] = ()
 ) -> dict[str, Any]:
     """Return the specification of a pod.
@@ -141,111 +246,4 @@ def _literal(word: str) -> str:
     return word.replace("$", "$$")  # Kubernetes replaces $(NAME), and $$ by $
 
 
-_NODES = "node"
-_RANK = "$(JOB_COMPLETION_INDEX)"  # replaced by Kubernetes
-_ATTEMPT = {
-    "name": RESTARTS,
-    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}},
-}
-
-
-def jobset(job: Job) -> dict[str, Any]:
-    """Return the JobSet of a job."""
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata(job),
-        "spec": jobset_spec(job, container="train"),
-    }
-
-
-def jobset_spec(
-    job: Job, *, container: str, job_labels: dict[str, str] | None = None, limited: bool = True
-) -> dict[str, Any]:
-    """Return the specification of a JobSet.
-
-    Args:
-        container: name of the container that trains.
-        job_labels: of the Job in it.
-        limited: whether it has the job's time limit itself.
-    """
-    nodes = job.settings.nodes or 1
-    first = f"{name_of(job)}-{_NODES}-0-0.{name_of(job)}"  # the host name that JobSet gives the first pod
-    fails = {"containerName": container, "operator": "In", "values": list(WOULD_FAIL_AGAIN)}
-    spec: dict[str, Any] = {
-        "parallelism": nodes,
-        "completions": nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": fails}]},
-        "template": {
-            "metadata": {"labels": labels(job)},
-            "spec": pod(job, container=container, first=first, rank=_RANK, env=(_ATTEMPT,)),
-        },
-    }
-    if limited and job.settings.time is not None:
-        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
-    template = {"metadata": {"labels": job_labels}, "spec": spec} if job_labels else {"spec": spec}
-    return {
-        # Whatever else ends a pod (75, 5, a lost node) starts all of them again, and they resume the run.
-        "failurePolicy": {
-            "maxRestarts": MOST_RESTARTS,
-            "rules": [
-                {
-                    "name": "wouldFailAgain",
-                    "action": "FailJobSet",
-                    "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
-                }
-            ],
-        },
-        "replicatedJobs": [{"name": _NODES, "replicas": 1, "template": template}],
-    }
-
-
-_CONTAINER = "pytorch"  # prescribed
-_RETRIED = 128  # from this code on
-
-
-def pytorchjob(job: Job) -> dict[str, Any]:
-    """Return the PyTorchJob of a job: its master is the first node, its workers are the others."""
-    nodes = job.settings.nodes or 1
-    policy: dict[str, Any] = {"backoffLimit": MOST_RESTARTS, "cleanPodPolicy": "Running"}
-    if job.settings.time is not None:
-        policy["activeDeadlineSeconds"] = job_seconds(job.settings.time)
-    replicas = {"Master": _replicas(job, 1)} | ({"Worker": _replicas(job, nodes - 1)} if nodes > 1 else {})
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": metadata(job),
-        "spec": {"runPolicy": policy, "pytorchReplicaSpecs": replicas},
-    }
-
-
-def _replicas(job: Job, count: int) -> dict[str, Any]:
-    first = f"{name_of(job)}-master-0"
-    # The operator sets RANK to that of the pod. It reads restartPolicy here, and sets the pods' own.
-    spec = pod(job, container=_CONTAINER, first=first, rank="$(RANK)", add=_RETRIED)
-    del spec["restartPolicy"]
-    return {
-        "replicas": count,
-        "restartPolicy": "ExitCode",
-        "template": {"metadata": {"labels": labels(job)}, "spec": spec},
-    }
-
-
-_WRITERS = {"jobset": lambda job: [jobset(job)], "trainjob": trainjob, "pytorchjob": lambda job: [pytorchjob(job)]}
-
-
-def text(job: Job) -> str:
-    """Return the manifest of a job. Raises RequestError for settings that the pods cannot have."""
-    check(job)
-    objects = _WRITERS[job.settings.manifest or "jobset"](job)
-    return yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=1000)
-
-
-class _Plain(yaml.SafeDumper):
-    """Write what occurs twice twice: kubectl knows anchors, people who read it might not."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        """Return True."""
-        return True
+_OBJECTS = {"jobset": lambda job: [_jobset(job)], "trainjob": _trainjob, "pytorchjob": lambda job: [_pytorchjob(job)]}

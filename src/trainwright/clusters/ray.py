@@ -1,9 +1,9 @@
-"""New.
+"""Jobs of Ray: the script that submits one, and what it runs, on each node a process that trains as one of the run.
 
     python -m trainwright.clusters.ray --nodes 2 --gpus-per-node 8 RUN -- WORDS OF trainwright train
 
 Each attempt has a placement group with a bundle on each node, all on different nodes. A lost node, 5 and 75 are
-followed by another attempt. Needs Ray, which runs it.
+followed by another attempt. Only the job needs Ray, which runs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""New.
+"""The task file of a managed job of SkyPilot: each node trains as one node of the run.
 
 SkyPilot gives a task SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, SKYPILOT_NUM_NODES and SKYPILOT_NUM_GPUS_PER_NODE
 (docs.skypilot.co, "Environment variables").

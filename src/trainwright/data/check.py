@@ -1,4 +1,4 @@
-"""Read and format every row of a source as training does, and collect the errors."""
+"""Check the rows of a source: all of them for a command, collecting the errors, or the first ones before a run."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def check_data(recipe: Recipe) -> None:
         sources.append((data.validation_source, "data.validation"))
     if recipe.model.chat_template is not None:
         template_of(recipe.model.chat_template)
-    layouts = [_preflight_layout(source, key, kind_of_rows(recipe, key)) for source, key in sources]
+    layouts = [_check_first_rows(source, key, kind_of_rows(recipe, key)) for source, key in sources]
     refuse_unused_template(recipe.model.chat_template, layouts)
 
 
@@ -339,17 +339,15 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
         raise RequestError("model.chat_template: has no effect on plain text rows; remove it, or use conversations")
 
 
-def _preflight_layout(section: SourceSection, key: str, kind: RowReader) -> str | None:
+def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str | None:
     source, documents = section.source, section.format == "documents"
     registered = registered_source(source, key)
     rows = check_source(source, key, documents) if registered is None else [dict(registered.example)]
     rows = rows[: section.limit]
     if not rows:
         return None
-    try:
-        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, section.format)
-    except RequestError as error:
-        raise RequestError(f"{key}: {source}: {error}") from None
+    columns = list(dict.fromkeys(field for row in rows for field in row))
+    layout = _layout(kind, rows, section.format, f"{key}: {source}", columns)
     for index, row in enumerate(rows):
         try:
             kind.sequences(row, layout)

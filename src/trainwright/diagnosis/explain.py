@@ -1,4 +1,4 @@
-"""Explain a log: which error is the cause, and which ones followed from it."""
+"""Explain a log: which error is the cause, which ones followed from it, and the figures in their messages."""
 
 from __future__ import annotations
 

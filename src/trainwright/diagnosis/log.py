@@ -1,4 +1,4 @@
-"""Read a log of one or more ranks: which line belongs to which rank, and which lines are errors."""
+"""Read the log of one or more ranks, or of a run: which line is of which rank, and which lines are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the cases in all processes of a setting at once."""
+"""Measure the cases of a calibration, collectives too, in all processes of a setting at once."""
 
 from __future__ import annotations
 

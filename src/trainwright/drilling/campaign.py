@@ -1,4 +1,6 @@
-"""A campaign: trials, each in a process of its own, their verdicts in a file that the next start goes on from."""
+"""A campaign: trials, each in a process of its own, their verdicts in a file that the next start goes on from, and a
+table of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of a run's files, checked without the package's own readers."""
+"""Properties of a run's files, checked without the package's own readers, and the verdicts of a trial."""
 
 from __future__ import annotations
 

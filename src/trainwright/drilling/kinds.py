@@ -59,7 +59,7 @@ class FaultKind:
     """A kind of fault.
 
     Attributes:
-        inject: puts the fault into a run and sees what becomes of it; raises one of the verdicts of verdicts.py.
+        inject: puts the fault into a run and sees what becomes of it; raises one of the verdicts of invariants.py.
         spreads: what it is tried on.
         share: how many of a campaign's trials are of this kind, beside the others.
         seconds: how long one trial may take before it is ended and broken.

@@ -1,4 +1,4 @@
-"""The events of a run: the fields of each kind of line in ``events.jsonl``.
+"""The events of a run: the fields of each kind of line in ``events.jsonl``, and the check of a line that is read.
 
 This is the one place for their fields.
 """

@@ -1,8 +1,9 @@
 """Optimizers by their name in a recipe, with weight decay on matrices only, and the schedule of the learning rate.
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024,
-https://kellerjordan.github.io/posts/muon/), with Nesterov momentum, and a scale that gives updates the size of AdamW's,
-so that one learning rate works for both (Liu et al., arXiv 2502.16982, section 2.2).
+Muon updates matrices by their orthogonalized momentum, and all other parameters by AdamW: Jordan et al., "Muon: An
+optimizer for hidden layers in neural networks" (2024, https://kellerjordan.github.io/posts/muon/), with Nesterov
+momentum, and a scale that gives updates the size of AdamW's, so that one learning rate works for both (Liu et al.,
+arXiv 2502.16982, section 2.2).
 """
 
 from __future__ import annotations

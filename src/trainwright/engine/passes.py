@@ -1,4 +1,4 @@
-"""The passes of a step: forward and backward over this rank's share of a global batch."""
+"""The passes of a step: forward and backward over this rank's share of a global batch; and signs of divergence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, with what it measures and the answers that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Correctness of short answers in texts, which are extracted by a pattern and compared as numbers if both are."""
+"""The metrics of answers: the same answer as the reference, words in common with it, and JSON that follows a schema.
+
+Short answers are extracted from texts by a pattern and compared as numbers if both are.
+"""
 
 from __future__ import annotations
 

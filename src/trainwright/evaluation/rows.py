@@ -1,4 +1,7 @@
-"""The rows that a model is measured on: read once, then tokenized for each model."""
+"""The rows that a model is measured on, read once, then tokenized for each model; and a metric over all of them.
+
+A ``Column`` has a value and a weight for each row, combined by their sums, with a confidence interval.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-_COLUMNS_SEED = 0
+_SEED = 0
 _Z = 1.959963984540054  # of the normal distribution, for CONFIDENCE
 _NUMBERS_AT_ONCE = 4_000_000
 
@@ -166,13 +169,12 @@ def _interval(metric: Any, columns: list[Column], resamples: int) -> tuple[float
         n_resamples=resamples,
         confidence_level=CONFIDENCE,
         batch=max(1, _NUMBERS_AT_ONCE // (count * len(columns) * 2)),
-        rng=np.random.default_rng(_COLUMNS_SEED),
+        rng=np.random.default_rng(_SEED),
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 _BATCH = 256  # rows rendered and tokenized at a time
-_SEED = 0
 
 
 @dataclass(frozen=True)

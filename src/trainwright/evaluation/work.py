@@ -1,9 +1,10 @@
 """An evaluation, independent of its processes: prepared once, measured by all ranks, and reported.
 
-work/model/     the model, and the rows in its tokens work/against/   the same for the other model
+    work/model/     the model, and the rows in its tokens
+    work/against/   the same for the other model
 
-Rank 0 runs the harness (https://github.com/EleutherAI/lm-evaluation-harness) and sends its requests to all ranks, which
-share the work.
+For tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), rank 0 runs the harness and
+sends its requests to all ranks, which share the work.
 """
 
 from __future__ import annotations

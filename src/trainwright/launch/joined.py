@@ -1,7 +1,7 @@
 """A run whose processes another launcher has started: they meet, rank 0 prepares the run, the others follow.
 
 Only rank 0 reads the recipe, rejects it or creates the run directory, and prepares data and weights. The others do not
-wait in a collective meanwhile but poll the store, without a time limit.
+wait in a collective meanwhile but poll the store, without a time limit. A process whose launcher has died stops.
 
 Slurm sends the signal of `--signal=USR1@N` to every process of a step. torchrun neither handles nor passes on SIGUSR1
 and SIGUSR2 by default (`--signals-to-handle`, torch/distributed/run.py), and dies of them.

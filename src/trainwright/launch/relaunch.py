@@ -2,7 +2,8 @@
 out, or with another plan.
 
 The second is for cases that a worker cannot handle itself: the ranks of a sharded model wait for each other in every
-pass, and a process that the kernel kills cannot react. The third is for a plan that proved wrong.
+pass, and a process that the kernel kills cannot react. The third is for a plan that proved wrong. `Restarts` decides
+how often a fault is worth another launch.
 """
 
 from __future__ import annotations

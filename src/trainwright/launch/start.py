@@ -1,7 +1,7 @@
 """One run from its plan to the end of its workers, on this machine or as one node of several.
 
 It changes the process that calls it: workers are forked from it, its threads are limited, and it handles stop signals
-while the run lasts.
+while the run lasts. Before the first launch a trial of a few steps shows whether the plan fits (`fit`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A CPU as a device to train on: nominal rates from its clock and instruction sets. Imports no torch.
+"""A CPU as a device to train on: nominal rates from its clock and instruction sets; and compilers.
 
-On a CPU it writes C++, for $CXX or g++ (cxx in torch/_inductor/config.py). On a GPU it writes Triton code, whose
-launchers are C, for $CC, gcc, clang or cc with the headers of Python (triton/runtime/build.py); without a compiler it
-stops with "Failed to find C compiler".
+On a CPU torch.compile writes C++, for $CXX or g++ (cxx in torch/_inductor/config.py). On a GPU it writes Triton code,
+whose launchers are C, for $CC, gcc, clang or cc with the headers of Python (triton/runtime/build.py); without a
+compiler it stops with "Failed to find C compiler". Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Lock directories and files that only one process may use at a time.
+"""Directories and files that processes share: made by one of them for all, or locked while one uses them.
 
-<parent>/<name>         complete, or not there
-<parent>/<name>.lock    held by the process that makes it
+<parent>/<name>                    complete, or not there
+<parent>/<name>.lock               held by the process that makes it
 <parent>/.<name>.<host>-<token>    what a process on this host makes, before it is renamed
 """
 

@@ -1,9 +1,7 @@
-"""New.
+"""Write a model as a ``transformers`` directory, atomically, and check it.
 
-Weights stay memory-mapped where the file has them in their final form, so that the check needs little memory.
-
-The library checks names, types, shapes and offsets, and rejects headers over 100 MB
-(https://github.com/huggingface/safetensors#format).
+The check: what ``from_pretrained`` loads has the trained weights and computes the trained model's logits. Weights stay
+memory-mapped where the file has them in their final form, so that the check needs little memory.
 """
 
 from __future__ import annotations

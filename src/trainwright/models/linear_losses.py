@@ -1,15 +1,15 @@
-"""New.
+"""The loss of a language model's linear head, without the logits of all tokens: cross-entropy, and any other loss.
 
-Autograd creates a gradient for each use, both as large as the vocabulary, and adds them: for SmolLM2, 113 MB of zeros
-except for the rows of tokens in the batch. Here those rows are added to the gradient of the head in place.
+The head is a language model's largest matrix product, and its logits are the largest tensor of a step: 49,152 numbers
+per token for SmolLM2. Here the targets are processed in chunks.
 
-The head of a language model is its largest matrix product, and its logits are the largest tensor of a step: 49,152
-numbers per token for SmolLM2. Here the targets are processed in chunks. The gradient of a summed loss is known together
-with its value, so both are computed in one pass, with three matrix products per target and no recomputation. (The idea
-is from Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, or in float64 for float64 models.)
-
-As in linear_cross_entropy.py, but for any loss: autograd computes its gradient with respect to the logits, a few rows
-at a time.
+- ``linear_cross_entropy``: the gradient of a summed loss is known together with its value, so both are computed in one
+  pass, with three matrix products per target and no recomputation. (The idea is from Liger Kernel, arXiv 2410.10989,
+  section 3.2; the softmax is in fp32, or in float64 for float64 models.)
+- ``linear_logit_loss``: for any loss, autograd computes its gradient with respect to the logits, a few rows at a time.
+- ``shared_gradient``: for an embedding tied to the head, autograd creates a gradient for each use, both as large
+  as the vocabulary, and adds them: for SmolLM2, 113 MB of zeros except for the rows of tokens in the batch. Here those
+  rows are added to the gradient of the head in place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load the tokenizer, the configuration and the weights of a recipe's model section."""
+"""Load the tokenizer, the configuration and the weights of a recipe's model section; say how to use a saved model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New.
+"""A module of the user's own, ``model.implementation: module:Class``, as a causal language model of transformers.
 
 The class is called with ``vocab_size`` and the values of ``model.config``. ``forward(input_ids [B, L])`` returns logits
 [B, L, V] or, if the module has a ``get_output_embeddings`` that returns its linear head, the hidden states [B, L, H]

@@ -1,6 +1,8 @@
-"""The token that ends an answer: the one that a chat template teaches, and where other programs look for it.
+"""Tokenizers: loaded from a directory, or made here; and the tokens that end an answer.
 
-A recipe names one as ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``; it is built once and cached.
+A recipe names one that is trained on its text as ``characters:SOURCE`` or ``bpe:SIZE:SOURCE`` (byte-level BPE, Sennrich
+et al., arXiv 1508.07909), which is built once and cached, or the built-in one as ``bytes``. The token that ends an
+answer is the one that a chat template teaches.
 """
 
 from __future__ import annotations

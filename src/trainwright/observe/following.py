@@ -1,6 +1,7 @@
 """Follow a run that another process trains: each look reads only what was added to its events since the last one.
 
-Curves are kept in a bounded number of buckets, so that hundreds of runs of any length fit in memory.
+Curves are kept in a bounded number of buckets, so that hundreds of runs of any length fit in memory. What was read is
+cached, so that a finished run is not read again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, occasional lines elsewhere."""
+"""The progress of a run, and the time that remains: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read a run's events as one uninterrupted history, and its recipe. The run may be anybody's."""
+"""Read a run's events as one uninterrupted history, its recipe, and its plan beside what was measured.
+
+The run may be anybody's.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """How a strategy holds a model, read from its live objects, and how it should according to the recipe.
 
-A strategy fills a ``ModelLayout`` from what it built, not from its settings, so that the two can be compared.
+A strategy fills a ``ModelLayout`` from what it built, not from its settings, so that the two can be compared. A
+``Shard`` is the part of a tensor that one rank holds.
 """
 
 from __future__ import annotations

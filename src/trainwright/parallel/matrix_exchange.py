@@ -1,4 +1,4 @@
-"""New.
+"""Update each matrix on one rank and distribute the update.
 
 The ranks are a grid: `shards` ranks hold the rows of one copy of a matrix, and there are `replicas` copies. Of a
 replicated model each rank is a replica; of a sharded one, each group of ranks over which it is sharded. In each round a

@@ -1,5 +1,6 @@
-"""The processes of a run as seen by one of them: its rank, its device, and a few collectives.
+"""The processes of a run as seen by one of them: its rank, its device, a few collectives, and the objects they carry.
 
+Objects are exchanged as JSON (``dumps``, ``loads``): what another rank sends is data, and nothing in it is called.
 Floats keep their bits (json writes their shortest exact form), and arrays and tensors those of their elements.
 """
 
@@ -92,7 +93,7 @@ class World:
         """Return a small object of every rank, in rank order, on every rank.
 
         Args:
-            types: dataclasses and named tuples in it, beside plain data, arrays and tensors (see ``objects``).
+            types: dataclasses and named tuples in it, beside plain data, arrays and tensors (see ``dumps``).
         """
         if self.size == 1 or self.alone:
             return [value] * self.size

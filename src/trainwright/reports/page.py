@@ -1,4 +1,4 @@
-"""``report.html``: one run on one page, which opens from a disk and needs no network."""
+"""``report.html``: one run on one page, which opens from a disk and needs no network; with where its time went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step and the phase that a run is in, by the calls that its strategy receives."""
+"""Where a simulated run is: its step and phase, by the calls that its strategy receives, and the line of its source."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Phases:
         setattr(strategy, name, call)
 
 
-_PACKAGE = str(Path(__file__).parents[2])
-_SIMULATION = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
+_SIMULATION = str(Path(__file__).parent)
 _INSTALLED = ("site-packages/", "dist-packages/")
 _STANDARD = sysconfig.get_path("stdlib")
 

@@ -1,4 +1,4 @@
-"""All runs under a directory, followed in a thread."""
+"""All runs under a directory, followed in a thread, and the seconds of their ranks by category."""
 
 from __future__ import annotations
 

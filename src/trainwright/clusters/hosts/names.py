@@ -1,4 +1,7 @@
-"""The hosts of ``--hosts`` and ``--hostfile``: lists as pdsh writes them, and files as MPI reads them."""
+"""The hosts of ``--hosts`` and ``--hostfile``, and whether each can be reached and can run the command.
+
+Lists are as pdsh writes them, and files as MPI reads them.
+"""
 
 from __future__ import annotations
 

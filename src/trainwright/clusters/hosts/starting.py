@@ -1,7 +1,4 @@
-"""Run one command on several hosts over ssh: output gathered, signals passed on, ended together.
-
-The launchers on the hosts go on by themselves after everything else.
-"""
+"""Run one command on several hosts over ssh: output gathered, signals passed on, ended together, started again."""
 
 from __future__ import annotations
 

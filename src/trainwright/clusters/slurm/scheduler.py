@@ -86,7 +86,7 @@ def submit(file: Path, after: str | None = None) -> str:
     """Submit a job's file; return the number of the job, which starts when job ``after`` has ended in any way.
 
     No variable of the environment counts that overrides the file, nor one of the job of this process. Raises
-    RequestError with sbatch's words, Unreachable if Slurm has not answered: it may have taken the job.
+    RequestError with sbatch's words, SchedulerUnreachable if Slurm has not answered: it may have taken the job.
     """
     left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
     if left_out:
@@ -115,7 +115,10 @@ def queue(*, each: bool = False) -> list[QueuedJob]:
 
 
 def shown(job: str) -> dict[str, str]:
-    """Return what scontrol shows of a job, by its keys; empty if it does not know the job. Raises Unreachable."""
+    """Return what scontrol shows of a job, by its keys; empty if it does not know the job.
+
+    Raises SchedulerUnreachable.
+    """
     done = _run("scontrol", "show", "job", "--oneliner", job)
     _check_reachable(done)
     return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
@@ -124,7 +127,7 @@ def shown(job: str) -> dict[str, str]:
 def requeue(job: str) -> None:
     """Put a job back into the queue, if Slurm has not.
 
-    Raises RequestError with Slurm's words, Unreachable if there is no answer.
+    Raises RequestError with Slurm's words, SchedulerUnreachable if there is no answer.
     """
     done = _run("scontrol", "requeue", job)
     _check_reachable(done)

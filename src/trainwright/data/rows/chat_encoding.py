@@ -4,8 +4,9 @@ The whole conversation is rendered and tokenized once, exactly as at inference; 
 token is a target if any of its characters belong to a turn, which ``chat_turns`` locates. White space after the stop is
 not a target, and neither is text that the template appends to the end of a conversation: the model has stopped by then.
 
-The turns are compared with the rendered text, without white space, because templates trim and join texts. Each part of
-the text is counted for one turn only, so a short answer is not taken for part of another turn.
+``omissions`` finds the parts of a conversation that a template left out. The turns are compared with the rendered text,
+without white space, because templates trim and join texts. Each part of the text is counted for one turn only, so a
+short answer is not taken for part of another turn.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Read the texts of a corpus for pretraining, in pieces of bounded size.
+"""The texts of a corpus for pretraining: read in pieces of bounded size, and encoded as tokens.
 
 A text file is one document, or several separated by ``<|endoftext|>``, and is never loaded as a whole. Each row with
-named fields is a document: its text, or the content of its turns.
-
-A text that was written with a chat template has the beginning and the end already, and gets no second one.
+named fields is a document: its text, or the content of its turns. All tokens are targets, and the end-of-text token
+follows. A text that was written with a chat template has the beginning and the end already, and gets no second one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read rows from JSON, JSONL, CSV and text files, each with the line number it starts on.
+"""Read rows from JSON, JSONL, CSV, text and document files, each with the line number it starts on.
 
 The files are parsed here instead of by a library so that errors name the file, the line and the reason. It also keeps
 values as they are written (some libraries convert dates to timestamps).

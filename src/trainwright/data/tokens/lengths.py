@@ -1,4 +1,4 @@
-"""The lengths of a source's examples, which a plan needs. Imports no torch.
+"""The lengths of a source's examples, which a plan needs, and how they fill packs. Imports no torch.
 
 Exact lengths are known after a source was tokenized and are saved in the cache under a key that needs no tokenizer;
 before that they are estimated from the characters of its first rows.

@@ -4,7 +4,8 @@ One process reads the text in pieces, in order; others tokenize them; the first 
 of pieces in flight is limited, so memory does not grow with the text. Every few seconds the number of pieces written is
 saved, and a run that was killed resumes from there: later tokens are truncated and written again.
 
-The pools of the standard library hang if a process is killed while it reads or writes a large piece.
+The processes are our own: the pools of the standard library hang if a process is killed while it reads or writes a
+large piece.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the checks one after another in limited time; a failed check does not prevent the others."""
+"""All checks, run one after another in limited time; a failed check does not prevent the others."""
 
 from __future__ import annotations
 

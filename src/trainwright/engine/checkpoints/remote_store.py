@@ -1,6 +1,6 @@
-"""New.
+"""Where copies of a run are: a directory, or what a URL of fsspec names, such as a bucket. Imports no torch.
 
-    <place>/<run>/
+    <store>/<run>/
       step-00000040/  the files of a checkpoint, then run.json (stored_run.py), then manifest.json
       events/         parts of events.jsonl, which the run.json of each checkpoint refers to
       final/          the files of the trained model, then manifest.json

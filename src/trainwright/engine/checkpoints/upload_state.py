@@ -1,4 +1,4 @@
-"""What is copied to the places of a run, and what is known to be in each. Imports no torch."""
+"""What is copied to the stores of a run, and what is known to be in each. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy a run's checkpoints, what else it needs to go on elsewhere, and its model to its places. Imports no torch."""
+"""Copy a run's checkpoints, what else it needs to go on elsewhere, and its model to its stores. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's exit code, for a launcher that ends with a code of its own."""
+"""The run's exit code, for a launcher that ends with a code of its own, and the time that it leaves a run to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find which worker failed first, and why, from the files that failing workers leave behind."""
+"""Find which worker failed first, and why, from the files that failing workers leave behind and the kernel's counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stop requests other than signals: a file in the run directory, and a deadline."""
+"""Stop requests other than signals: a file in the run directory, and a deadline.
+
+The deadline is a time, a time span, the end of a Slurm job, or a step.
+"""
 
 from __future__ import annotations
 

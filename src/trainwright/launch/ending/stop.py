@@ -1,7 +1,8 @@
 """Stop requests: signals reach the launcher, the launcher raises one flag, and the workers read it.
 
 The flag is a byte of shared memory, so every worker sees the request exactly once, no matter how many signals were sent
-and to which process (a terminal's ctrl-C goes to the whole group, a scheduler's SIGTERM may too).
+and to which process (a terminal's ctrl-C goes to the whole group, a scheduler's SIGTERM may too). `StopWatcher` ends
+workers that do not follow a request: some are suspended, others have nothing to save.
 """
 
 from __future__ import annotations

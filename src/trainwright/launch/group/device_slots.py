@@ -1,4 +1,4 @@
-"""The resources of each process on its machine, compared by rank 0 before anything is created."""
+"""The resources of each process on its machine, compared by rank 0 before anything is created; which GPUs answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process's rank and world size, read from the variables that each launcher sets.
+"""A process's rank and world size, read from the variables that each launcher sets, and the rendezvous of a node.
 
 torchrun and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (docs.pytorch.org,
 "torchrun"); srun sets SLURM_* (slurm.schedmd.com/srun.html, "output environment variables"); Open MPI's mpirun

@@ -1,7 +1,8 @@
-"""New.
+"""How processes of several machines trust each other: a job's secret, and the only port that it opens to others.
 
-The listener sends a nonce; the member answers with its own, its purpose and an HMAC of them, and the listener with
-another HMAC (RFC 2104). Neither end has said anything else before, and nothing that was recorded can be used again.
+Each connection begins with a proof of the secret. The listener sends a nonce; the member answers with its own, its
+purpose and an HMAC of them, and the listener with another HMAC (RFC 2104). Neither end has said anything else before,
+and nothing that was recorded can be used again.
 
 torch's store has no authentication, so it listens on the loopback interface of member 0 alone. Members reach it through
 a port of their own loopback interface, from which a `Relay` connects to the `Door` of member 0.

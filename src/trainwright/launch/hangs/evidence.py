@@ -1,6 +1,8 @@
-"""The Python stack of every worker, from outside: also if its interpreter is blocked.
+"""What shows where a run hangs: the Python stack of every worker, and NCCL's last collectives of every rank.
 
-https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html; `torchfrtrace` of torch compares the files.
+Stacks are taken from outside, also if the interpreter is blocked. torch's flight recorder keeps the collectives
+(https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html); `torchfrtrace` of torch compares the
+files.
 """
 
 from __future__ import annotations

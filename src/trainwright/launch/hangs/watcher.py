@@ -1,4 +1,4 @@
-"""Watch the workers on this machine, and report when one hangs."""
+"""Watch the workers on this machine, by what they report and what the kernel knows, and report when one hangs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
 It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back.
 
-The kernel of such a machine may still answer for its programs, so each launcher says now and then that it runs.
+The kernel of a machine that fails may still answer for its programs, so each launcher says now and then that it runs.
 """
 
 from __future__ import annotations

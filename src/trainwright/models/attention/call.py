@@ -37,7 +37,7 @@ class Call(NamedTuple):
         return self.query.shape[1] != self.key.shape[1]
 
     def padded(self, size: int, value_size: int) -> Call:
-        """Return the call with heads padded by zeros to these widths, which changes no score; see ``cut``."""
+        """Return the call with heads padded by zeros to these widths, which changes no score; see ``Call.cut``."""
         if (size, value_size) == (self.query.shape[-1], self.value.shape[-1]):
             return self
         query, key, value = _padded(self.query, size), _padded(self.key, size), _padded(self.value, value_size)

@@ -4,12 +4,12 @@ With the implementation ``PACKED``, a model passes queries, keys and values of a
 boundaries (``cu_seq_lens_q``) and the host's copy of them (``sequences``). Tokens do not attend to other sequences, and
 no mask over the pack is created. ``kernels.choose`` decides which kernel computes a layer.
 
-Each function takes padded heads and returns [1, T, H, D]. A window of transformers includes the current token; that of
-flash attention counts the tokens before it.
+Each kernel's function takes padded heads and returns [1, T, H, D]. A window of transformers includes the current token;
+that of flash attention counts the tokens before it.
 
-It computes blocks of allowed pairs only (arXiv 2412.05496). Outside of compiled code it has to be compiled by itself:
-uncompiled it creates all scores (torch/nn/attention/flex_attention.py). It has no dropout: scores can be changed before
-the softmax, weights not.
+flex_attention computes blocks of allowed pairs only (arXiv 2412.05496). Outside of compiled code it has to be compiled
+by itself: uncompiled it creates all scores (torch/nn/attention/flex_attention.py). It has no dropout: scores can be
+changed before the softmax, weights not.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Check a user's DeepSpeed JSON against the recipe, and make DeepSpeed's configuration.
 
 The recipe alone defines how a run trains; a file adds DeepSpeed's own tuning. Values that both define must agree,
-`auto` takes the recipe's value, and keys without effect here are rejected rather than ignored. The keys are those of
-https://www.deepspeed.ai/docs/config-json/ as of DeepSpeed 0.19.
-
-The defaults are those of DeepSpeed 0.19.
+`auto` takes the recipe's value, and keys without effect here are rejected rather than ignored. The keys and their
+defaults are those of https://www.deepspeed.ai/docs/config-json/ as of DeepSpeed 0.19.
 """
 
 from __future__ import annotations

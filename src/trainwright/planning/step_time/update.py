@@ -1,8 +1,7 @@
 """Predict the time of a step besides its passes: gradient accumulation and clipping, the optimizer, offloading, data.
 
-Follows parallel/: replicated.py and gradients.py (single, ddp), fsdp.py, zero.py. Imports no torch.
-
-The schedules are those of parallel/: gradients.py (ddp), fsdp.py on torch's FSDP2, zero.py on DeepSpeed.
+The schedules are those of parallel/: replicated.py (single, ddp), fsdp.py on torch's FSDP2, zero.py on DeepSpeed.
+Imports no torch.
 """
 
 from __future__ import annotations

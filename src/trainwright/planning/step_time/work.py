@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # backward: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of the
 # traffic of its single kernels.
 _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
-# Bytes per bf16 logit that other programs move, of the 44 of this program's chunks (rates_nominal.py): fused kernels
+# Bytes per bf16 logit that other programs move, of the 44 of this program's chunks (rates.py): fused kernels
 # read it twice and write its gradient; torch's cross_entropy makes an fp32 copy, log-probabilities, zeros, and two
 # gradients.
 _FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44

@@ -1,4 +1,4 @@
-"""The sections of the model and of its adapter."""
+"""The sections of the model and of its adapter, and the sizes that no model has."""
 
 from __future__ import annotations
 

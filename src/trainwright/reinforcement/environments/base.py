@@ -1,4 +1,4 @@
-"""The interface of environments: a family of tasks, and many copies that are stepped at once."""
+"""The interface of environments, a family of tasks and copies that are stepped at once; and the simplest, a bandit."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) for many goals at once.
+"""The algorithms whose histories are collected: PPO, for many goals at once, and learning from tables.
 
-The algorithm and its defaults are those of Stable-Baselines3 (https://github.com/DLR-RM/stable-baselines3), with which
-the reference code of Algorithm Distillation collects: every goal has one learner, whose experience comes from all of
-its streams. The end of an episode is terminal: values are not bootstrapped beyond it.
+The algorithm of PPO (Schulman et al. 2017, arXiv 1707.06347) and its defaults are those of Stable-Baselines3
+(https://github.com/DLR-RM/stable-baselines3), with which the reference code of Algorithm Distillation collects: every
+goal has one learner, whose experience comes from all of its streams. The end of an episode is terminal: values are not
+bootstrapped beyond it.
 
 A minibatch of PPO has only dozens of samples, for which autograd costs several times the arithmetic. Here the networks
 of all goals share each batched matrix product, all parameters are in one tensor for the optimizer, and no memory is
 allocated during training. The gradients are tested against autograd.
 
-They take seconds where PPO takes minutes, and give every stream its own history.
+Q-learning and UCB take seconds where PPO takes minutes, and give every stream its own history.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""New.
+"""A causal transformer over learning histories, which predicts the learner's next action, and its files.
 
-model.safetensors   the weights, with the names of ``HistoryModel``
-agent.json          ``model`` (its shape), ``environment`` (name and options), ``tried`` (the held-out tasks and the
-                    evaluation settings, with the keys of the recipe's section)
+    model.safetensors   the weights, with the names of ``HistoryModel``
+    agent.json          ``model`` (its shape), ``environment`` (name and options), ``tried`` (the held-out tasks and the
+                        evaluation settings, with the keys of the recipe's section)
 
 Algorithm Distillation, Laskin et al. 2022 (arXiv 2210.14215). A step of a history is the agent's observation with its
 previous action and reward. In the layout ``transition`` a step is one token, the sum of their embeddings; in ``parts``

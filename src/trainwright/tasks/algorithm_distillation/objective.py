@@ -1,4 +1,4 @@
-"""New.
+"""The training objective of history models: the learner's action at every step, and optional outcomes.
 
 Strategies wrap ``forward`` of modules, so losses are computed inside it, and acting calls it too.
 """

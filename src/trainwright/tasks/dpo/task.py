@@ -1,6 +1,6 @@
 """Preference tuning: train on compared or labelled answers, relative to a reference model.
 
-w is the chosen answer of a pair and l the rejected one. All functions are element-wise, in the precision of their
+In the losses, w is the chosen answer of a pair and l the rejected one. They are element-wise, in the precision of their
 inputs.
 """
 

@@ -1,6 +1,7 @@
 """Measure everything that the chosen metrics need, by all ranks together.
 
-Both attacks change the given model. They measure the mean probability of the answers of the forget set.
+Two attacks try to recover forgotten knowledge: a little training on some of it, and quantization. Both change the given
+model, and measure the mean probability of the answers of the forget set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The output of an evaluation on a benchmark: a directory, written completely or not at all, and a table.
+"""The findings of an evaluation on a benchmark, by set and item, and its output: a table, and a directory, written
+completely or not at all.
 
-metrics.json   every metric, by set log.json       the same with the numbers of every item; see log.py samples.jsonl
-prompts, references and answers, if the model generated any
+    metrics.json   every metric, by set
+    log.json       the same with the numbers of every item; see log.py
+    samples.jsonl  prompts, references and answers, if the model generated any
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """An evaluation on a benchmark, independent of its processes.
 
-work/found.json, other.json   the model, and the one that --reference-model names work/tokens/, …               what is
-to be measured work/found/                   the findings of the ranks
+work/found.json, other.json   the model, and the one that --reference-model names
+work/tokens/, …               what is to be measured
+work/found/                   the findings of the ranks
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """A study of unlearning: one file that describes a full model, a retrained one and several unlearned ones.
 
 The file holds sections of recipes, shared by several runs; each run's recipe is built and checked here before training,
-with messages that name the line in the study's file.
+with messages that name the line in the study's file. The rows of a study are a part of a benchmark, as a directory of
+the same layout, with the training rows of two models:
 
-forget05.jsonl, forget05_perturbed.jsonl, …   as in TOFU, the first rows of each retain95.jsonl
-for the retain-only model: the retain rows and general knowledge full.jsonl                                    for the
-full model: these and the forget rows
+    forget05.jsonl, forget05_perturbed.jsonl, …   as in TOFU, the first rows of each
+    retain95.jsonl                                for the retain-only model: the retain rows and general knowledge
+    full.jsonl                                    for the full model: these and the forget rows
 """
 
 from __future__ import annotations
