@@ -52,7 +52,7 @@ class Own(Check):
     """A check of this file."""
 
     def load(self):  # type: ignore[no-untyped-def]
-        return globals()[self.place]
+        return globals()[self.entry_point]
 
 
 def refuses(context: CheckContext) -> CheckResult:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainwright import errors
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
-from trainwright.launch.ending.failure import raise_oom_score
+from trainwright.launch.ending.oom_killer import raise_oom_score
 from trainwright.launch.ending.stop import (
     START_METHOD,
     STOP_SIGNALS,

@@ -31,8 +31,8 @@ from trainwright.errors import (
 )
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failed import record_failure
-from trainwright.launch.ending.failure import raise_oom_score
 from trainwright.launch.ending.left import describe_stop
+from trainwright.launch.ending.oom_killer import raise_oom_score
 from trainwright.launch.ending.requests import check_before_steps, forget_stops
 from trainwright.launch.ending.stop import Stopping, job_script_warning
 from trainwright.launch.group.addresses import in_words

@@ -12,13 +12,13 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, Fault
 from trainwright.launch.ending.failure import (
     Cause,
     Failure,
-    count_memory_kills,
     error_file,
     error_record,
     error_records,
     first_failure,
     slot_records,
 )
+from trainwright.launch.ending.oom_killer import count_memory_kills
 from trainwright.launch.ending.stop import Stopping, StopWatcher
 from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.elastic import Elastic

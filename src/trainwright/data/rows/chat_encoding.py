@@ -75,9 +75,9 @@ class ChatEncoder:
         template = self._finder([]).template
         try:
             (prompt,), (whole,) = template.render([turns[:1]], generation_prompt=True), template.render([turns])
-        except TurnsError:
+            of_prompt, of_whole = tokenized(self._tokenizer, [prompt, whole], add_special_tokens=False)["input_ids"]
+        except TurnsError:  # of the template, or of a tokenizer without a token for these characters
             return False
-        of_prompt, of_whole = tokenized(self._tokenizer, [prompt, whole], add_special_tokens=False)["input_ids"]
         return whole.startswith(prompt) and list(of_whole[: len(of_prompt)]) != list(of_prompt)
 
     @property

@@ -18,14 +18,8 @@ from typing import TextIO
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.ending.failed import record_failure
-from trainwright.launch.ending.failure import (
-    count_memory_kills,
-    describe_failure,
-    error_file,
-    error_record,
-    is_follow_up,
-    record_exception,
-)
+from trainwright.launch.ending.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
+from trainwright.launch.ending.oom_killer import count_memory_kills
 from trainwright.launch.group.peers import GONE, Message, Peers
 from trainwright.text import say
 
