@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.launch.nodes.nodes import LIMIT, Silence, Spread, spread
+from trainwright.launch.nodes.nodes import SILENCE_LIMIT, Silence, Spread, spread
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_node_is_silent_only_for_time_in_which_this_one_ran() -> None:
         return found
 
     silence.hear(2)
-    assert pass_by(int(LIMIT)) == []
+    assert pass_by(int(SILENCE_LIMIT)) == []
     assert pass_by(1) == [2]
     silence.hear(2)
     assert pass_by(20) == []

@@ -103,7 +103,7 @@ class Command:
         return self._ended is not None
 
     def wait(self, seconds: float) -> CommandResult:
-        """Return how it ended. Raises Broken if it does not end, or if a process that it started survives."""
+        """Return how it ended. Raises InvariantBroken if it does not end, or if a process that it started survives."""
         deadline = time.monotonic() + seconds
         while not self.ended:
             if time.monotonic() > deadline:

@@ -34,7 +34,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 def history(run: Path) -> list[dict[str, Any]]:
     """Return the events that count: of a run that was resumed from step k, or went back to it, none before is beyond k.
 
-    Broken when a start names a step that had not been reached.
+    InvariantBroken when a start names a step that had not been reached.
     """
     events_so_far: list[dict[str, Any]] = []
     for event in lines(run):
@@ -165,7 +165,7 @@ def broken_checkpoint(path: Path) -> str | None:
 
 
 def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Return the steps of complete checkpoints. Raises Broken for an incomplete one, except those in ``but``."""
+    """Return the steps of complete checkpoints. Raises InvariantBroken for an incomplete one not in ``but``."""
     steps = [step for step in checkpoint_steps(run) if step not in but]
     for step in steps:
         why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
@@ -182,7 +182,7 @@ def none_lost(run: Path) -> None:
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """Return a safetensors file's header. Raises Broken if the file does not have the size that it declares."""
+    """Return a safetensors file's header. Raises InvariantBroken if its size is not what it declares."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -226,6 +226,6 @@ class Undisturbed(Exception):
 
 
 def require(holds: object, otherwise: str) -> None:
-    """Raise Broken with the message unless the condition holds."""
+    """Raise InvariantBroken with the message unless the condition holds."""
     if not holds:
         raise InvariantBroken(otherwise)

@@ -23,6 +23,29 @@ from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 from trainwright.registries import METRICS
 
+# From the reference and the answer to a score, at best 1.
+Judge = Callable[[str, str], float]
+LIKELIHOODS = ("loss", "perplexity", "token_accuracy", "answer_probability")
+USUAL = ("loss", "perplexity", "token_accuracy", "exact_match", "rouge_l", "f1")
+
+
+def judges(names: Sequence[str], answer_pattern: str | None = None, json_schema: str | None = None) -> dict[str, Judge]:
+    """Return the judges of answers among ``names``; ``answer`` and ``json_schema`` need their option.
+
+    Raises:
+        RequestError: the pattern, the schema, or a metric of another package is invalid.
+        MachineError: a library that a metric needs is not installed.
+    """
+    settings = {"answer_pattern": answer_pattern, "json_schema": json_schema}
+    by_name = {}
+    for name in names:
+        if name not in LIKELIHOODS:
+            metric = METRICS.get(name)
+            setting = getattr(metric, "setting", None)
+            by_name[name] = metric if setting is None else metric(settings[setting])
+    return by_name
+
+
 # Named patterns. gsm8k: the format of https://github.com/openai/grade-school-math.
 NAMED = {"gsm8k": r"####\s*\$?\s*(-?[\d.,]+)"}
 NUMBER = "number"
@@ -202,27 +225,3 @@ def _rouge_scorer(stem: bool) -> Any:
 
 def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
-
-
-# From the reference and the answer to a score, at best 1.
-Judge = Callable[[str, str], float]
-
-LIKELIHOODS = ("loss", "perplexity", "token_accuracy", "answer_probability")
-USUAL = ("loss", "perplexity", "token_accuracy", "exact_match", "rouge_l", "f1")
-
-
-def judges(names: Sequence[str], answer_pattern: str | None = None, json_schema: str | None = None) -> dict[str, Judge]:
-    """Return the judges of answers among ``names``; ``answer`` and ``json_schema`` need their option.
-
-    Raises:
-        RequestError: the pattern, the schema, or a metric of another package is invalid.
-        MachineError: a library that a metric needs is not installed.
-    """
-    settings = {"answer_pattern": answer_pattern, "json_schema": json_schema}
-    by_name = {}
-    for name in names:
-        if name not in LIKELIHOODS:
-            metric = METRICS.get(name)
-            setting = getattr(metric, "setting", None)
-            by_name[name] = metric if setting is None else metric(settings[setting])
-    return by_name

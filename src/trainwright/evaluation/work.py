@@ -171,7 +171,6 @@ def _notes(measured: Measurement, rows: EncodedRows, request: EvaluationRequest)
 
 
 def _harness(request: EvaluationRequest, side: Path, loaded: Loaded, world: World, stage: Stage) -> None:
-
     results = run_tasks(
         loaded, request.tasks, request.task_directory, QUICK_ROWS if request.quick else request.limit, world, stage
     )
@@ -256,8 +255,8 @@ def _check_prompt_lengths(encoded: EncodedRows, rows: EvaluationRows, positions:
             )
 
 
-_POSITIONS = 2048  # of a model that does not state its number of positions
-_NEW_TOKENS = 256  # if a task does not set it
+_HARNESS_POSITIONS = 2048  # of a model that does not state its number of positions
+_HARNESS_NEW_TOKENS = 256  # if a task does not set it
 
 
 def run_tasks(
@@ -343,7 +342,7 @@ def _language_model(shared: _Shared) -> Any:
     tokenizer = shared.loaded.tokenizer
     config = shared.loaded.lm.config.get_text_config()
     # The token that is predicted last is fed here, too, so a text has one position less than the model.
-    longest = (getattr(config, "max_position_embeddings", None) or _POSITIONS) - 1
+    longest = (getattr(config, "max_position_embeddings", None) or _HARNESS_POSITIONS) - 1
 
     class LanguageModel(TemplateLM):
         @property
@@ -383,7 +382,7 @@ def _language_model(shared: _Shared) -> Any:
             for index, request in enumerate(requests):
                 alike[repr(request.args[1])].append(index)
             for indices in alike.values():
-                settings = normalize_gen_kwargs(dict(requests[indices[0]].args[1]), _NEW_TOKENS)
+                settings = normalize_gen_kwargs(dict(requests[indices[0]].args[1]), _HARNESS_NEW_TOKENS)
                 sampling = _sampling(settings)
                 prompt_limit = longest + 1 - sampling.max_new_tokens
                 if prompt_limit < 1:

@@ -423,10 +423,10 @@ def _threads(slot: DeviceSlot) -> int:
     return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else threads_allowed()
 
 
-_LAUNCHERS = ("torchrun", "accelerate launch")
-_CHECK_SECONDS = 1.0
+_SUPERVISING_LAUNCHERS = ("torchrun", "accelerate launch")
+_PARENT_CHECK_SECONDS = 1.0
 # How long a worker may take for its step and the checkpoint; one that hangs must not keep its GPU.
-_GRACE_SECONDS = 600.0
+_ORPHAN_SECONDS = 600.0
 
 
 def stop_without_launcher(launcher: str) -> None:
@@ -435,7 +435,7 @@ def stop_without_launcher(launcher: str) -> None:
     SIGTERM must request a stop already, as after ``follow_signals``.
     """
     parent = os.getppid()
-    if launcher not in _LAUNCHERS:
+    if launcher not in _SUPERVISING_LAUNCHERS:
         return
     die_with_parent(parent, signal.SIGTERM)
     threading.Thread(target=_end_after, args=(parent,), daemon=True, name="launcher").start()
@@ -443,14 +443,14 @@ def stop_without_launcher(launcher: str) -> None:
 
 def _end_after(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_CHECK_SECONDS)
-    time.sleep(_GRACE_SECONDS)
+        time.sleep(_PARENT_CHECK_SECONDS)
+    time.sleep(_ORPHAN_SECONDS)
     os._exit(record_exit_code(EXIT_FAULT))
 
 
 def signal_warning(launcher: str) -> str | None:
     """Return a warning for a job of Slurm whose launcher would die of SIGUSR1 or SIGUSR2; otherwise None."""
-    if launcher not in _LAUNCHERS or "SLURM_JOB_ID" not in os.environ:
+    if launcher not in _SUPERVISING_LAUNCHERS or "SLURM_JOB_ID" not in os.environ:
         return None
     handled = _handled(os.getppid())
     fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not handled >> (number - 1) & 1]

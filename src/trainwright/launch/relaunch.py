@@ -139,13 +139,13 @@ def _changed(recipe: Recipe, offer: Mapping[str, Any]) -> Recipe:
 
 # Beside the logs of the launches that it is about: the times of the restarts so far, the step and the error of each
 # failure from within, and after which step the last restarts happened, with their number.
-_FILE = Path("logs") / "restarts.json"
-_MOST_STUCK = 3  # restarts in a row that got no step further
+_RESTARTS_FILE = Path("logs") / "restarts.json"
+_MAX_STUCK = 3  # restarts in a row that got no step further
 # The lines of calls in a message of `hangs.judge.Conflict`; numbers and ranks are not the same in every launch.
 _DIFFERENT_CALLS = re.compile(
     r"the ranks have entered different collectives: .* at (\S+), and rank \d+ .* at ([^\s;]+)"
 )
-_RANK = re.compile(r"^rank \d+ ")  # that failed
+_FAILED_RANK = re.compile(r"^rank \d+ ")  # that failed
 
 
 class Restarts:
@@ -157,7 +157,7 @@ class Restarts:
     Args:
         allowed: ``faults.restarts``.
         clock: returns seconds since the epoch, as the run's events have them.
-        begun: when the launch began that may fail, by this clock. Default: now.
+        started_at: when the launch began that may fail, by this clock. Default: now.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Restarts:
                 return replace(failure, message=failure.message + why, exit_code=EXIT_TRAINING)
             self._failures.append(key)
         stuck = self._stuck[1] if self._stuck[0] == step else 0
-        if stuck >= _MOST_STUCK:
+        if stuck >= _MAX_STUCK:
             why = f"\nnot restarted again: {stuck} restarts in a row got no further than {_at(step)}"
             return replace(failure, message=failure.message + why)
         recent = [each for each in self._times if now - each < self._rate.seconds]
@@ -214,14 +214,17 @@ class Restarts:
         if not self._is_written:
             return
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            state = json.loads((self._run / _FILE).read_text(encoding="utf-8"))
+            state = json.loads((self._run / _RESTARTS_FILE).read_text(encoding="utf-8"))
             times = [float(each) for each in state["times"]]
             failures = [(step, str(error)) for step, error in state["failures"]]
             step, count = state.get("stuck", (None, 0))
             self._times, self._failures, self._stuck = times, failures, (step, int(count))
 
     def _write(self) -> None:
-        file, state = self._run / _FILE, {"times": self._times, "failures": self._failures, "stuck": self._stuck}
+        file, state = (
+            self._run / _RESTARTS_FILE,
+            {"times": self._times, "failures": self._failures, "stuck": self._stuck},
+        )
         self._is_written = False
         with suppress(OSError):  # a full disk does not end a run that can go on
             file.parent.mkdir(exist_ok=True)
@@ -244,7 +247,7 @@ def _essence(message: str) -> str:
     if different is not None:
         return "different collectives at " + " and ".join(sorted(different.groups()))
     lines = [line for line in message.splitlines() if line and not line[0].isspace() and "log: " not in line]
-    return _RANK.sub("", lines[-1]).partition(" at 0x")[0] if lines else ""
+    return _FAILED_RANK.sub("", lines[-1]).partition(" at 0x")[0] if lines else ""
 
 
 def _at(step: int | None) -> str:

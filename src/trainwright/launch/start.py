@@ -322,7 +322,7 @@ def _next(run: Path) -> str:
     return f"continue with: trainwright train --resume {quoted(run)}"
 
 
-_STEPS = 2  # the second step also has the optimizer state in memory
+_TRIAL_STEPS = 2  # the second step also has the optimizer state in memory
 _FIRST_TO_BE_KILLED = 1000
 
 
@@ -356,11 +356,11 @@ def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> Prob
     try:
         run_directory.record(run, recipe, run.name, [])
         processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
-        work = functools.partial(_work, run)
+        work = functools.partial(_trial_run, run)
         ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
             raise Stopped()
-        memory_bytes, step_time = _measured(run)
+        memory_bytes, step_time = _trial_figures(run)
     finally:
         shutil.rmtree(run, ignore_errors=True)
     if not isinstance(ended, int):
@@ -398,15 +398,15 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
         run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
 
 
-def _work(run: Path) -> int:
+def _trial_run(run: Path) -> int:
     """Run in every worker."""
     from trainwright.launch.run_worker import TrialRun, Worker, run_worker
 
     raise_oom_score(_FIRST_TO_BE_KILLED)
-    return run_worker(Worker(run), trial=TrialRun(_STEPS, largest=True))
+    return run_worker(Worker(run), trial=TrialRun(_TRIAL_STEPS, largest=True))
 
 
-def _measured(run: Path) -> tuple[int | None, float | None]:
+def _trial_figures(run: Path) -> tuple[int | None, float | None]:
     """Return the peak memory in bytes and the time in seconds of the last finished step."""
     try:
         steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
@@ -416,27 +416,27 @@ def _measured(run: Path) -> tuple[int | None, float | None]:
 
 
 _SUPERVISOR = "slurmstepd"
-_SECONDS = 60  # for Slurm's answer
+_SCANCEL_SECONDS = 60  # for Slurm's answer
 
 
 def end_orphaned_step() -> None:
     """When this process ends, have Slurm end its job step if what supervises it has died by then."""
     job, step, parent = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), os.getppid()
-    if job and step and _program(parent) == _SUPERVISOR:
-        atexit.register(_end, f"{job}.{step}", os.getpid(), parent)
+    if job and step and _program_name(parent) == _SUPERVISOR:
+        atexit.register(_end_step, f"{job}.{step}", os.getpid(), parent)
 
 
-def _end(step: str, process: int, parent: int) -> None:
+def _end_step(step: str, process: int, parent: int) -> None:
     if os.getpid() != process or os.getppid() == parent:  # a child of it, or all is well
         return
     say(f"{_SUPERVISOR} of step {step} has died on this node, so the step is ended by scancel", file=sys.stderr)
     try:
-        subprocess.run(["scancel", step], capture_output=True, timeout=_SECONDS)
+        subprocess.run(["scancel", step], capture_output=True, timeout=_SCANCEL_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         say(f"scancel {step} failed: {error}", file=sys.stderr)
 
 
-def _program(process: int) -> str:
+def _program_name(process: int) -> str:
     try:
         return Path(f"/proc/{process}/comm").read_text(encoding="utf-8").strip()
     except OSError:

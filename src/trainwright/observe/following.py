@@ -402,9 +402,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_LONG_BYTES = 2**22  # less is read again in no time
-_END_BYTES = 2**12
-_OLD_SECONDS = 90 * 86400.0
+_CACHED_FROM_BYTES = 2**22  # less is read again in no time
+_COMPARED_BYTES = 2**12
+_CACHE_SECONDS = 90 * 86400.0
 
 
 def follower_of(directory: Path) -> RunFollower:
@@ -423,7 +423,7 @@ def follower_of(directory: Path) -> RunFollower:
 
 def keep(follower: RunFollower, before: int) -> int:
     """Keep what was read, if it is much more than the ``before`` bytes that are kept; return how many are."""
-    if follower.read_bytes - before < _LONG_BYTES:
+    if follower.read_bytes - before < _CACHED_FROM_BYTES:
         return before
     with suppress(OSError):  # of a run that was deleted meanwhile
         identity = _identity(follower.directory, follower.read_bytes)
@@ -449,9 +449,9 @@ def _identity(directory: Path, size: int, moment: bytes | None = None) -> bytes:
     """
     with open_inside(directory, EVENTS) as file:
         status = os.fstat(file.fileno())
-        first = file.read(min(size, _END_BYTES))
-        file.seek(max(0, size - _END_BYTES))
-        last = file.read(min(size, _END_BYTES))
+        first = file.read(min(size, _COMPARED_BYTES))
+        file.seek(max(0, size - _COMPARED_BYTES))
+        last = file.read(min(size, _COMPARED_BYTES))
     grown = moment is not None and status.st_size > size
     shown = moment if grown and moment is not None else str(status.st_mtime_ns).encode()
     digest = hashlib.sha256(first + last).hexdigest() if status.st_size >= size else "shorter"
@@ -470,5 +470,5 @@ def _forget_old() -> None:
     """Remove what has not been used for long."""
     with suppress(OSError):
         for file in _folder().iterdir():
-            if time.time() - file.stat().st_mtime > _OLD_SECONDS:
+            if time.time() - file.stat().st_mtime > _CACHE_SECONDS:
                 file.unlink(missing_ok=True)

@@ -203,7 +203,7 @@ def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 # From this factor between measured and planned step time on, reasons are given.
-_FAR = 1.5
+_FAR_FROM_PLAN = 1.5
 
 
 class Compared(NamedTuple):
@@ -246,7 +246,7 @@ def _off(ratio: float) -> str:
 def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[str]:
     """Yield the known reasons why steps took much longer than planned; nothing if they did not."""
     expected, actual = predicted.get("step_time"), measured.get("step_time")
-    if not expected or actual is None or actual < _FAR * expected:
+    if not expected or actual is None or actual < _FAR_FROM_PLAN * expected:
         return
     causes = causes_of(
         measured, elsewhere=measured.get("in_collectives", 0.0), planned_threads=predicted.get("threads")

@@ -258,8 +258,8 @@ def _largest(parts: Any) -> dict[str, float]:
     return {name: value for name, value in figures.items() if total and value >= 0.01 * total}
 
 
-_POINTS = 400
-_MOST_ROWS = 50
+_CURVE_POINTS = 400
+_MAX_CLOCK_LIMITS = 50
 # Measures of the ledger's samples: title, unit, and what the values are multiplied by.
 _MEASURES = {
     "cpu": ("Cores used by each process", "cores", 1.0),
@@ -290,7 +290,7 @@ _NOTABLE = {
     **{"swap_in": 2.0**16, "pressure_memory": 0.01, "heat": 0.01, "read": 2.0**20, "written": 2.0**20},
 }
 # What an event's own seconds belong to.
-_TAKES = {"evaluate": ("evaluation", "seconds"), "checkpoint": ("checkpoints", "blocked_seconds")}
+_SECONDS_OF_EVENTS = {"evaluate": ("evaluation", "seconds"), "checkpoint": ("checkpoints", "blocked_seconds")}
 
 
 def where_time_went(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
@@ -336,7 +336,7 @@ class MachineCurves:
     points: Mapping[int, Sequence[tuple[float, float]]]
 
 
-def machine_curves(ledger: Sequence[RankLedger], limit: int = _POINTS) -> Iterator[MachineCurves]:
+def machine_curves(ledger: Sequence[RankLedger], limit: int = _CURVE_POINTS) -> Iterator[MachineCurves]:
     """Yield every measure that the samples of the first ranks have, with at most ``limit`` points of a rank."""
     start = min((rank.lines[0].started for rank in ledger), default=0.0)
     for name, (title, unit, scale) in _MEASURES.items():
@@ -360,13 +360,13 @@ def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
             for after, value in points
         ]
         charts[curves.is_notable].append(time_chart(curves.title, curves.unit, rows))
-    yield from _limited(ledger)
+    yield from _clock_limits(ledger)
     yield page.charts(charts[True])
     if usual := charts[False]:
         yield f"<details><summary>{text.plural(len(usual), 'more chart')}</summary>{page.charts(usual)}</details>"
 
 
-def _limited(ledger: Sequence[RankLedger]) -> Iterator[str]:
+def _clock_limits(ledger: Sequence[RankLedger]) -> Iterator[str]:
     """Yield a table of what lowered the clocks of GPUs, with the share of the samples."""
     rows = []
     for rank in ledger:
@@ -377,7 +377,7 @@ def _limited(ledger: Sequence[RankLedger]) -> Iterator[str]:
             rows.append((f"Rank {rank.rank}", word, f"{count / len(known):.0%}"))
     if rows:
         yield "<h3>What lowered the clocks of GPUs</h3>"
-        yield table(["", "Because of", "Share of the samples"], rows[:_MOST_ROWS])
+        yield table(["", "Because of", "Share of the samples"], rows[:_MAX_CLOCK_LIMITS])
 
 
 def _measure(system: Mapping[str, Any], name: str) -> float | None:
@@ -410,8 +410,8 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
     by_kind["steps"] = _sum(run.steps, "step_time")
     by_kind["repeated"] = _sum([event for event in events if event["event"] == "step"], "step_time") - by_kind["steps"]
     for event in events:
-        if event["event"] in _TAKES:
-            kind, field = _TAKES[event["event"]]
+        if event["event"] in _SECONDS_OF_EVENTS:
+            kind, field = _SECONDS_OF_EVENTS[event["event"]]
             by_kind[kind] += float(event.get(field, 0.0))
         slowed = float(event.get("slowed_seconds", 0.0))  # of a checkpoint, in steps beside it
         by_kind["checkpoints"] += slowed

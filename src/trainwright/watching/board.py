@@ -46,7 +46,7 @@ class Board:
         self._rows: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()  # held while a part of a file is read
         self._ends = threading.Event()
-        self._seconds = Seconds()
+        self._ledgers = Ledgers()
         self._numbers: dict[str, int] = {}  # which stay while this program runs
         self._kept: dict[str, int] = {}  # bytes that the cache has
         self._glances: dict[str, dict[str, Any]] = {}  # rows of long runs, until they are read
@@ -141,7 +141,7 @@ class Board:
         with self._lock:
             follower = self._followers[name]
             events = list(follower.events)
-        return self._seconds.of(follower.directory, events)
+        return self._ledgers.of(follower.directory, events)
 
     def log(self, name: str, file: str) -> str:
         """Return the end of a log."""
@@ -299,13 +299,13 @@ def _logs(directory: Path) -> list[str]:
     return [name for name in files_inside(directory, "logs") if name.endswith(".log")]
 
 
-_RANKS = 256  # of more, the first ones
-_POINTS = 120  # of a curve
+_MAX_RANKS = 256  # of more, the first ones
+_MAX_POINTS = 120  # of a curve
 # A ledger is read again after this time, or this many times what reading it takes.
-_LEAST_SECONDS, _TIMES = 5.0, 20.0
+_REREAD_SECONDS, _REREAD_TIMES = 5.0, 20.0
 
 
-class Seconds:
+class Ledgers:
     """The ledgers of runs, which are read at most every few seconds."""
 
     def __init__(self) -> None:
@@ -322,16 +322,16 @@ class Seconds:
         until, figures = self._known.get(run, (0.0, {}))
         started = time.monotonic()
         if started >= until:
-            figures = _read(run, events)
+            figures = _ledger_figures(run, events)
             now = time.monotonic()
-            self._known[run] = now + max(_LEAST_SECONDS, _TIMES * (now - started)), figures
+            self._known[run] = now + max(_REREAD_SECONDS, _REREAD_TIMES * (now - started)), figures
         return figures
 
 
-def _read(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
+def _ledger_figures(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
     # Only a run that went back has repeated anything; which steps, all its events say.
     went_back = sum(event["event"] in ("start", "rewind") for event in events) > 1
-    ledger = read_ledger(run, read_log(run / "events.jsonl").everything if went_back else ())[:_RANKS]
+    ledger = read_ledger(run, read_log(run / "events.jsonl").everything if went_back else ())[:_MAX_RANKS]
     return {
         "categories": [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)],
         "ranks": [
@@ -349,6 +349,6 @@ def _read(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
                 "notable": curves.is_notable,
                 "ranks": {rank: list(zip(*points, strict=True)) for rank, points in curves.points.items() if points},
             }
-            for curves in machine_curves(ledger, _POINTS)
+            for curves in machine_curves(ledger, _MAX_POINTS)
         ],
     }

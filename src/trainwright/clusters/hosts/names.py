@@ -28,7 +28,7 @@ _OPTION = re.compile(r"(\w[\w-]*)\s*=\s*(\S*)\s*", re.ASCII)
 # Of a line in a file of Open MPI: the number of processes, and what says nothing of it.
 _SLOTS, _PASSED_OVER = "slots", ("max_slots", "max-slots")
 _BRACKETS = re.compile(r"([^\[\]]*)\[([0-9,-]+)\](.*)")
-_MOST = 10_000
+_MAX_HOSTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _expanded(text: str, origin: str) -> Iterator[str]:
     before, ranges, after = match.groups()
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()) or not 0 <= int(last or first) - int(first) < _MOST:
+        if not (first.isdigit() and (last or first).isdigit()) or not 0 <= int(last or first) - int(first) < _MAX_HOSTS:
             raise RequestError(f"{origin}: {text}: [{piece}] is not a number or a range such as [1-3]")
         for number in range(int(first), int(last or first) + 1):
             yield from _expanded(f"{before}{number:0{len(first)}}{after}", origin)
@@ -144,10 +144,10 @@ def _checked(hosts: list[Host], origin: str) -> list[Host]:
 
 
 SSH_FAILED = 255
-_SECONDS = 30
+_PROBE_SECONDS = 30
 _CLOCK_SECONDS = 30.0  # deadlines and the ages of files on a shared disk are compared with clocks
 _NO_DIRECTORY, _NO_PYTHON = 71, 72
-_ANSWER = """
+_PROBE = """
 import json, socket, sys, time, trainwright
 free, unknown = socket.socket(), ""
 free.bind(("", 0))
@@ -223,17 +223,21 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} || exit {_NO_DIRECTORY}\n{prepared}\n"
-        f"test -x {python} || exit {_NO_PYTHON}\nexec {python} -c {shlex.quote(_ANSWER)} {shlex.quote(meeting)}"
+        f"test -x {python} || exit {_NO_PYTHON}\nexec {python} -c {shlex.quote(_PROBE)} {shlex.quote(meeting)}"
     )
     began = time.time()
     try:
         done = subprocess.run(
-            [*ssh(host), in_shell(script)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS
+            [*ssh(host), in_shell(script)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
         )
     except FileNotFoundError as error:
         return MachineError(f"{error.filename}: no such program; --hosts needs ssh (apt-get install openssh-client)")
     except subprocess.TimeoutExpired:
-        return MachineError(f"{host.name}: no answer over ssh within {_SECONDS} s")
+        return MachineError(f"{host.name}: no answer over ssh within {_PROBE_SECONDS} s")
     if done.returncode:
         return _problem(host, done)
     clock, port, unknown = json.loads(done.stdout.splitlines()[-1])

@@ -266,7 +266,7 @@ def exit_code(codes: Sequence[int]) -> int:
 
 
 # A host whose command was killed, or that restarts its network, may answer again soon.
-_TRIES, _TRY_SECONDS = 6, 10.0
+_RESTART_TRIES, _RESTART_TRY_SECONDS = 6, 10.0
 
 
 class HostRestarts:
@@ -275,7 +275,7 @@ class HostRestarts:
     Args:
         allowed: ``faults.restarts``.
         may_lose: whether the run can go on with some of its hosts.
-        begun: when it was started on them, in seconds since the epoch.
+        started_at: when it was started on them, in seconds since the epoch.
     """
 
     def __init__(self, run: Path, allowed: str, may_lose: bool, started_at: float) -> None:
@@ -292,7 +292,7 @@ class HostRestarts:
         decision = self._restarts.decide(Failure(f"{lost_hosts}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
         if isinstance(decision, Failure):
             raise FaultError(decision.message)
-        for _ in range(_TRIES):
+        for _ in range(_RESTART_TRIES):
             answers = dict(zip(hosts, answers_of(hosts, exports()), strict=True))
             there = [host for host, answer in answers.items() if isinstance(answer, HostAnswer)]
             if len(there) == len(hosts) or (there and self._may_lose):
@@ -302,7 +302,7 @@ class HostRestarts:
                 first = answers[there[0]]
                 assert isinstance(first, HostAnswer), "it is there"
                 return [*there, *(host for host in hosts if host not in there)], first.port
-            time.sleep(_TRY_SECONDS)
+            time.sleep(_RESTART_TRY_SECONDS)
         missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, HostAnswer))
         raise FaultError(
             f"{lost_hosts}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"

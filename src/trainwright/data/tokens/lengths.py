@@ -139,7 +139,7 @@ def remember(
     Args:
         rows: see ``rows_of``.
     """
-    file = _file(model, data, seed, cache, rows)
+    file = _lengths_file(model, data, seed, cache, rows)
     if not file.exists():
         try_write(file, json.dumps(asdict(lengths_of(dataset))))
 
@@ -147,7 +147,7 @@ def remember(
 def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
     """Return the saved lengths of a source for this model, or None if it was not tokenized yet or has changed."""
     try:
-        cached = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
+        cached = json.loads(_lengths_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
         return Lengths(**{**cached, "quantiles": tuple(cached["quantiles"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -200,7 +200,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str) -> Path:
+def _lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str) -> Path:
     from trainwright.data.sources.key import source_key
 
     tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]

@@ -20,7 +20,7 @@ def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) ->
         what: a name of the work, for messages.
 
     Raises:
-        Broken: the process crashed or raised an exception.
+        CheckEnded: the process crashed or raised an exception.
     """
     preload_libraries()
     answer, log = context.work / "answer.json", context.work / "child.log"

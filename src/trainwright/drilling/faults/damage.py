@@ -1,4 +1,4 @@
-"""Damaged, missing and foreign files among a run's checkpoints."""
+"""Damaged, missing and foreign files among a run's checkpoints; and wrong numbers: NaN, flipped bits, a moved clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed processes: a worker, the launcher, all of them, the parent shell."""
+"""Killed processes; runs that are resumed with other processes or twice; and a worker whose memory is limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, sent to the launcher, a worker, the process group, and suspended processes."""
+"""Signals that ask a run to stop or suspend its processes, and connections that are cut."""
 
 from __future__ import annotations
 

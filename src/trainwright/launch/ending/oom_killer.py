@@ -8,13 +8,9 @@ from pathlib import Path
 
 from trainwright.machine.cgroups import groups
 
-_MACHINE = Path("/proc/vmstat")
-
-
-_SCORE = Path("/proc/self/oom_score_adj")
-
-
-_FIRST = 500  # of 1000, the score of a process that uses all memory
+_MACHINE_COUNTERS = Path("/proc/vmstat")
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+_SCORE_OF_WORKERS = 500  # of 1000, the score of a process that uses all memory
 
 
 def count_memory_kills() -> int:
@@ -23,20 +19,20 @@ def count_memory_kills() -> int:
     Without a cgroup that counts them, those of the whole machine; 0 if the kernel does not report it. Only a change is
     meaningful: a SIGKILL from elsewhere looks the same and is not counted.
     """
-    for file in (*_cgroup_files(), _MACHINE):
-        if (count := _count(file)) is not None:
+    for file in (*_cgroup_files(), _MACHINE_COUNTERS):
+        if (count := _memory_kills(file)) is not None:
             return count
     return 0
 
 
-def raise_oom_score(score: int = _FIRST) -> None:
+def raise_oom_score(score: int = _SCORE_OF_WORKERS) -> None:
     """Have the kernel kill this process before others, so that its launcher survives to report it (proc(5)).
 
     Raising the score needs no privileges; a higher score is kept.
     """
     with suppress(OSError, ValueError):
-        if int(_SCORE.read_text(encoding="ascii")) < score:
-            _SCORE.write_text(str(score), encoding="ascii")
+        if int(_OOM_SCORE.read_text(encoding="ascii")) < score:
+            _OOM_SCORE.write_text(str(score), encoding="ascii")
 
 
 def _cgroup_files() -> Iterator[Path]:
@@ -45,7 +41,7 @@ def _cgroup_files() -> Iterator[Path]:
         yield group / ("memory.events" if version == 2 else "memory.oom_control")
 
 
-def _count(file: Path) -> int | None:
+def _memory_kills(file: Path) -> int | None:
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):

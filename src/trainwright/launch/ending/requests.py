@@ -247,11 +247,11 @@ def _age(path: Path) -> float:
         return os.stat(now.fileno()).st_mtime - path.stat().st_mtime
 
 
-_END = "SLURM_JOB_END_TIME"
-_STEP = re.compile(r"step ([1-9]\d*)")
+_JOB_END = "SLURM_JOB_END_TIME"
+_UNTIL_STEP = re.compile(r"step ([1-9]\d*)")
 _SLURM_SECONDS = 10  # for the scheduler's answer
 _CLOCK_SECONDS = 5.0  # of two clocks that count as the same
-_CLOCK = re.compile(r"^sdiag output at .*\((\d+)\)$", re.MULTILINE)
+_SLURM_CLOCK = re.compile(r"^sdiag output at .*\((\d+)\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def deadline_of(until: str | None, time_limit: str | None, seconds_before: float
         RequestError: one of them is malformed, or was in the past when the launch began.
     """
     now, monotonic = datetime.now().astimezone(), time.monotonic()
-    last = _STEP.fullmatch(until or "")
+    last = _UNTIL_STEP.fullmatch(until or "")
     step = None if last is None else int(last[1])
     deadline = earliest(None if last is not None else until, time_limit, now - timedelta(seconds=seconds_before))
     if deadline is None:
@@ -333,7 +333,7 @@ def _end_of_job() -> tuple[datetime, str] | None:
     job = scheduler_job() if "SLURM_JOB_ID" in os.environ else None
     if job is None:
         return None
-    end = os.environ.get(_END, "")
+    end = os.environ.get(_JOB_END, "")
     if not end.isdigit():
         end = _ask_slurm(job)
     try:
@@ -351,7 +351,7 @@ def _ahead_of_slurm() -> float:
     """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if it does not
     say.
     """
-    match = _CLOCK.search(_answer("sdiag"))
+    match = _SLURM_CLOCK.search(_answer("sdiag"))
     return 0.0 if match is None else time.time() - float(match[1])
 
 

@@ -366,7 +366,7 @@ def _is_suspended(pid: int) -> bool:
 
 
 # Set in every job of Slurm, PBS (and Torque), LSF, Grid Engine, Flux and Cobalt.
-_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID", "COBALT_JOBID")
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID", "COBALT_JOBID")
 # Set by what starts a run again after a fault of a machine, and is no scheduler that sets one of these.
 STARTS_AGAIN = "TRAINWRIGHT_STARTS_AGAIN"
 
@@ -380,7 +380,7 @@ def scheduler_job() -> str | None:
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     if array and element:
         return f"{array}_{element}"
-    return next((os.environ[name] for name in _JOBS if os.environ.get(name)), None)
+    return next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), None)
 
 
 def is_restart() -> bool:

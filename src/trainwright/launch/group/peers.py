@@ -413,7 +413,12 @@ Job = dict[str, str]
 
 
 # Descriptions of the fields in which two jobs differ.
-WORDS = {"user": "another user's", "job": "another job's", "size": "of another size", "arguments": "of another recipe"}
+JOB_DIFFERENCES = {
+    "user": "another user's",
+    "job": "another job's",
+    "size": "of another size",
+    "arguments": "of another recipe",
+}
 
 
 def job_of(

@@ -20,7 +20,15 @@ from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
-from trainwright.launch.group.peers import WORDS, Job, Membership, Message, NotPeerZero, Peers, PeerUnreachable
+from trainwright.launch.group.peers import (
+    JOB_DIFFERENCES,
+    Job,
+    Membership,
+    Message,
+    NotPeerZero,
+    Peers,
+    PeerUnreachable,
+)
 from trainwright.launch.group.trust import VARIABLE, Unproven, secret_of
 from trainwright.launch.group.waiting import Waiting
 
@@ -213,7 +221,7 @@ def _not_member_zero(noun: str, member: Membership, differs: list[str] | None, f
         return f"port {port} at {where} is used by another program, not {noun} 0 of this run; {fix}"
     if "member" in differs:
         return f"{noun} {member.index} of the run at {where} is already there: two jobs use port {port}; {fix}"
-    words = ", ".join(WORDS.get(key, key) for key in differs)
+    words = ", ".join(JOB_DIFFERENCES.get(key, key) for key in differs)
     return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {port}; {fix}"
 
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 # Not used by the C library, Python, torch or schedulers; signals that stop a run have another meaning.
-_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
-_SECONDS, _READ_AGAIN = 2.0, 0.05
+_STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+_STACKS_SECONDS, _READ_AGAIN = 2.0, 0.05
 _PY_SPY_SECONDS = 10.0
 _FRAMES = 12
 # In the stack of the thread that trains.
@@ -31,11 +31,11 @@ def write_stacks_on_signal(logs: Path, rank: int) -> None:
 
     The handler is in C and needs no interpreter lock (`faulthandler`).
     """
-    if _SIGNAL is None:
+    if _STACKS_SIGNAL is None:
         return
     with suppress(OSError):
         file = stacks_file(logs, rank).open("a", encoding="utf-8")
-        faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=False)
+        faulthandler.register(_STACKS_SIGNAL, file=file, all_threads=True, chain=False)
 
 
 def stacks_of(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
@@ -44,11 +44,11 @@ def stacks_of(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
     """
     before = {rank: _size(stacks_file(logs, rank)) for rank in pids}
     # The default action of a signal without a handler would end the process.
-    reachable = [rank for rank, pid in pids.items() if _SIGNAL is not None and _catches(pid, _SIGNAL)]
+    reachable = [rank for rank, pid in pids.items() if _STACKS_SIGNAL is not None and _catches(pid, _STACKS_SIGNAL)]
     for rank in reachable:
         with suppress(OSError):
-            os.kill(pids[rank], _SIGNAL)  # type: ignore[arg-type]
-    deadline = time.monotonic() + _SECONDS
+            os.kill(pids[rank], _STACKS_SIGNAL)  # type: ignore[arg-type]
+    deadline = time.monotonic() + _STACKS_SECONDS
     stacks: dict[int, str] = {}
     while len(stacks) < len(reachable) and time.monotonic() < deadline:
         time.sleep(_READ_AGAIN)
@@ -114,9 +114,9 @@ def _read(file: Path, since: int) -> str:
         return ""
 
 
-_KEPT = 2000  # collectives
-_LONGEST_WAIT, _POLL_SECONDS = 4.0, 0.1
-_PREFIX = "nccl-rank-"  # torch appends the rank, and ".pipe" to the name of the pipe
+_MAX_COLLECTIVES = 2000  # collectives
+_COLLECTIVES_SECONDS, _POLL_SECONDS = 4.0, 0.1
+_COLLECTIVES_PREFIX = "nccl-rank-"  # torch appends the rank, and ".pipe" to the name of the pipe
 
 
 def keep_collectives(logs: Path, pipes: Path | None) -> None:
@@ -126,12 +126,12 @@ def keep_collectives(logs: Path, pipes: Path | None) -> None:
         pipes: directory of the pipes through which ``write_collectives`` asks for them.
     """
     settings = {
-        "TORCH_FR_BUFFER_SIZE": str(_KEPT),
-        "TORCH_FR_DUMP_TEMP_FILE": str(logs.absolute() / _PREFIX),
+        "TORCH_FR_BUFFER_SIZE": str(_MAX_COLLECTIVES),
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs.absolute() / _COLLECTIVES_PREFIX),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     if pipes is not None:
-        settings["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(pipes / _PREFIX)
+        settings["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(pipes / _COLLECTIVES_PREFIX)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -147,7 +147,7 @@ def write_collectives(pipes: Path, ranks: Iterable[int], logs: Path) -> dict[int
         with suppress(OSError):
             pipe = os.open(_pipe(pipes, rank), os.O_WRONLY | os.O_NONBLOCK)
             try:
-                changed_before[rank] = _state(logs, rank)[0]
+                changed_before[rank] = _file_state(logs, rank)[0]
                 os.write(pipe, b"1\n")
             finally:
                 os.close(pipe)
@@ -159,19 +159,19 @@ def wait_for_collectives(logs: Path, changed_before: Mapping[int, int]) -> None:
 
     A rank may be suspended, so this does not wait for long.
     """
-    end, before = time.monotonic() + _LONGEST_WAIT, dict[int, tuple[int, int]]()
+    end, before = time.monotonic() + _COLLECTIVES_SECONDS, dict[int, tuple[int, int]]()
     while changed_before and time.monotonic() < end:
-        now = {rank: _state(logs, rank) for rank in changed_before}
+        now = {rank: _file_state(logs, rank) for rank in changed_before}
         if now == before and all(now[rank][0] != changed_before[rank] for rank in changed_before):
             return
         before = now
         time.sleep(_POLL_SECONDS)
 
 
-def _state(logs: Path, rank: int) -> tuple[int, int]:
+def _file_state(logs: Path, rank: int) -> tuple[int, int]:
     """Return when a rank's file was written, in nanoseconds, and its size."""
     try:
-        status = (logs / f"{_PREFIX}{rank}").stat()
+        status = (logs / f"{_COLLECTIVES_PREFIX}{rank}").stat()
     except OSError:
         return 0, 0
     return status.st_mtime_ns, status.st_size
@@ -185,4 +185,4 @@ def remove_pipes(pipes: Path, ranks: Iterable[int]) -> None:
 
 
 def _pipe(pipes: Path, rank: int) -> Path:
-    return pipes / f"{_PREFIX}{rank}.pipe"
+    return pipes / f"{_COLLECTIVES_PREFIX}{rank}.pipe"

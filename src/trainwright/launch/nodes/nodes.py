@@ -133,10 +133,10 @@ def port_fix(member: Membership) -> str:
     return "choose another one with --rendezvous, on every node"
 
 
-LIMIT = 30.0
-_EVERY = 2.0
+SILENCE_LIMIT = 30.0
+_RUNS_SECONDS = 2.0
 # A longer gap between two calls is time in which this process did not run, and has not heard of anybody.
-_LONGEST_GAP = 5.0
+_MAX_LOOK_GAP = 5.0
 
 
 class Silence:
@@ -154,18 +154,18 @@ class Silence:
     def is_time(self) -> bool:
         """Return whether this node is to say that it runs."""
         now = self._clock()
-        if now - self._said < _EVERY:
+        if now - self._said < _RUNS_SECONDS:
             return False
         self._said = now
         return True
 
     def silent(self, nodes: Iterable[int]) -> list[int]:
-        """Return which of these nodes have been silent for `LIMIT` seconds in which this process ran."""
+        """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
         now, watched = self._clock(), list(nodes)
-        if now - self._looked > _LONGEST_GAP:
+        if now - self._looked > _MAX_LOOK_GAP:
             self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
-        return [node for node in watched if now - self._heard.setdefault(node, now) > LIMIT]
+        return [node for node in watched if now - self._heard.setdefault(node, now) > SILENCE_LIMIT]
 
 
 _STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
@@ -193,7 +193,7 @@ _POLL_SECONDS = 0.1
 _DIGITS = 8  # of a rank
 _LOST = "is gone: it was killed, lost its network or lost its power"
 _FIX = "; resume the run with --resume, on the nodes that are left"
-_SILENT = f"has not answered for {LIMIT:.0f} s: it is suspended, hangs or has lost its network"
+_SILENT = f"has not answered for {SILENCE_LIMIT:.0f} s: it is suspended, hangs or has lost its network"
 
 
 class LinkedStopping(Stopping):

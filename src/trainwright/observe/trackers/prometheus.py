@@ -29,7 +29,7 @@ class PrometheusObserver:
     of this machine do when Prometheus asks.
 
     Args:
-        place: a port of this machine alone (127.0.0.1), or HOST:PORT.
+        address: a port of this machine alone (127.0.0.1), or HOST:PORT.
 
     Raises:
         RequestError: prometheus-client is missing, or the port is in use.

@@ -28,7 +28,7 @@ def watched(what: str, seconds: float, end: float) -> Iterator[None]:
         end: time.monotonic() at which all checks must have ended.
 
     Raises:
-        Broken: a process was stopped, or did not end within ``seconds``; all of them have been killed.
+        CheckEnded: a process was stopped, or did not end within ``seconds``; all of them have been killed.
         CannotCheck: time was up for all checks.
     """
     limit = time.monotonic() + seconds

@@ -70,7 +70,7 @@ def privleak(measured: float, reference: float) -> float:
     Near 0 is best; near -100 the texts are still known; above 0 they stand out as unknown.
 
     Args:
-        found, reference: AUCs of Min-K as here; the paper's have the opposite orientation.
+        measured, reference: AUCs of Min-K as here; the paper's have the opposite orientation.
     """
     unseen = 1 - reference
     return float("inf") if unseen == 0 else 100 * ((1 - measured) - unseen) / unseen
