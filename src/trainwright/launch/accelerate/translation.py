@@ -269,7 +269,8 @@ def _process_count(
             draft.note("num_processes", "not set: decided by the recipe and this machine")
         return None
     if processes % nodes and kind != "NO":
-        draft.problem(f"{origin} cannot be divided over {top.place('num_machines')} equally", for_script=True)
+        over = f"cannot be divided over {top.place('num_machines')} equally; it counts the processes of all of them"
+        draft.problem(f"{origin} {over}", for_script=True)
     if kind is not None:
         draft.set("parallel.num_processes", processes, origin)
     strategy = draft.settings.get("parallel.strategy")
