@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING
 
 from trainwright import text
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
 from trainwright.launch.ending.requests import stop_was_requested
+from trainwright.launch.ending.stop import STARTS_AGAIN
 from trainwright.machine.usage.sample import process_age
 from trainwright.text import quoted, say
 
@@ -50,7 +53,6 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.request import request_of
     from trainwright.recipe.sections.parallel import ProcessRange
-    from trainwright.text import say
 
     host_list = _hosts_of(hosts, hostfile, training.nodes, training.node_rank, training.rendezvous)
     request = request_of(
@@ -170,7 +172,6 @@ def _hosts_of(
 
 def _words(training: TrainingRequest, run: Path, *, has_started: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
-    from trainwright.launch.ending.stop import STARTS_AGAIN
     from trainwright.launch.run_directory import override_of
 
     key = "logging.run_directory="
@@ -267,7 +268,6 @@ def _order(job: QueuedJob) -> tuple[bool, int]:
 
 def _queue() -> list[QueuedJob]:
     """Return the jobs in Slurm's queue; none, with a note, if it does not answer."""
-    from shutil import which
 
     from trainwright.clusters.slurm.scheduler import queue
 
@@ -468,7 +468,6 @@ def submit(
 
 def _text(job: Job) -> str:
     """Return the job's file."""
-    from importlib import import_module
 
     text: str = import_module(_WRITERS[job.settings.scheduler]).text(job)
     return text

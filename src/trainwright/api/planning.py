@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.activity import Activity, doing
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.separate_process import run_in_process
 from trainwright.errors import RequestError
 from trainwright.simulation.report import Simulation
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine_file import Written
@@ -142,9 +145,7 @@ def plan(
         >>> plan.fits, plan.values["train"]["mixed_precision"]
         (True, 'bf16')
     """
-    import sys
 
-    from trainwright.activity import Activity, doing
     from trainwright.machine.machine_file import machine_of
 
     if price is not None and tokens is None:
@@ -162,8 +163,6 @@ def plan(
         doing("planning")
         details = _plan_of(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
     if progress and details.basis.message is not None:
-        from trainwright.text import say
-
         say(details.basis.message, file=sys.stderr)
     return Plan(details, budget, price)
 
@@ -206,7 +205,6 @@ def _facts(recipe: schema.Recipe, full: bool) -> Facts:
 
 
 def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
-    from trainwright.activity import doing
     from trainwright.machine.describe import cluster_of
     from trainwright.planning.plan import constraints_of, installed, make_plan
     from trainwright.planning.resolve import filled, possible
@@ -273,9 +271,7 @@ def simulate(
 
 
 def _in_words(request: SimulationRequest) -> Simulation:
-    import sys
 
-    from trainwright.activity import Activity
     from trainwright.simulation.start import simulate as start
 
     with Activity(sys.stderr, "reading the recipe"):

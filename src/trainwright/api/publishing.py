@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
@@ -96,7 +98,6 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
 
 
 def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
-    from tempfile import TemporaryDirectory
 
     from trainwright.models.gguf.export import export_gguf
 
@@ -112,7 +113,6 @@ def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
 
 
 def _write_adapter(source_model: UnloadedModel, out: Path) -> None:
-    from shutil import copytree
 
     from trainwright.models.files import replacing
 

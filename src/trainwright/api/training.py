@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainwright.activity import Activity, doing
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.run import Run
 from trainwright.api.separate_process import answer, run_in_process
@@ -24,7 +26,7 @@ from trainwright.errors import (
     error_of,
 )
 from trainwright.launch.group.environment import Variables, launcher_of
-from trainwright.text import quoted
+from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.group.environment import NodeRendezvous
@@ -236,7 +238,6 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         RequestError: the recipe, the arguments or the data are invalid.
         MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
-    from trainwright.activity import doing
     from trainwright.launch.ending.requests import deadline_of
     from trainwright.launch.group.environment import NodeRendezvous, refuse_worker
     from trainwright.launch.ignored_settings import refuse_more_nodes
@@ -280,11 +281,8 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
 
 def _train(options: TrainingRequest) -> Path:
     """Prepare and train, in a process that does nothing else."""
-    import sys
 
-    from trainwright.activity import Activity
     from trainwright.launch.ending.stop import interruptible
-    from trainwright.text import say
 
     try:
         with interruptible():

@@ -1,4 +1,4 @@
-"""Continue a run on a machine that has nothing of it, from the copies in its places."""
+"""Continue a run on a machine that has nothing of it, from its copies in stores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fetch(places: Sequence[RemoteStore], run: Path, name: str | None = None) -> 
     none.
 
     Args:
-        name: of the run in its places, if its directory may have another one.
+        name: of the run in its stores, if its directory may have another one.
 
     Returns:
         Whether the run was written; False without any copy.

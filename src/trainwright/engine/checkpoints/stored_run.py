@@ -20,7 +20,7 @@ from trainwright.engine.checkpoints.remote_store import RemoteStore
 from trainwright.errors import writes_to
 
 RECIPE, PLAN, EVENTS = "recipe.yaml", "plan.json", "events.jsonl"  # in a run directory
-STORED_AS = "stored_as"  # in plan.json: the name of a run in its places, if its directory has another
+STORED_AS = "stored_as"  # in plan.json: the name of a run in its stores, if its directory has another
 _FORMAT = 1
 _SMALL = 2**20  # a last part with fewer bytes is written again with what follows, so that there are few parts
 _PIECE = 2**20
