@@ -209,8 +209,8 @@ def _report(
     )
 
 
-_ROWS = 64
-_CHARACTERS = 8  # of a token, at most, in English text; longer rows are cut to data.max_length
+_MADE_UP_ROWS = 64
+_TOKEN_CHARACTERS = 8  # of a token, at most, in English text; longer rows are cut to data.max_length
 
 
 def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
@@ -226,10 +226,10 @@ def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
             file.write_text("I do not know.\n", encoding="utf-8")
         else:
             kind = recipe.spec.rows(recipe, f"data.{key}")
-            rows = (_row(kind, f"{key} {number}", data.max_length) for number in range(_ROWS))
+            rows = (_row(kind, f"{key} {number}", data.max_length) for number in range(_MADE_UP_ROWS))
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         changed[key] = str(file)
-    notes.append(f"data: {data.name} is not here; {_ROWS} full rows of {data.max_length} tokens instead")
+    notes.append(f"data: {data.name} is not here; {_MADE_UP_ROWS} full rows of {data.max_length} tokens instead")
     written = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
     return recipe.model_copy(update={"data": DataSection.model_validate({"train": data.train, **written, **changed})})
 
@@ -242,7 +242,7 @@ def _is_here(source: str) -> bool:
 
 
 def _row(kind: RowKind, name: str, tokens: int) -> dict[str, Any]:
-    text = (f"{name}: " + "made up text for the simulation of a run ") * (_CHARACTERS * tokens // 40 + 1)
+    text = (f"{name}: " + "made up text for the simulation of a run ") * (_TOKEN_CHARACTERS * tokens // 40 + 1)
     if kind in ("refused", "alternates"):
         return {"prompt": "What is it?", "completion": text, "alternate": text[::-1]}
     if kind in ("pairs", "answers"):

@@ -50,60 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class UnlearnRows:
-    """The rows of an unlearning run.
-
-    Attributes:
-        prepared: pairs of forget and retain rows, for training and validation.
-        forget: only the forget rows, with their refusals or alternates; sequences have the same indices as in the
-            pairs.
-    """
-
-    prepared: PreparedData
-    forget: TokenDataset
-
-
-def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> UnlearnRows:
-    """Return the rows of a resolved recipe, prepared or from the cache.
-
-    Raises:
-        RequestError: a source or a row is wrong.
-    """
-    section = recipe.own(UnlearnSection)
-    data, seed = recipe.data, recipe.train.seed
-    positions = max_positions(recipe.model, tokenizer)
-    parts = {"forget": kind_of_rows(recipe, "data.forget")}
-    if section.retains:
-        parts["retain"] = EXAMPLES
-    prepared_parts = {
-        part: prepare(data.part(part), tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
-        for part, kind in parts.items()
-    }
-    forget = prepared_parts["forget"].train
-    everything = joined(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
-    validation = None
-    if data.validation is not None:
-        assert not isinstance(data.validation, str), "a recipe that was read has none"
-        validation = some_of(everything, data.validation, seed)
-    taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
-    lines = [line for part in prepared_parts.values() for line in part.summary if not line.startswith("split: ")]
-    lines.append(_line(everything, validation))
-    prepared = PreparedData(with_roles(everything, taught), validation, lines, prepared_parts["forget"].directory)
-    check_tokens(recipe, [part.train for part in prepared_parts.values()], tokenizer)
-    check_prepared(recipe, prepared, cache)
-    return UnlearnRows(prepared, forget)
-
-
-def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
-    line = f"unlearning: {plural(len(pairs), 'row')} to forget"
-    if pairs.paired is not None:
-        line += f", each paired with one of {plural(pairs.paired.count, 'row')} to retain, a different one every epoch"
-    return line if validation is None else f"{line}; {len(validation):,} of them are measured"
-
-
 __all__ = ["Unlearning", "build", "prepare_once"]
-
 _NAMES = {FORGET: "forget", RETAIN: "retain", REFUSAL: "refusal"}
 
 
@@ -351,6 +298,58 @@ class Unlearning(ReferenceTask):
             return self._read_back(module, directory, all_parameters=all_parameters, same_logits=same)
 
 
+@dataclass(frozen=True)
+class UnlearnRows:
+    """The rows of an unlearning run.
+
+    Attributes:
+        prepared: pairs of forget and retain rows, for training and validation.
+        forget: only the forget rows, with their refusals or alternates; sequences have the same indices as in the
+            pairs.
+    """
+
+    prepared: PreparedData
+    forget: TokenDataset
+
+
+def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> UnlearnRows:
+    """Return the rows of a resolved recipe, prepared or from the cache.
+
+    Raises:
+        RequestError: a source or a row is wrong.
+    """
+    section = recipe.own(UnlearnSection)
+    data, seed = recipe.data, recipe.train.seed
+    positions = max_positions(recipe.model, tokenizer)
+    parts = {"forget": kind_of_rows(recipe, "data.forget")}
+    if section.retains:
+        parts["retain"] = EXAMPLES
+    prepared_parts = {
+        part: prepare(data.part(part), tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
+        for part, kind in parts.items()
+    }
+    forget = prepared_parts["forget"].train
+    everything = joined(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
+    validation = None
+    if data.validation is not None:
+        assert not isinstance(data.validation, str), "a recipe that was read has none"
+        validation = some_of(everything, data.validation, seed)
+    taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
+    lines = [line for part in prepared_parts.values() for line in part.summary if not line.startswith("split: ")]
+    lines.append(_line(everything, validation))
+    prepared = PreparedData(with_roles(everything, taught), validation, lines, prepared_parts["forget"].directory)
+    check_tokens(recipe, [part.train for part in prepared_parts.values()], tokenizer)
+    check_prepared(recipe, prepared, cache)
+    return UnlearnRows(prepared, forget)
+
+
+def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
+    line = f"unlearning: {plural(len(pairs), 'row')} to forget"
+    if pairs.paired is not None:
+        line += f", each paired with one of {plural(pairs.paired.count, 'row')} to retain, a different one every epoch"
+    return line if validation is None else f"{line}; {len(validation):,} of them are measured"
+
+
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -433,13 +432,13 @@ def scaled_adapter(model: nn.Module, factor: float) -> Iterator[None]:
 
 PREFIX = "reference."
 _KEY = "unlearn.reference"
-_OWN = ("start", "base")
+_OWN_MODELS = ("start", "base")
 
 
 def other_model(recipe: Recipe) -> ModelSection | None:
     """Return the model that the recipe names as its reference, or None if it is the run's own or not needed."""
     section = recipe.own(UnlearnSection)
-    if not section.compares or section.reference in _OWN:
+    if not section.compares or section.reference in _OWN_MODELS:
         return None
     return ModelSection(name=section.reference)
 
