@@ -97,7 +97,7 @@ def small_cgroup(scene: Scene) -> None:
 def no_more_time(scene: Scene) -> None:
     """`ulimit -t`: the kernel ends a worker in mid-run."""
     command = scene.train("train.max_steps=4000", "checkpoint.every=20", "evaluate.every=null")
-    phases.wait_until(command, lambda: phases.has_event(scene.run, "checkpoint"))
+    scene.wait_until(command, lambda: phases.has_event(scene.run, "checkpoint"))
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
     limits = (0, resource.RLIM_INFINITY) if scene.variant == "soft" else (0, 0)
