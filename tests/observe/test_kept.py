@@ -27,7 +27,7 @@ def add(run: Path, *events: dict[str, Any]) -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(following, "_LONG_BYTES", 1)
+    monkeypatch.setattr(following, "_CACHED_FROM_BYTES", 1)
     found = tmp_path / "run"
     found.mkdir()
     evaluation = {"event": "evaluate", "time": 5.0, "step": 2, "metrics": {"loss": 2.0}}
