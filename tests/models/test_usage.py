@@ -23,9 +23,10 @@ from trainwright.errors import RequestError
 from trainwright.models.files import save_model
 from trainwright.models.gguf.export import export_gguf
 from trainwright.models.gpt.model import register
-from trainwright.models.load import load_config, load_model, loading
+from trainwright.models.load import load_config, load_model
 from trainwright.models.merging import merge
 from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.usage import loading
 from trainwright.observe.card import model_card, published_settings
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.reinforcement.environments import make

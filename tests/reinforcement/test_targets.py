@@ -8,7 +8,8 @@ import torch
 
 from trainwright.reinforcement.algorithms import PpoSection, QLearningSection
 from trainwright.reinforcement.environments import make
-from trainwright.reinforcement.sources.ppo import Ppo, Tables, _QTable
+from trainwright.reinforcement.sources.ppo import Ppo
+from trainwright.reinforcement.sources.tables import Tables, _QTable
 
 
 class Watched(Ppo):

@@ -288,7 +288,7 @@ def push(
 
 
 def _show_usage(directory: Path) -> None:
-    from trainwright.models.load import loading
+    from trainwright.models.usage import loading
 
     lines = loading(directory, str(directory))
     if lines is not None:

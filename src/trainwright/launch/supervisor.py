@@ -90,7 +90,8 @@ def run_workers(
             if not (workers.have_failed or stopping.killed):
                 if watched is not None:
                     count_ends(watched.run, ranks)
-                return _joint_code([*codes.values(), *(nodes.finish(codes) if nodes else [])])
+                own = [int(code or 0) for code in codes.values()]
+                return _joint_code(own + (nodes.finish(codes) if nodes else []))
         except RunHangs as hanging:
             cause = Cause.HANG if watched is not None and watched.on_hang == "restart" else None
             hang = {hanging.verdict.ranks[0]: {**error_record(FaultError(str(hanging))), "cause": cause}}
@@ -132,6 +133,8 @@ def _explained(failure: Failure, conflict: Conflict | None) -> Failure:
     return replace(failure, message="\n".join([*more, failure.message]), exit_code=EXIT_TRAINING, cause=cause)
 
 
-def _joint_code(codes: list[int | None]) -> int:
-    failed = [code for code in codes if code not in (EXIT_FINISHED, EXIT_STOPPED, None)]
-    return failed[0] or EXIT_TRAINING if failed else EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_FINISHED
+def _joint_code(codes: list[int]) -> int:
+    failures = [code for code in codes if code not in (EXIT_FINISHED, EXIT_STOPPED)]
+    if failures:
+        return failures[0]
+    return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_FINISHED

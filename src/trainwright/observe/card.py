@@ -11,7 +11,7 @@ from typing import Any
 from trainwright import __version__, text
 from trainwright.errors import RequestError
 from trainwright.models.adapters.base_model import BASE, BaseModel
-from trainwright.models.load import asking, evaluating, is_in_code, loading
+from trainwright.models.usage import asking, evaluating, is_in_code, loading
 from trainwright.observe.reader import EventRecord, precision_of, read_log
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe

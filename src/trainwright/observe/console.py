@@ -12,8 +12,8 @@ from trainwright import text
 from trainwright.activity import Ticker
 from trainwright.data.tokens.lengths import repeated
 from trainwright.machine.usage.sample import figures_of
-from trainwright.models.load import evaluating
 from trainwright.models.supported import class_in
+from trainwright.models.usage import evaluating
 from trainwright.observe.ledger import NewestSamples
 from trainwright.observe.progress import Remaining, progress_on
 from trainwright.observe.reader import (

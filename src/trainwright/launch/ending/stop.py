@@ -171,7 +171,7 @@ class Stopping:
     @contextmanager
     def workers_run(self) -> Iterator[None]:
         """While entered, only set `killed` on the second SIGINT: who runs the workers looks at it."""
-        before, self.kill = self.kill, _nothing
+        before, self.kill = self.kill, lambda: None
         try:
             yield
         finally:
@@ -274,10 +274,6 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def _nothing() -> None:
-    pass
 
 
 def _stop_with_shell() -> None:

