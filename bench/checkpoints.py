@@ -64,7 +64,7 @@ def measure(strategy: str, background: bool, directory: Path, random_weights: bo
             time.sleep(1.0)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{(directory / 'output').read_text()}")
-    from trainwright.observe.reader import read_events
+    from trainwright.engine.event_reader import read_events
 
     events = read_events(run / "events.jsonl")
     written = [event for event in events if event["event"] == "checkpoint"][:CHECKPOINTS]

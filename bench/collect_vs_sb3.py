@@ -63,9 +63,9 @@ def main() -> None:
 def trainwright(goals: list[list[int]], seeds: int, steps: int) -> dict[str, Any]:
     import torch
 
-    from trainwright.reinforcement.environments import make
-    from trainwright.reinforcement.histories import returns_of_episodes
-    from trainwright.reinforcement.sources import learners
+    from trainwright.tasks.algorithm_distillation.environments import make
+    from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
+    from trainwright.tasks.algorithm_distillation.sources import learners
 
     torch.set_num_threads(1)
     environment = make("darkroom")

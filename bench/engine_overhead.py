@@ -36,12 +36,12 @@ from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import StepGradients, Training
 from trainwright.engine.trainer import Trainer, _StepResult
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import keep_freed_memory, prepare_environment, threads_allowed
-from trainwright.launch.supervisor import launch
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.process import keep_freed_memory, prepare_environment, threads_allowed
+from trainwright.run.supervisor import launch
 from trainwright.tasks.registry import task_module
 
 RESULTS = results_directory()

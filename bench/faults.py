@@ -20,9 +20,9 @@ from support.faults import catalog  # noqa: F401
 from support.faults.setting import setting
 from support.results import results_directory
 
-from trainwright.drilling import phases
-from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, CampaignResults, run_trials, table
-from trainwright.drilling.kinds import KINDS, matching, schedule
+from trainwright.faults.drills import phases
+from trainwright.faults.drills.campaign import BROKEN, HELD, MISSED, SKIPPED, CampaignResults, run_trials, table
+from trainwright.faults.drills.kinds import KINDS, matching, schedule
 
 
 def main() -> int:

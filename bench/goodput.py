@@ -26,8 +26,8 @@ from support.machine import describe
 from support.results import results_directory
 from support.runs import write_results
 
-from trainwright.beats import heartbeat_directory, heartbeat_file, read
-from trainwright.observe.reader import read_events
+from trainwright.engine.event_reader import read_events
+from trainwright.utils.beats import heartbeat_directory, heartbeat_file, read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"

@@ -23,8 +23,8 @@ from support.machine import describe
 from support.results import results_directory
 from support.runs import print_table, write_results
 
+from trainwright.engine.event_reader import EventRecord, read_events
 from trainwright.observe.ledger import read_ledger
-from trainwright.observe.reader import EventRecord, read_events
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 8192, "tie_word_embeddings": True}
 # https://huggingface.co/HuggingFaceTB/SmolLM2-135M, https://huggingface.co/meta-llama/Llama-3.2-1B, and GPT-2 as

@@ -29,8 +29,8 @@ from support.machine import describe, use_cores
 from support.results import results_directory
 from support.runs import write_results
 
-from trainwright import heartbeat
 from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.utils import heartbeat
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"

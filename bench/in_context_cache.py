@@ -26,7 +26,7 @@ from support.results import results_directory
 from support.runs import write_results
 
 from trainwright.recipe.loading import load_recipe
-from trainwright.reinforcement.environments import Environment
+from trainwright.tasks.algorithm_distillation.environments import Environment
 from trainwright.tasks.algorithm_distillation.evaluation import AgentRequest, find_agent, load_agent
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.in_context import Context, context_stride, play

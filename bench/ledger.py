@@ -31,12 +31,12 @@ from support.machine import describe, use_cores
 from support.results import results_directory
 from support.runs import print_table, write_results
 
-from trainwright import heartbeat
-from trainwright.beats import heartbeat_directory, heartbeat_file, read
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
-from trainwright.spent import Use
+from trainwright.utils import heartbeat
+from trainwright.utils.beats import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.spent import Use
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = results_directory() / "ledger.json"

@@ -29,7 +29,6 @@ from support.runs import print_table, write_results
 from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, run_steps
 
-from trainwright.launch.process import preload_libraries
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
@@ -42,6 +41,7 @@ from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import Recipe
+from trainwright.run.process import preload_libraries
 
 RESULTS = results_directory() / "plan_regret.json"
 RESULTS_HERE = RESULTS.with_name("plan_regret_here.json")

@@ -26,7 +26,6 @@ from support.runs import print_table, write_results
 from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, pairwise_order, run_steps, spearman
 
-from trainwright.launch.process import preload_libraries
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
@@ -36,6 +35,7 @@ from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import Recipe
+from trainwright.run.process import preload_libraries
 
 RESULTS = results_directory() / "plan_time.json"
 WARM_UP = 2

@@ -38,9 +38,6 @@ from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.trainer import Trainer, _StepResult
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import keep_freed_memory, run_in_child, threads_allowed
-from trainwright.launch.supervisor import launch
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.parallel.strategy import Setup, build_strategy
@@ -48,6 +45,9 @@ from trainwright.parallel.world import join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.process import keep_freed_memory, run_in_child, threads_allowed
+from trainwright.run.supervisor import launch
 from trainwright.tasks.registry import task_module
 
 ROOT = Path(__file__).parent.parent

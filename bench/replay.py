@@ -72,7 +72,7 @@ def train(run: Path, *overrides: str, where: dict[str, Any] | None = None) -> li
     done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    from trainwright.observe.reader import read_events
+    from trainwright.engine.event_reader import read_events
 
     return read_events(run / "events.jsonl")
 
@@ -83,7 +83,7 @@ def losses(events: list[dict[str, Any]]) -> dict[int, float]:
 
 def tried(trial: Trial, directory: Path, expected: dict[int, float]) -> dict[str, Any]:
     overrides = (f"faults.replay_every={EVERY}", f"parallel.strategy={trial.strategy}")
-    policy = f"train.step_policies=['trainwright.drilling.faults.planted:{trial.what}']"
+    policy = f"train.step_policies=['trainwright.faults.drills.faults.planted:{trial.what}']"
     events = train(directory, *overrides, policy, where=trial.where)
     faults = [event for event in events if event["event"] == "fault"]
     named = faults[-1]["rank"] if faults else None

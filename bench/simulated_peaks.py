@@ -2,8 +2,8 @@
 
     python bench/simulated_peaks.py
 
-The cases are those of ``tests/simulation/test_matrix.py``. Peaks are bytes of tensors, rounded as CUDA's allocator
-rounds them, of rank 0 over the whole run; nothing depends on the speed of the machine.
+The cases are those of ``tests/planning/simulation/test_matrix.py``. Peaks are bytes of tensors, rounded as CUDA's
+allocator rounds them, of rank 0 over the whole run; nothing depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from support.results import results_directory  # noqa: E402
 from support.runs import print_table, write_results  # noqa: E402
 
-from tests.simulation.cases import simulate_all  # noqa: E402
-from tests.simulation.test_matrix import memory_cases  # noqa: E402
+from tests.planning.simulation.cases import simulate_all  # noqa: E402
+from tests.planning.simulation.test_matrix import memory_cases  # noqa: E402
 
 RESULTS = results_directory() / "simulated_peaks.json"
 

@@ -29,8 +29,8 @@ from support.machine import describe
 from support.results import results_directory
 from support.runs import print_table, write_results
 
-from trainwright.beats import Beat, heartbeat_directory, heartbeat_file, read
-from trainwright.observe.reader import read_log
+from trainwright.engine.event_reader import read_log
+from trainwright.utils.beats import Beat, heartbeat_directory, heartbeat_file, read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"

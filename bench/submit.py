@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.commands import environment, wait_for  # noqa: E402
 from tests.support.slurm import Slurm, why_not  # noqa: E402
-from trainwright.drilling.invariants import lines  # noqa: E402
+from trainwright.faults.drills.invariants import lines  # noqa: E402
 
 RESULTS = results_directory() / "submit.json"
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"

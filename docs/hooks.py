@@ -10,9 +10,9 @@ from typing import Any
 
 import typer
 
-from trainwright import registries
 from trainwright.cli.main import app
-from trainwright.extensions import Registry
+from trainwright.recipe import registries
+from trainwright.recipe.extensions import Registry
 from trainwright.recipe.json_schema import recipe_json_schema
 
 ROOT = Path(__file__).parents[1]

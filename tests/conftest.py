@@ -15,9 +15,9 @@ from tests.support import commands
 from tests.support.commands import MACHINE
 from tests.support.janitor import Janitor
 from tests.support.runs import Runs
-from trainwright import heartbeat
-from trainwright.heartbeat import Heartbeat
-from trainwright.spent import Use
+from trainwright.utils import heartbeat
+from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.spent import Use
 
 # What the shell that starts the tests may have set for something else: a batch system's step, a launcher's process,
 # a terminal. Commands under test would follow it.

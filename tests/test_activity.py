@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY
-from trainwright.activity import Activity, Ticker, doing, in_log, progress
 from trainwright.models.load import load_model
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.registry import task_module
-from trainwright.text import say
+from trainwright.utils.activity import Activity, Ticker, doing, in_log, progress
+from trainwright.utils.text import say
 
 pytestmark = pytest.mark.usefixtures("told_of")
 RESOLVED = ("parallel.strategy=single", "parallel.num_processes=1")
@@ -50,7 +50,7 @@ def test_a_terminal_shows_the_seconds_and_is_clean_afterwards(monkeypatch: pytes
 
 def test_a_terminal_shows_an_activity_sooner_than_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("trainwright.activity.QUIET_SECONDS", 3600.0)
+    monkeypatch.setattr("trainwright.utils.activity.QUIET_SECONDS", 3600.0)
     terminal, log = _Terminal(), io.StringIO()
     with Activity(log, "importing"):
         time.sleep(0.3)
@@ -89,7 +89,7 @@ def test_the_start_is_over_with_the_first_output_or_activity(monkeypatch: pytest
 def test_a_log_hears_of_a_long_activity_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, bool]] = []
     clock = iter([0.0, *(float(second) for second in range(2, 200))])
-    monkeypatch.setattr("trainwright.activity.time", types.SimpleNamespace(monotonic=lambda: next(clock, 1e9)))
+    monkeypatch.setattr("trainwright.utils.activity.time", types.SimpleNamespace(monotonic=lambda: next(clock, 1e9)))
     ticker = Ticker(lambda seconds, for_log: seen.append((seconds, for_log)))
     ticker.begin(2.0)
     wait_for(lambda: len(seen) >= 150)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainwright import extensions
 from trainwright.errors import RequestError
-from trainwright.extensions import Registry
+from trainwright.recipe import extensions
+from trainwright.recipe.extensions import Registry
 
 Install = Callable[[str, str, str], None]
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainwright import heartbeat
-from trainwright.beats import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, EnteredCollective, read
-from trainwright.heartbeat import Heartbeat
-from trainwright.spent import DeviceEvent, Use
+from trainwright.utils import heartbeat
+from trainwright.utils.beats import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, EnteredCollective, read
+from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.spent import DeviceEvent, Use
 
 
 class Worker:

@@ -18,7 +18,7 @@ from tests.support.commands import PATIENCE, trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked, lock_directory, remove_locked
-from trainwright.paths import appears, run_path, user_path, write_file
+from trainwright.utils.paths import appears, run_path, user_path, write_file
 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from trainwright.text import change, plural, printable, say, they, times, wrapped
+from trainwright.utils.text import change, plural, printable, say, they, times, wrapped
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typer.main import get_command
 
 from tests.support.commands import ROOT, environment, trainwright
 from tests.support.learners import write_histories
-from trainwright import registries
 from trainwright.cli.main import app
+from trainwright.recipe import registries
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 
 TINY = ROOT / "recipes" / "sft" / "tiny.yaml"

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import trainwright.launch.run_worker as worker
+import trainwright.run.run_worker as worker
 from support.live_memory import LiveMemory, live_memory
 from trainwright.engine import trainer as engine
 from trainwright.engine.trainer import Trainer
-from trainwright.launch import run_directory
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import prepare_environment, run_in_child
-from trainwright.launch.supervisor import launch
 from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.run import run_directory
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.process import prepare_environment, run_in_child
+from trainwright.run.supervisor import launch
 from trainwright.tasks.registry import task_module
 
 

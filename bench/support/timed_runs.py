@@ -15,13 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from support.processes import busy_seconds
-from trainwright.launch import run_directory
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import run_in_child
-from trainwright.launch.supervisor import launch
 from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.run import run_directory
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.process import run_in_child
+from trainwright.run.supervisor import launch
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _prepare(recipe: Recipe, cache: Path) -> None:
 
 
 def _work(directory: Path, cache: Path, steps: int) -> int:
-    from trainwright.launch.run_worker import TrialRun, Worker, run_worker
+    from trainwright.run.run_worker import TrialRun, Worker, run_worker
 
     return run_worker(Worker(directory, cache=cache), trial=TrialRun(steps))
 

@@ -20,26 +20,26 @@ if sys.platform == "win32":
     sys.exit(3)
 
 if TYPE_CHECKING:
-    from trainwright.api.ablation import Ablation, ablate
     from trainwright.api.agents import Collected, collect
     from trainwright.api.alternates import alternates
-    from trainwright.api.clusters import RunState, Submission, jobs, submit
-    from trainwright.api.comparing import RunsCompared, compare
-    from trainwright.api.doctor import Comparison, Diagnosis, MachineReport, check_machine, explain, verify
-    from trainwright.api.drilling import Drill, drill
     from trainwright.api.evaluation import Evaluation, evaluate
     from trainwright.api.generation import generate
-    from trainwright.api.planning import Plan, plan, simulate
     from trainwright.api.publishing import Merged, Upload, export, merge, push
     from trainwright.api.recipe import Recipe
-    from trainwright.api.reporting import report
     from trainwright.api.run import Run
-    from trainwright.api.runs import RunSummary, runs
     from trainwright.api.stopping import checkpoint, stop
     from trainwright.api.training import resume, train
     from trainwright.api.unlearning import unlearn_study
+    from trainwright.clusters.operations import RunState, Submission, jobs, submit
+    from trainwright.doctor.operations import Comparison, Diagnosis, MachineReport, check_machine, explain, verify
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
-    from trainwright.simulation.report import Simulation
+    from trainwright.faults.drills.operations import Drill, drill
+    from trainwright.observe.operations.ablation import Ablation, ablate
+    from trainwright.observe.operations.comparing import RunsCompared, compare
+    from trainwright.observe.operations.reporting import report
+    from trainwright.observe.operations.runs import RunSummary, runs
+    from trainwright.planning.requests import Plan, plan, simulate
+    from trainwright.planning.simulation.report import Simulation
 
 __version__ = "0.1.0"
 __all__ = [

@@ -6,11 +6,11 @@ import gc
 import sys
 from contextlib import nullcontext
 
-from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Interrupted
-from trainwright.launch.ending.stop import interruptible
-from trainwright.paths import search_working_directory_last
-from trainwright.text import say
+from trainwright.run.ending.stop import interruptible
+from trainwright.utils.activity import Activity
+from trainwright.utils.paths import search_working_directory_last
+from trainwright.utils.text import say
 
 _INTERRUPTED = 130  # the shell's exit code of a program ended by ctrl-C
 # New objects between collections. A plan makes many objects and few cycles: with Python's 700, a tenth is collecting.

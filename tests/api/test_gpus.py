@@ -18,9 +18,9 @@ from tests.support.commands import PATIENCE, environment, trainwright, wait_for
 from tests.support.doctor import driver
 from tests.support.forked import Started
 from tests.support.runs import Runs
-from trainwright.cli.runs import gpus as show_gpus
 from trainwright.errors import MachineError
 from trainwright.machine.accelerators import installed_build
+from trainwright.observe.commands import gpus as show_gpus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
 

@@ -13,8 +13,8 @@ import trainwright as tw
 from tests.support.commands import PATIENCE, all_gone, started, trainwright, wait_for
 from trainwright.cli.data import collect
 from trainwright.errors import RequestError
-from trainwright.reinforcement.environments import make
-from trainwright.reinforcement.histories import ARRAYS, Histories
+from trainwright.tasks.algorithm_distillation.environments import make
+from trainwright.tasks.algorithm_distillation.histories import ARRAYS, Histories
 
 pytest.importorskip("h5py")
 RECIPE = """\

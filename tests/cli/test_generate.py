@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.evaluation.unlearning.benchmark import write_model
+from tests.inference.evaluation.unlearning.benchmark import write_model
 from tests.inference.models import TOKENIZER
 from tests.support.commands import ROOT, trainwright
 from tests.support.runs import Runs

@@ -13,8 +13,8 @@ import torch
 
 from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ON_ROWS, TINY, Runs
-from trainwright.launch.group.failure_report import FailureReport
-from trainwright.observe.console import ConsoleObserver
+from trainwright.run.group.failure_report import FailureReport
+from trainwright.run.observers.console import ConsoleObserver
 
 CLIPBOARD, CLEAR, TITLE, BIDI = "\x1b]52;c;ZXZpbA==\x07", "\x1b[2J", "\x1b]0;mine\x07\r", "\u202e"
 HOSTILE = f"a{CLIPBOARD}{CLEAR}{TITLE}{BIDI}[red]b[/red]"

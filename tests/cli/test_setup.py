@@ -169,7 +169,7 @@ def test_show_without_a_file_ends_with_2(tmp_path: Path, arguments: tuple[str, .
 
 def test_setup_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys; from trainwright.cli.setup import setup; setup(None, False, True);"
+        "import sys; from trainwright.compatibility.commands import setup; setup(None, False, True);"
         "print([name for name in ('torch', 'transformers', 'datasets', 'accelerate') if name in sys.modules])"
     )
     variables = environment(HF_HOME=str(tmp_path))

@@ -23,8 +23,8 @@ from tests.support.runs import ON_ROWS, TINY
 from tests.support.slow import slow_but
 from tests.support.terminal import lines, record
 from trainwright.doctor.comparison import Comparison
-from trainwright.observe.console import ConsoleObserver
-from trainwright.text import say
+from trainwright.run.observers.console import ConsoleObserver
+from trainwright.utils.text import say
 
 RUN = "/data/experiments/language-models/runs/tiny-20261122-110556"
 ABOUT = {"world_size": 2, "strategy": "ddp", "mixed_precision": "no", "device": "cpu", "parameters": 90_600}

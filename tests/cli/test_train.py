@@ -267,7 +267,7 @@ def test_a_metric_beside_the_recipe_is_found_from_elsewhere_and_goes_with_the_ru
     module.parent.mkdir(exist_ok=True)
     (module.parent / "__init__.py").touch()
     module.write_text(
-        "from trainwright.extensions import extension\n@extension('metric')\ndef score(a, b): return 0.25\n"
+        "from trainwright.recipe.extensions import extension\n@extension('metric')\ndef score(a, b): return 0.25\n"
     )
     elsewhere, far = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("far")
     text = (here / "recipe.yaml").read_text().replace("rows.jsonl", str(here / "rows.jsonl"))

@@ -15,7 +15,7 @@ from trainwright.data.rows.pairs import ANY, PAIRS
 from trainwright.data.rows.texts import pieces
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
-from trainwright.evaluation.rows import read
+from trainwright.inference.evaluation.rows import read
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection, SourceSection
 

@@ -12,7 +12,7 @@ import yaml
 from tests.support.commands import ROOT
 from tests.test_rooms import ROOMS
 from trainwright import __version__
-from trainwright.registries import KEYS
+from trainwright.recipe.registries import KEYS
 
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 

@@ -28,10 +28,10 @@ from trainwright.doctor.checks.software.torch_build import _of_build
 from trainwright.doctor.checks.system.cores import _capped, _heat, _shares, _slow
 from trainwright.doctor.checks.system.disks import _link_rate
 from trainwright.errors import MachineError
-from trainwright.launch.ending.stop import Stopping
 from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
 from trainwright.machine.machine import Gpu, Machine
+from trainwright.run.ending.stop import Stopping
 
 CPU = torch.device("cpu")
 

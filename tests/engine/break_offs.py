@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
-from trainwright.launch import run_directory
-from trainwright.launch.run_worker import Worker, run_worker
 from trainwright.machine.detect import detect
 from trainwright.parallel.world import RankInfo
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
+from trainwright.run import run_directory
+from trainwright.run.run_worker import Worker, run_worker
 
 
 def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None:

@@ -23,7 +23,7 @@ from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.background import Background
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.checkpoints.writer import Writer
-from trainwright.observe.reader import read_events
+from trainwright.engine.event_reader import read_events
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 

@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.training import ALONE, trainer_of
-from trainwright import heartbeat
-from trainwright.beats import read
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.events import Record
 from trainwright.errors import FaultError, MachineError, RequestError, TrainwrightError
-from trainwright.heartbeat import Heartbeat
+from trainwright.utils import heartbeat
+from trainwright.utils.beats import read
+from trainwright.utils.heartbeat import Heartbeat
 
 Made = Callable[..., tuple[Checkpointing, list[Record]]]
 

@@ -20,9 +20,9 @@ from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.uploader import Copies, RemoteStore
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.stored_runs import bring_up_to_date
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
+from trainwright.run.stored_runs import bring_up_to_date
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
 

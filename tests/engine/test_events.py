@@ -16,9 +16,9 @@ from scipy.stats import binomtest
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs
 from trainwright.engine.event_log import EventLog
+from trainwright.engine.event_reader import read_events
 from trainwright.engine.events import Evaluate, Finish, Generate
 from trainwright.errors import RequestError
-from trainwright.observe.reader import read_events
 
 FIELDS = {
     "start": "task world_size strategy mixed_precision device micro_batch_size gradient_accumulation_steps "

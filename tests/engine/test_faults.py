@@ -22,7 +22,7 @@ from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, ROWS, TINY, Finished, Runs, column, difference, events
 from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.observe.reader import read_log
+from trainwright.engine.event_reader import read_log
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 

@@ -20,13 +20,13 @@ from tests.support.runs import ON_ROWS, TINY, Finished, Runs, column, difference
 from tests.support.slow import slow_but
 from tests.support.workers import by_hand
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
+from trainwright.engine.event_reader import EventRecord
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.policies.halving import remedy
-from trainwright.launch.run_directory import reasons, record
 from trainwright.machine.detect import detect
-from trainwright.observe.reader import EventRecord
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
+from trainwright.run.run_directory import reasons, record
 
 # A few large tensors, which the C library maps one by one. In addition to what a forked process begins with, a run in
 # micro-batches of 8 rows takes 650 to 700 MiB, of 4 rows 500 to 550, of 2 rows up to 400.

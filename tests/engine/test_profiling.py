@@ -14,9 +14,9 @@ import pytest
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.engine.policies.profiling import merge
 from trainwright.errors import RequestError
+from trainwright.observe.reports.figures import RunFigures
+from trainwright.observe.reports.page import report_of
 from trainwright.recipe.loading import load_recipe
-from trainwright.reports.figures import RunFigures
-from trainwright.reports.page import report_of
 
 SETTINGS = (ON_ROWS, "data.validation=null", "train.max_steps=6", "checkpoint.every=2")
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from tests.support.training import ALONE, trainer_of
-from trainwright import heartbeat
-from trainwright.beats import read
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
@@ -30,9 +28,11 @@ from trainwright.engine.policies.base import (
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import RequestError
-from trainwright.heartbeat import Heartbeat
-from trainwright.launch.hangs.judge import limit
+from trainwright.faults.hangs.judge import limit
 from trainwright.parallel.world import World
+from trainwright.utils import heartbeat
+from trainwright.utils.beats import read
+from trainwright.utils.heartbeat import Heartbeat
 
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
 NO_DROPOUT = "model.dropout=0"

@@ -14,13 +14,13 @@ from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ROWS, Runs
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.evaluation.questions import ValidationQuestions
+from trainwright.inference.evaluation.questions import ValidationQuestions
 from trainwright.inference.scoring import score
 from trainwright.inference.stopping import Stop
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import EvaluateSection
-from trainwright.spent import Use
+from trainwright.utils.spent import Use
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

@@ -8,7 +8,7 @@ import pytest
 _PROGRAM = """
 import sys
 import psutil
-from trainwright.launch.process import keep_freed_memory
+from trainwright.run.process import keep_freed_memory
 from trainwright.machine.allocator import ResidentMemory
 
 keep_freed_memory()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.cli.setup import setup
+from trainwright.compatibility.accelerate.reading import default_path
+from trainwright.compatibility.commands import setup
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.accelerate.reading import default_path
 from trainwright.machine.cache import cache_root
 
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.test_merging import base, trained
+from trainwright.compatibility.gguf.export import export_gguf
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
-from trainwright.models.gguf.export import export_gguf
 from trainwright.models.load import check_adapter
 from trainwright.models.merging import merge
 from trainwright.recipe.sections.model import ModelSection

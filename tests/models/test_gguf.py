@@ -20,8 +20,8 @@ from gguf.constants import MODEL_ARCH
 from transformers import LlamaForCausalLM
 
 from tests.support.commands import PATIENCE, wait_for
+from trainwright.compatibility.gguf.reading import convert_gguf
 from trainwright.errors import RequestError
-from trainwright.models.gguf.reading import convert_gguf
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve
 from trainwright.models.tokenization import byte_letters
@@ -33,7 +33,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONVERT = """
 import sys
 from pathlib import Path
-from trainwright.models.gguf.reading import convert_gguf
+from trainwright.compatibility.gguf.reading import convert_gguf
 print(convert_gguf(Path(sys.argv[1]), "model.name", lambda line: print("NOTICE", line, flush=True))[0])
 """
 

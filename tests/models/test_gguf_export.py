@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.slow import slow_but
+from trainwright.compatibility.gguf.export import export_gguf
+from trainwright.compatibility.gguf.reading import write_converted
 from trainwright.errors import RequestError
 from trainwright.models.files import save_model
-from trainwright.models.gguf.export import export_gguf
-from trainwright.models.gguf.reading import write_converted
 from trainwright.models.tokenization import bytes_tokenizer
 
 SIZES: dict[str, Any] = {

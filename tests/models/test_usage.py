@@ -19,9 +19,9 @@ import torch
 from tests.models.test_merging import IDS, base, logits_of, trained
 from tests.support.commands import PATIENCE, trainwright
 from tests.support.commands import environment as variables
+from trainwright.compatibility.gguf.export import export_gguf
 from trainwright.errors import RequestError
 from trainwright.models.files import save_model
-from trainwright.models.gguf.export import export_gguf
 from trainwright.models.gpt.model import register
 from trainwright.models.load import load_config, load_model
 from trainwright.models.merging import merge
@@ -29,7 +29,7 @@ from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.models.usage import loading
 from trainwright.observe.card import model_card, published_settings
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.reinforcement.environments import make
+from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 
 GPT = {"model_type": "gpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.support.commands import wait_for
-from trainwright import text
-from trainwright.observe.console import ConsoleObserver
 from trainwright.observe.ledger import NewestSamples, rank_file
+from trainwright.run.observers.console import ConsoleObserver
+from trainwright.utils import text
 
 
 def start(**more: Any) -> dict[str, Any]:

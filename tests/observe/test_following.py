@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from trainwright.engine.event_reader import part_of
 from trainwright.observe.following import Curves, RunFollower
-from trainwright.observe.reader import part_of
-from trainwright.reports.charts import curve_charts
-from trainwright.reports.figures import RunFigures
+from trainwright.observe.reports.charts import curve_charts
+from trainwright.observe.reports.figures import RunFigures
 
 
 def start(**more: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs
-from trainwright.heartbeat import Heartbeat
 from trainwright.observe.ledger import LedgerWriter, by_category, count_ends, rank_file, read_ledger
-from trainwright.spent import Use
+from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.spent import Use
 
 
 def line(launch: int, time: float, started: float, step: int = 1, **seconds: float) -> dict[str, Any]:

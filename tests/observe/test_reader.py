@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.observe.reader import read_events, resumed_step, status_of
+from trainwright.engine.event_reader import read_events, resumed_step, status_of
 
 AT = {"time": 1.0}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainwright.observe import progress
-from trainwright.observe.progress import Remaining
+from trainwright.run.observers import progress
+from trainwright.run.observers.progress import Remaining
 
 
 class Clock:

@@ -15,7 +15,7 @@ from trainwright.engine.policies.stragglers import WINDOW, RankComparison
 
 CHILD = """
 import sys, time
-from trainwright.heartbeat import Heartbeat
+from trainwright.utils.heartbeat import Heartbeat
 from trainwright.observe.stalls import Stalls
 
 own = Heartbeat(None)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.support.commands import environment
-from trainwright.observe.tensorboard import TensorBoardObserver
+from trainwright.run.observers.tensorboard import TensorBoardObserver
 
 
 def feed(directory: Path, first: int, last: int, resumed_from: int | None = None) -> None:
@@ -48,7 +48,7 @@ def test_a_run_that_begins_anew_before_its_first_checkpoint_replaces_all_it_did(
 def test_nothing_of_tensorboard_is_imported_before_the_first_step(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from trainwright.observe.tensorboard import TensorBoardObserver\n"
+        "from trainwright.run.observers.tensorboard import TensorBoardObserver\n"
         "TensorBoardObserver(Path('x'))({'event': 'start', 'resumed_from': None})\n"
         "print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
     )

@@ -10,11 +10,11 @@ import torch
 
 from tests.support.runs import TINY
 from tests.support.training import built
-from trainwright.launch.process import keep_freed_memory
 from trainwright.models.load import load_model
 from trainwright.models.truncate_config import parameter_count
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
+from trainwright.run.process import keep_freed_memory
 
 
 def weights_are_those_of_one_process(cases: list[list[str]], kinds: list[str]) -> None:

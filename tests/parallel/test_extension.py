@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.commands import ROOT, environment
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
-from trainwright.observe.reader import read_events
+from trainwright.engine.event_reader import read_events
 
 CODE = Path(__file__).parent / "extension"
 Install = Callable[..., Path]

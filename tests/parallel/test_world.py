@@ -25,16 +25,12 @@ from tests.parallel.generation import step
 from tests.support.commands import machine_file
 from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.training import built, trainer_of
-from trainwright import heartbeat
-from trainwright.beats import heartbeat_file, read
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.checkpoints.read_back import gathered
 from trainwright.inference.answering import batches_of
-from trainwright.launch import run_directory
-from trainwright.launch.run_worker import Worker, run_worker
 from trainwright.machine.detect import detect
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.fsdp.fully_sharded import _mesh
@@ -44,6 +40,10 @@ from trainwright.parallel.zero.partitions import ParameterPiece, chunks, row_blo
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.run import run_directory
+from trainwright.run.run_worker import Worker, run_worker
+from trainwright.utils import heartbeat
+from trainwright.utils.beats import heartbeat_file, read
 
 HERE = "tests.parallel.test_world:"
 
@@ -268,5 +268,7 @@ def compare_adapters() -> None:
 @pytest.mark.slow
 def test_adapters_are_compared_on_one_device() -> None:
     # Builds of torch for CPUs index no tensor on a GPU without the shim, which is loaded before torch.
-    code = "from trainwright.simulation.shim.load import load; load(); import tests.parallel.test_world as here; "
+    code = (
+        "from trainwright.planning.simulation.shim.load import load; load(); import tests.parallel.test_world as here; "
+    )
     subprocess.run([sys.executable, "-c", code + f"here.{compare_adapters.__name__}()"], check=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.simulation.test_matrix import ARCHITECTURES
+from tests.planning.simulation.test_matrix import ARCHITECTURES
 from trainwright.engine.optimizer import is_matrix
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.memory.inventory import inventory

@@ -8,9 +8,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from trainwright import heartbeat
 from trainwright.engine.checkpoints import checkpoint
 from trainwright.engine.policies.base import RewindRequested, StepPolicy, Training
+from trainwright.utils import heartbeat
 
 _CHECKED = checkpoint.checksum
 

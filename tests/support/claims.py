@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import RequestError, Stopped
-from trainwright.launch import run_directory
-from trainwright.launch.request import request_of
+from trainwright.run import run_directory
+from trainwright.run.request import request_of
 
 BEGUN = "begun"  # a line for each starter that has begun the run
 

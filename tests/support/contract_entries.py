@@ -9,12 +9,12 @@ import torch
 
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.errors import MachineError
-from trainwright.launch.group.contract import agree, check_layout
 from trainwright.machine.cache import cache_root
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ParallelSection
+from trainwright.run.group.contract import agree, check_layout
 from trainwright.tasks.registry import task_module
 
 

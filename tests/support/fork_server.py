@@ -55,7 +55,7 @@ _MODULES = (
 
 def _import_everything() -> None:
     """Without starting a thread or running an operation: what is forked must be as good as new."""
-    from trainwright.launch.process import preload_libraries
+    from trainwright.run.process import preload_libraries
 
     preload_libraries()
     for name in _OWN:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.engine.policies.base import StepPolicy, Training
-from trainwright.extensions import extension
+from trainwright.recipe.extensions import extension
 
 LONG = 600
 

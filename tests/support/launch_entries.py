@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError, TrainwrightError
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import console, preload_libraries, run_in_child, set_fresh, stop_requested
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.process import console, preload_libraries, run_in_child, set_fresh, stop_requested
 
 
 def entry(kind: str, logs: Path) -> int:
@@ -117,7 +117,7 @@ def main(kind: str, count: str, directory: str) -> int:
         if kind.startswith("prepare-"):
             run_in_child(functools.partial(prepare, kind.removeprefix("prepare-")), logs / "prepare.log", stopping)
             return 0
-        from trainwright.launch.supervisor import launch
+        from trainwright.run.supervisor import launch
 
         before = len(os.listdir("/proc/self/task"))
         if kind == "collect":  # what the first launch leaves behind is there when the second one forks

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainwright.reinforcement.environments import make
-from trainwright.reinforcement.environments.grid import MOVES
-from trainwright.reinforcement.histories import History, write
+from trainwright.tasks.algorithm_distillation.environments import make
+from trainwright.tasks.algorithm_distillation.environments.grid import MOVES
+from trainwright.tasks.algorithm_distillation.histories import History, write
 
 
 def write_histories(

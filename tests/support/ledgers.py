@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trainwright.engine.event_reader import read_log, resumed_step
 from trainwright.observe.ledger import RankLedger, read_ledger
-from trainwright.observe.reader import read_log, resumed_step
 
 
 def whole_ledger(run: Path, ranks: int) -> list[RankLedger]:

@@ -51,7 +51,7 @@ def worker(rank: int, mebibytes: int, *arguments: str) -> None:
 
 def work(run: str) -> int:
     """What a launcher has its workers do."""
-    from trainwright.launch.run_worker import Worker, run_worker
+    from trainwright.run.run_worker import Worker, run_worker
 
     return run_worker(Worker(Path(run)))
 
@@ -119,9 +119,9 @@ def abandon(where: str) -> None:
 
 def probe(recipe: str, mebibytes: int | None, answer: str) -> None:
     """Probe a resolved recipe, limited if so; what was found goes to the file `answer`."""
-    from trainwright.launch.ending.stop import Stopping
-    from trainwright.launch.process import preload_libraries
-    from trainwright.launch.start import probe
+    from trainwright.run.ending.stop import Stopping
+    from trainwright.run.process import preload_libraries
+    from trainwright.run.start import probe
 
     preload_libraries()
     if mebibytes is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.commands import ROOT
 from tests.support.forked import Finished as Finished
 from tests.support.forked import Started, fork_server
-from trainwright.observe.reader import EventRecord, read_events
+from trainwright.engine.event_reader import EventRecord, read_events
 
 TINY = ROOT / "recipes" / "sft" / "tiny.yaml"
 # Some 200 rows that do not depend on the Python version, as the built-in dataset does.

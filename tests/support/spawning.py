@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.launch.ending import stop
+from trainwright.run.ending import stop
 
 stop.START_METHOD = "spawn"
 

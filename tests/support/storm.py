@@ -27,9 +27,9 @@ from tests.support.commands import MACHINE, environment
 from tests.support.interruptions import KINDS, MINUTES, Interruption
 from tests.support.runs import ON_ROWS, TINY
 from tests.support.slurm import Slurm
-from trainwright.drilling import invariants, phases
-from trainwright.drilling.invariants import InvariantBroken, require
-from trainwright.drilling.shortened import shortened
+from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills.invariants import InvariantBroken, require
+from trainwright.faults.drills.shortened import shortened
 from trainwright.recipe.loading import dump_recipe
 
 START, STEP, EVALUATION, CHECKPOINT = "start-up", "step", "evaluation", "checkpoint"

@@ -16,10 +16,10 @@ import torch
 from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.slow import slow_but
-from trainwright.reinforcement.algorithms import SourceAlgorithmSection
-from trainwright.reinforcement.environments import make
-from trainwright.reinforcement.histories import Histories, History, write
+from trainwright.tasks.algorithm_distillation.algorithms import SourceAlgorithmSection
+from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
+from trainwright.tasks.algorithm_distillation.histories import Histories, History, write
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.unlearning.benchmark import write_tofu
+from tests.inference.evaluation.unlearning.benchmark import write_tofu
 from tests.support.runs import Runs, column, difference, events
 from tests.support.slow import slow_but
 from tests.support.unlearning import OBJECTIVES, write_rows

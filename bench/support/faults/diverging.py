@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainwright.drilling import invariants
-from trainwright.drilling.invariants import require
-from trainwright.drilling.kinds import ANY, fault
-from trainwright.drilling.trial_environment import FAILED, Scene
+from trainwright.faults.drills import invariants
+from trainwright.faults.drills.invariants import require
+from trainwright.faults.drills.kinds import ANY, fault
+from trainwright.faults.drills.trial_environment import FAILED, Scene
 
 
 @fault(

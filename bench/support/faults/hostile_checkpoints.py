@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from support.faults.setting import REFUSAL_BYTES
-from trainwright.drilling import invariants
-from trainwright.drilling.invariants import require
-from trainwright.drilling.kinds import ANY, fault
-from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.faults.drills import invariants
+from trainwright.faults.drills.invariants import require
+from trainwright.faults.drills.kinds import ANY, fault
+from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 Manifest = dict[str, Any]
 _RANK = "rank-00000.safetensors"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS
-from trainwright.drilling.invariants import require
-from trainwright.drilling.kinds import fault
-from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.faults.drills.invariants import require
+from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 _WEIGHTS = "model.safetensors"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from support.faults.setting import REFUSAL_SECONDS, refused
-from trainwright.drilling.kinds import fault
-from trainwright.drilling.trial_environment import MACHINE, REQUEST, Scene
+from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.trial_environment import MACHINE, REQUEST, Scene
 
 # What a row, a key or a name may carry to a terminal: set the clipboard, clear the screen, retitle the window.
 ESCAPES = ("\x1b]52;c;cHduZWQ=\x07", "\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x9b31m", "\x08\x08\x7f", "\x1bc")

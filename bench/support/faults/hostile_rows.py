@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from support.faults.hostile_recipes import ESCAPES
 from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS
-from trainwright.drilling.invariants import require
-from trainwright.drilling.kinds import fault
-from trainwright.drilling.trial_environment import FINISHED, REQUEST, Scene
+from trainwright.faults.drills.invariants import require
+from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.trial_environment import FINISHED, REQUEST, Scene
 
 _LOOKS = (("data", "check"), ("data", "show"), ("train",))
 

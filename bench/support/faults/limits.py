@@ -7,10 +7,10 @@ import os
 import resource
 from pathlib import Path
 
-from trainwright.drilling import invariants, phases
-from trainwright.drilling.faults.kills import started
-from trainwright.drilling.kinds import ANY, fault
-from trainwright.drilling.mounts import (
+from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills.faults.kills import started
+from trainwright.faults.drills.kinds import ANY, fault
+from trainwright.faults.drills.mounts import (
     fill,
     join,
     limited_memory,
@@ -20,7 +20,7 @@ from trainwright.drilling.mounts import (
     mounts_refused,
     own_mounts,
 )
-from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
+from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 
 _TOO_FEW = r"open files|files open|ulimit -n"
 _SHORT = (FINISHED, REQUEST, MACHINE, FAILED)

@@ -7,11 +7,11 @@ import sys
 import time
 from dataclasses import replace
 
-from trainwright.drilling import invariants
-from trainwright.drilling.commands import Command, CommandResult
-from trainwright.drilling.invariants import InvariantBroken, require
-from trainwright.drilling.kinds import fault
-from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.faults.drills import invariants
+from trainwright.faults.drills.commands import Command, CommandResult
+from trainwright.faults.drills.invariants import InvariantBroken, require
+from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 _WORLDS = (("ddp", 2), ("fsdp", 2), ("ddp", 3))
 # A rank that waits for something that cannot come does not wait for minutes.

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.separate_process import run_in_process
 from trainwright.errors import RequestError, Stopped
-from trainwright.paths import user_path
-from trainwright.text import plural, say
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
     from trainwright.recipe.yaml_text import Tree
-    from trainwright.reinforcement.collection import Collection, CollectionProgress
+    from trainwright.tasks.algorithm_distillation.collection import Collection, CollectionProgress
     from trainwright.tasks.algorithm_distillation.evaluation import AgentReport, AgentRequest
     from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
@@ -83,7 +83,7 @@ def _prepare(request: AgentRequest) -> None:
 
 
 def _entry(request: AgentRequest, work: Path, world: World) -> None:
-    from trainwright.launch.process import console
+    from trainwright.run.process import console
     from trainwright.tasks.algorithm_distillation.evaluation import work_on
 
     stream = console()  # of rank 0, which takes as many steps as the other ranks
@@ -91,7 +91,7 @@ def _entry(request: AgentRequest, work: Path, world: World) -> None:
     def stage(label: str, total: int) -> Callable[[], None]:
         if stream is None:
             return lambda: None
-        from trainwright.observe.counting import Counting
+        from trainwright.run.observers.counting import Counting
 
         counting = Counting(stream, label, total, "steps")
         return lambda: counting(1)
@@ -173,10 +173,10 @@ def collected(
     recipe: Path | Tree, overrides: tuple[str, ...] = (), num_processes: int | None = None, chart: Path | None = None
 ) -> Collected:
     """Collect and show the progress on standard output. Changes the signal handlers of this process."""
-    from trainwright.drawing import check_chart
     from trainwright.machine.detect import detect
     from trainwright.recipe.loading import load_recipe
     from trainwright.tasks.algorithm_distillation.spec import section_of
+    from trainwright.utils.drawing import check_chart
 
     section = section_of(load_recipe(recipe, overrides))
     if section is None:
@@ -189,7 +189,7 @@ def collected(
             f"{key}: has no effect on what is collected, which the section algorithm_distillation describes{seed}; "
             "remove it"
         )
-    from trainwright.reinforcement.collection import collect
+    from trainwright.tasks.algorithm_distillation.collection import collect
 
     collection = _collection(section)
     if chart is not None:
@@ -206,7 +206,7 @@ def collected(
 
 
 def _collection(section: AlgorithmDistillationSection) -> Collection:
-    from trainwright.reinforcement.collection import Collection
+    from trainwright.tasks.algorithm_distillation.collection import Collection
     from trainwright.tasks.algorithm_distillation.task import environment_of
 
     environment = environment_of(section)
@@ -289,8 +289,8 @@ class _GroupProgress:
 def _summary(collection: Collection, seconds: float | None, chart: Path | None) -> Collected:
     import numpy as np
 
-    from trainwright.reinforcement.collection import draw_curves, learning_curves, optimum
-    from trainwright.reinforcement.histories import Histories
+    from trainwright.tasks.algorithm_distillation.collection import draw_curves, learning_curves, optimum
+    from trainwright.tasks.algorithm_distillation.histories import Histories
 
     path = collection.path
     with Histories(path, collection.make_environment()) as histories:

@@ -12,8 +12,8 @@ from typing import Any
 from trainwright.api.generation import generate
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.errors import RequestError
-from trainwright.paths import user_path, write_file
-from trainwright.text import plural, say
+from trainwright.utils.paths import user_path, write_file
+from trainwright.utils.text import plural, say
 
 FIELD = "alternate"
 # A part is answered and written at once; where parts begin, with the seed, determines the answers.

@@ -12,10 +12,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.activity import Activity, doing
 from trainwright.api.separate_process import as_options, run_in_process
 from trainwright.errors import RequestError
-from trainwright.text import say
+from trainwright.utils.activity import Activity, doing
+from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from trainwright.inference.generation import Sampling
@@ -126,7 +126,7 @@ class GenerationRequest:
 def answer(request: GenerationRequest, prompt: str | None = None) -> str:
     """Answer one prompt, or with None prompts typed by the user, in this process; return the last answer."""
     machine = _checked(request)
-    from trainwright.launch.process import limit_product_caches, prepare_environment
+    from trainwright.run.process import limit_product_caches, prepare_environment
 
     prepare_environment(machine.cpu_cores, 1)
     with Activity(sys.stderr, "importing torch and transformers"):
@@ -193,10 +193,10 @@ def _answer_list(request: GenerationRequest, prompts: Sequence[str | Sequence[Ma
 
 def _checked(request: GenerationRequest) -> Machine:
     """Return the machine to use, after checking the options. Raises RequestError, MachineError."""
-    from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
     from trainwright.models.resolve_model import check_exists
+    from trainwright.run.group.environment import refuse_worker
 
     refuse_worker("generate")
     _check(request.file, request.out, request.num_processes, request.batch_size)

@@ -11,12 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.activity import Activity
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.utils.activity import Activity
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.request import EvaluationRequest
+    from trainwright.inference.evaluation.request import EvaluationRequest
     from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
@@ -72,9 +72,9 @@ def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
     """Measure; return the directory of the results, and the table. Changes this process."""
     from trainwright.api.agents import may_be_agent, measure_agent
     from trainwright.api.worker_group import in_processes, process_count, work_directory
-    from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.detect import detect
     from trainwright.models.resolve_model import check_exists
+    from trainwright.run.group.environment import refuse_worker
 
     refuse_worker("eval")
     model, trial = options.model, options.trial()
@@ -120,7 +120,7 @@ def written(report: Any, directory: Path) -> list[str]:
 def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     """Return the request, after checking that its options are consistent. Raises RequestError."""
     from trainwright.api.worker_group import dtype_name
-    from trainwright.evaluation.request import EvaluationRequest
+    from trainwright.inference.evaluation.request import EvaluationRequest
 
     on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
     if on_benchmark:
@@ -162,15 +162,17 @@ def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
 
 def _module(request: EvaluationRequest) -> str:
     """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
-    return "trainwright.tasks.unlearn.evaluation.work" if request.on_benchmark else "trainwright.evaluation.work"
+    return (
+        "trainwright.tasks.unlearn.evaluation.work" if request.on_benchmark else "trainwright.inference.evaluation.work"
+    )
 
 
 def _of_benchmarks(metric_names: str | None) -> bool:
     """Return whether a named metric exists only for unlearning benchmarks."""
     if metric_names is None:
         return False
-    from trainwright.evaluation.metrics import LIKELIHOODS
-    from trainwright.registries import METRICS as OF_ANSWERS
+    from trainwright.inference.evaluation.metrics import LIKELIHOODS
+    from trainwright.recipe.registries import METRICS as OF_ANSWERS
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
     return bool({*_split(metric_names)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
@@ -197,9 +199,9 @@ def _split(words: str) -> tuple[str, ...]:
 
 def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
     """Return the metrics by name, after checking their requirements."""
-    from trainwright.evaluation.libraries import require
-    from trainwright.evaluation.metrics import LIKELIHOODS, USUAL, extractor
-    from trainwright.registries import METRICS
+    from trainwright.inference.evaluation.libraries import require
+    from trainwright.inference.evaluation.metrics import LIKELIHOODS, USUAL, extractor
+    from trainwright.recipe.registries import METRICS
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
     names = _split(metric_names) if metric_names is not None else USUAL
@@ -225,7 +227,7 @@ def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: 
 
 def _refuse_idle(options_by_name: Mapping[str, object], names: Sequence[str]) -> None:
     """Raise RequestError for an option that has no effect on the metrics ``names`` of rows."""
-    from trainwright.evaluation.metrics import LIKELIHOODS
+    from trainwright.inference.evaluation.metrics import LIKELIHOODS
 
     of_answers = ("--full", "--max-new-tokens", "--batch-size")
     of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)
@@ -258,7 +260,7 @@ def _tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
         if directory is not None:
             raise RequestError("--lm-eval-include: has no effect without --lm-eval")
         return ()
-    from trainwright.evaluation.libraries import require
+    from trainwright.inference.evaluation.libraries import require
 
     require("lm_eval", "--lm-eval")
     return _split(task_names)

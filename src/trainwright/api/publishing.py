@@ -12,15 +12,15 @@ from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from trainwright.activity import Activity
 from trainwright.api.separate_process import run_in_process
 from trainwright.data.rows.chat_encoding import install_template
+from trainwright.engine.event_reader import read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import check_exists
-from trainwright.observe.reader import read_log
-from trainwright.paths import user_path
-from trainwright.text import plural, quoted, say
+from trainwright.utils.activity import Activity
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural, quoted, say
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
 
 def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
 
-    from trainwright.models.gguf.export import export_gguf
+    from trainwright.compatibility.gguf.export import export_gguf
 
     if out.suffix != ".gguf":
         raise RequestError(f"--out: {out} should end in .gguf")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.text import plural
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     from trainwright.recipe import schema
@@ -173,10 +173,10 @@ def _plain(value: Any) -> Any:
 def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     """Return what a run does, notes about it, and whether its model was looked at; raise RequestError as ``check``."""
     from trainwright.data.check import check_data
-    from trainwright.launch.request import check_extensions
     from trainwright.models.resolve_model import is_here, is_hub_id, locate
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.planning.facts import check_model, is_configured_here
+    from trainwright.run.request import check_extensions
 
     recipe = recipe_given._recipe
     section, name = recipe.model, recipe.model.name

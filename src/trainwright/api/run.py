@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.paths import run_path
+from trainwright.utils.paths import run_path
 
 if TYPE_CHECKING:
     from trainwright.api.recipe import Recipe
-    from trainwright.observe.reader import EventRecord
+    from trainwright.engine.event_reader import EventRecord
 
 
 class Run:
@@ -53,14 +53,14 @@ class Run:
     @property
     def plan(self) -> dict[str, Any]:
         """Return the initial plan of the run, as ``trainwright plan --json`` prints it; empty without a plan."""
-        from trainwright.launch.run_directory import plan_of
+        from trainwright.run.run_directory import plan_of
 
         return plan_of(self.directory)
 
     @property
     def status(self) -> str:
         """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
-        from trainwright.observe.reader import status_of
+        from trainwright.engine.event_reader import status_of
 
         return status_of(self.directory)
 
@@ -90,7 +90,7 @@ class Run:
             kind: only this kind: ``start``, ``step``, ``evaluate``, ``generate``, ``checkpoint``, ``fault``,
                 ``finish``.
         """
-        from trainwright.observe.reader import read_events
+        from trainwright.engine.event_reader import read_events
 
         try:
             events = read_events(self.directory / "events.jsonl")

@@ -21,10 +21,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainwright.activity import Activity
 from trainwright.errors import TrainingError
-from trainwright.extensions import trusting
-from trainwright.launch.program import passing_on
+from trainwright.recipe.extensions import trusting
+from trainwright.run.program import passing_on
+from trainwright.utils.activity import Activity
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from trainwright.api.run import Run
 from trainwright.errors import RequestError
-from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE, stop_was_requested
-from trainwright.launch.run_directory import RECIPE, SUBMITTED
 from trainwright.machine.sharing import is_locked
-from trainwright.paths import run_path
+from trainwright.run.ending.requests import CHECKPOINT_FILE, STOP_FILE, stop_was_requested
+from trainwright.run.run_directory import RECIPE, SUBMITTED
+from trainwright.utils.paths import run_path
 
 if TYPE_CHECKING:
     from trainwright.clusters.slurm.scheduler import QueuedJob

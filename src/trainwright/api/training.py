@@ -12,7 +12,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.activity import Activity, doing
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.run import Run
 from trainwright.api.separate_process import answer, run_in_process
@@ -25,16 +24,17 @@ from trainwright.errors import (
     TrainwrightError,
     error_of,
 )
-from trainwright.launch.group.environment import Variables, launcher_of
-from trainwright.text import quoted, say
+from trainwright.run.group.environment import Variables, launcher_of
+from trainwright.utils.activity import Activity, doing
+from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
-    from trainwright.launch.group.environment import NodeRendezvous
-    from trainwright.launch.joined import JoinRequest
-    from trainwright.launch.request import RunRequest
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
     from trainwright.recipe.yaml_text import Tree
+    from trainwright.run.group.environment import NodeRendezvous
+    from trainwright.run.joined import JoinRequest
+    from trainwright.run.request import RunRequest
 
 
 def train(
@@ -211,7 +211,7 @@ class PreparedTraining:
             As `train`.
         """
         from trainwright.api.publishing import push_finished
-        from trainwright.launch.start import start
+        from trainwright.run.start import start
 
         if not force:
             self.resolved.plan.refuse_shortage()
@@ -223,7 +223,7 @@ class PreparedTraining:
 
     def _replanned(self, force: bool) -> Resolved:
         """Plan with the lengths of the prepared data."""
-        from trainwright.launch.request import resolve_request
+        from trainwright.run.request import resolve_request
 
         resolved = resolve_request(self.request, self.machine)
         if not force:
@@ -238,22 +238,22 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         RequestError: the recipe, the arguments or the data are invalid.
         MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
-    from trainwright.launch.ending.requests import deadline_of
-    from trainwright.launch.group.environment import NodeRendezvous, refuse_worker
-    from trainwright.launch.ignored_settings import refuse_more_nodes
-    from trainwright.launch.request import check_nodes, check_request, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
+    from trainwright.run.ending.requests import deadline_of
+    from trainwright.run.group.environment import NodeRendezvous, refuse_worker
+    from trainwright.run.ignored_settings import refuse_more_nodes
+    from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
 
     if options.on_simulated is not None:
-        from trainwright.simulation.computing import compute_on
+        from trainwright.planning.simulation.computing import compute_on
 
         compute_on(options.on_simulated)
     overrides, translation = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]
     nodes, node_rank, rendezvous = options.nodes, options.node_rank, options.rendezvous
     if options.accelerate_config is not None:
-        from trainwright.launch.accelerate.recipe import find_translation
+        from trainwright.compatibility.accelerate.recipe import find_translation
 
         file = options.accelerate_config
         translation = find_translation(file, words, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous)
@@ -282,7 +282,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
 def _train(options: TrainingRequest) -> Path:
     """Prepare and train, in a process that does nothing else."""
 
-    from trainwright.launch.ending.stop import interruptible
+    from trainwright.run.ending.stop import interruptible
 
     try:
         with interruptible():
@@ -297,8 +297,8 @@ def _train(options: TrainingRequest) -> Path:
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
-    from trainwright.launch.accelerate.reading import default_path
-    from trainwright.launch.ignored_settings import ignored_settings
+    from trainwright.compatibility.accelerate.reading import default_path
+    from trainwright.run.ignored_settings import ignored_settings
 
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
@@ -319,7 +319,7 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
     """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
     `train`.
     """
-    from trainwright.launch.joined import JoinRequest
+    from trainwright.run.joined import JoinRequest
 
     if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
         raise RequestError(f"{excess[0]}: {name} started the processes and sets their rendezvous; remove it")
@@ -341,9 +341,9 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
 
 def _join(request: JoinRequest) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
-    from trainwright.launch.ending.left import describe_stop
-    from trainwright.launch.ending.stop import interruptible
-    from trainwright.launch.joined import run_joined
+    from trainwright.run.ending.left import describe_stop
+    from trainwright.run.ending.stop import interruptible
+    from trainwright.run.joined import run_joined
 
     failed: list[tuple[int, str]] = []
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from trainwright.api.evaluation import evaluate
 from trainwright.api.training import resume, train
 from trainwright.errors import RequestError, Stopped, TrainwrightError
-from trainwright.launch.run_directory import override_of
-from trainwright.paths import user_path
-from trainwright.text import say
+from trainwright.run.run_directory import override_of
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import say
 
 if TYPE_CHECKING:
-    from trainwright.recipe.benchmarks import Benchmark
+    from trainwright.tasks.unlearn.benchmarks import Benchmark
     from trainwright.tasks.unlearn.evaluation.study.file import StudyFile
     from trainwright.tasks.unlearn.evaluation.study.results import Results
 
@@ -52,8 +52,8 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
             ...
         trainwright.errors.RequestError: nowhere.yaml: ...
     """
-    from trainwright.evaluation.libraries import require
-    from trainwright.launch.group.environment import refuse_worker
+    from trainwright.inference.evaluation.libraries import require
+    from trainwright.run.group.environment import refuse_worker
     from trainwright.tasks.unlearn.evaluation.study.file import load_study
 
     refuse_worker("unlearn-study")

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainwright.activity import Activity, doing
 from trainwright.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -23,10 +22,11 @@ from trainwright.errors import (
     TrainingError,
     TrainwrightError,
 )
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.limits import check_limits
-from trainwright.launch.process import console, preload_libraries, prepare_environment, run_in_child
 from trainwright.machine.accelerators import refuse_unusable
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.limits import check_limits
+from trainwright.run.process import console, preload_libraries, prepare_environment, run_in_child
+from trainwright.utils.activity import Activity, doing
 
 if TYPE_CHECKING:
     from trainwright.inference.answering import Done
@@ -100,7 +100,7 @@ def in_processes(
                 for module in modules:
                     import_module(module)
             run_in_child(partial(_prepare, prepare), work / "prepare.log", stopping)
-            from trainwright.launch.supervisor import launch
+            from trainwright.run.supervisor import launch
 
             try:
                 code = launch(partial(_work, entry), processes=processes, logs=work / "logs", stopping=stopping)
@@ -133,11 +133,11 @@ def _prepare(prepare: Callable[[], None]) -> None:
 
 
 def _work(entry: Callable[[World], None]) -> int:
-    from trainwright.launch.group.contract import usable_device
-    from trainwright.launch.process import limit_product_caches
     from trainwright.machine.detect import detect
     from trainwright.parallel.openmp import limit_spinning
     from trainwright.parallel.world import join, leave
+    from trainwright.run.group.contract import usable_device
+    from trainwright.run.process import limit_product_caches
 
     limit_product_caches()
     limit_spinning()
@@ -155,7 +155,7 @@ def counted(world: World, label: str, total: int) -> Done:
     stream = console()
     if stream is None or not total:
         return lambda examples: None
-    from trainwright.observe.counting import Counting
+    from trainwright.run.observers.counting import Counting
 
     counting = Counting(stream, label, total)
     doing(f"the first {label}")

@@ -15,8 +15,8 @@ from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.cli.trust import TrustCode
 from trainwright.cli.words_of_others import Commands
 from trainwright.errors import MachineError, RequestError
-from trainwright.paths import user_path
-from trainwright.text import draw, is_terminal, plural, printable, say, they
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import draw, is_terminal, plural, printable, say, they
 
 if TYPE_CHECKING:
     from trainwright.data.check import Checked

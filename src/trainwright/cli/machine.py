@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.cli.words_of_others import Commands
-from trainwright.text import plural, say
+from trainwright.utils.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.machine.catalog import Card

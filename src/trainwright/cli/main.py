@@ -9,24 +9,16 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli import (
-    data,
-    doctor,
-    jobs,
-    launch,
-    machine,
-    models,
-    names_in_help,
-    plan,
-    recipe,
-    runs,
-    setup,
-    studies,
-    train,
-    words_of_others,
-)
+from trainwright.cli import data, machine, models, names_in_help, recipe, train, words_of_others
+from trainwright.clusters import commands as jobs
+from trainwright.compatibility import commands as setup
+from trainwright.compatibility import launch_commands as launch
+from trainwright.doctor import commands as doctor
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
-from trainwright.text import say
+from trainwright.observe import commands as runs
+from trainwright.observe import study_commands as studies
+from trainwright.planning import commands as plan
+from trainwright.utils.text import say
 
 app = typer.Typer(
     name="trainwright",

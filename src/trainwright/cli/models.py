@@ -9,7 +9,7 @@ import typer
 
 from trainwright.cli.trust import TrustCode
 from trainwright.errors import RequestError
-from trainwright.text import plural, say
+from trainwright.utils.text import plural, say
 
 
 def evaluate(

@@ -12,7 +12,7 @@ class NamesInHelp(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the names after the options."""
-        from trainwright.registries import KEYS
+        from trainwright.recipe.registries import KEYS
 
         super().format_epilog(ctx, formatter)
         with formatter.section("Names in recipes, or module:Name"):

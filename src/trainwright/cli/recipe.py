@@ -9,7 +9,7 @@ import typer
 
 from trainwright.cli.trust import TrustCode
 from trainwright.cli.words_of_others import Commands
-from trainwright.text import say, table
+from trainwright.utils.text import say, table
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, check and describe recipes.")
 
@@ -26,7 +26,7 @@ def new(
     all_names: Annotated[bool, typer.Option("--list", help="List the recipes that come with Trainwright.")] = False,
 ) -> None:
     """Write a recipe that comes with Trainwright as recipes/NAME.yaml, with the recipes that it includes."""
-    from trainwright.installation import shipped_recipes, write_recipe
+    from trainwright.utils.installation import shipped_recipes, write_recipe
 
     if all_names or not name:
         for line in table(list(shipped_recipes().items())):
@@ -72,7 +72,7 @@ def schema() -> None:
 @app.command()
 def objectives() -> None:
     """List the unlearning objectives: what each does, its paper, and its settings."""
-    from trainwright.registries import OBJECTIVES
+    from trainwright.recipe.registries import OBJECTIVES
     from trainwright.tasks.unlearn.section import UnlearnSection
 
     for name in OBJECTIVES.names():

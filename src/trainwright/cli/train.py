@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.activity import Activity
-from trainwright.cli.launch import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.cli.names_in_help import NamesInHelp
+from trainwright.compatibility.launch_commands import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.errors import RequestError
-from trainwright.installation import FIRST
-from trainwright.text import say
+from trainwright.utils.activity import Activity
+from trainwright.utils.installation import FIRST
+from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from trainwright.planning.resolve import Resolved
@@ -111,10 +111,10 @@ def train(
     run it again with --resume.
     """
     from trainwright.api.training import TrainingRequest, prepare
-    from trainwright.launch.request import split_words
+    from trainwright.run.request import split_words
 
     if verbose:
-        from trainwright.observe.console import VERBOSE
+        from trainwright.run.observers.console import VERBOSE
 
         os.environ[VERBOSE] = "1"
     recipe, overrides = split_words(arguments or [])
@@ -155,7 +155,7 @@ def train(
         on_simulated=simulate,
     )
     if hosts is not None or hostfile is not None:
-        from trainwright.api.clusters import train_on_hosts
+        from trainwright.clusters.operations import train_on_hosts
 
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
@@ -215,6 +215,6 @@ def _bare_resume(args: list[str], i: int) -> str:
     """Return the value for `--resume` followed by nothing, an option, an override or a recipe file: the newest run."""
     if args[i] != "--resume":
         return args[i]
-    from trainwright.launch.request import is_bare_resume
+    from trainwright.run.request import is_bare_resume
 
     return "--resume=" if is_bare_resume(args[i + 1] if i + 1 < len(args) else None) else "--resume"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.extensions import trusting
+from trainwright.recipe.extensions import trusting
 
 
 def _trust(context: typer.Context, trusted: bool) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 from trainwright.errors import RequestError
-from trainwright.text import quoted
+from trainwright.utils.text import quoted
 
 # By what to write: the names of other tools, separated by spaces.
 COMMANDS = {

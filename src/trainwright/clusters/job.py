@@ -11,8 +11,8 @@ from typing import Any
 
 from trainwright.clusters.settings import ClusterSettings, settings_of
 from trainwright.errors import RequestError
-from trainwright.launch import run_directory
 from trainwright.recipe.loading import load_recipe
+from trainwright.run import run_directory
 
 ELEMENT = "{element}"
 _DIRECTORY = "logging.run_directory="

@@ -20,9 +20,9 @@ from typing import Any
 from trainwright.clusters.job import Job
 from trainwright.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
-from trainwright.launch.program import started
-from trainwright.launch.run_directory import override_of
-from trainwright.text import say
+from trainwright.run.program import started
+from trainwright.run.run_directory import override_of
+from trainwright.utils.text import say
 
 _MOST_ATTEMPTS = 100
 _PAUSE_SECONDS = 2.0  # in which Ray notices that a node is lost

@@ -14,10 +14,10 @@ from pydantic import Field, ValidationError
 from trainwright.errors import RequestError
 from trainwright.machine.describe import nodes_like
 from trainwright.machine.machine_file import Written, machine_of, names_file
-from trainwright.paths import user_path
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Text
 from trainwright.recipe.sections.launch import JobSection
+from trainwright.utils.paths import user_path
 
 SLURM, KUBERNETES, SKYPILOT, RAY = "slurm", "kubernetes", "skypilot", "ray"
 SCHEDULERS = (SLURM, KUBERNETES, SKYPILOT, RAY)

@@ -18,8 +18,8 @@ import yaml
 from trainwright.clusters.job import Job
 from trainwright.clusters.job_attempts import MODULE
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
-from trainwright.launch.run_directory import override_of
 from trainwright.recipe.loading import load_recipe
+from trainwright.run.run_directory import override_of
 
 _PORT = 29400
 _DEVICES = re.compile(r"(\d+)[x×*](.+)")

@@ -28,8 +28,8 @@ from trainwright.data.sources.reading import (
 from trainwright.data.sources.registry import registered_source
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
-from trainwright.text import plural, they
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural, they
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import MachineError, Stopped, TrainwrightError
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import preload_libraries
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, versions
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.process import preload_libraries
 
 SECONDS = 50.0  # in total, including imports and starting processes
 LIMIT = 57.0  # seconds after which a machine is too busy to be measured; with the final work it stays below a minute
@@ -101,7 +101,7 @@ def _in_processes(
     machine: Machine, count: int, threads: int | None, ends: tuple[float, float], work: Path, stopping: Stopping
 ) -> dict[str, Any]:
     from trainwright.doctor.calibrate_worker import measure
-    from trainwright.launch.supervisor import launch
+    from trainwright.run.supervisor import launch
 
     output = work / "samples.json"
     work.mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, summary
-from trainwright.text import size
+from trainwright.utils.text import size
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _KINDS = ("copy", "elementwise", "reduction")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainwright import text
-from trainwright.observe.reader import EventRecord, read_events
+from trainwright.engine.event_reader import EventRecord, read_events
+from trainwright.utils import text
 
 # Relative, by `train.mixed_precision`: the effect of the order of summation within a few steps.
 TOLERANCES = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}

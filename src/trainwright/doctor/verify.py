@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, TextIO
 
 from trainwright.doctor.comparison import TOLERANCES, Comparison
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError, Stopped, TrainingError, TrainwrightError
-from trainwright.launch import run_directory
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import console, preload_worker, prepare_environment, run_in_child
 from trainwright.machine.machine import Machine
-from trainwright.observe.progress import Remaining, progress_on
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
-from trainwright.text import count, say, size
+from trainwright.run import run_directory
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.observers.progress import Remaining, progress_on
+from trainwright.run.process import console, preload_worker, prepare_environment, run_in_child
+from trainwright.utils.text import count, say, size
 
 if TYPE_CHECKING:
-    from trainwright.observe.reader import EventRecord
+    from trainwright.engine.event_reader import EventRecord
 
 _SHOW_SECONDS = 5.0
 _BYTES = 16  # of a parameter: fp32 master weight, gradient and AdamW's two moments
@@ -122,7 +122,7 @@ def _prepared_model(
 
 def _prepare(recipe: Recipe, machine: Machine, directory: Path) -> None:
     """Prepare in a child process, whose libraries and threads must not be in the parent of the workers."""
-    from trainwright.launch.run_worker import prepare
+    from trainwright.run.run_worker import prepare
 
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
@@ -174,7 +174,7 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
         TrainingError: a process failed.
         Stopped: a stop was requested.
     """
-    from trainwright.launch.supervisor import launch
+    from trainwright.run.supervisor import launch
 
     side.run.mkdir()
     run_directory.record(side.run, dump_recipe(side.recipe), side.name, [])
@@ -186,7 +186,7 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
 
 def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
     """Run a side in every worker."""
-    from trainwright.launch.run_worker import TrialRun, Worker, run_worker
+    from trainwright.run.run_worker import TrialRun, Worker, run_worker
 
     return run_worker(
         Worker(side.run),

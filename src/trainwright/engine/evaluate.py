@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from trainwright import heartbeat
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Measured, Task
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import StopRequested
+from trainwright.utils import heartbeat
 
 
 def evaluate(

@@ -229,7 +229,7 @@ class Restart(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Notice(Event):
-    """A line for the user. The other fields belong to a plan that proved wrong (observe/plan_watch.py)."""
+    """A line for the user. The other fields belong to a plan that proved wrong (planning/plan_watch.py)."""
 
     kind_of_event = "notice"
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from trainwright import heartbeat
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import World
+from trainwright.utils import heartbeat
 
 
 class ForwardOnly:

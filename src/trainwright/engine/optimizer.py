@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from trainwright.extensions import load
 from trainwright.parallel.matrix_exchange import MatrixExchange
 from trainwright.parallel.matrix_owners import ITERATIONS
 from trainwright.parallel.strategy import OptimizerFactory
+from trainwright.recipe.extensions import load
+from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES
 from trainwright.recipe.schema import OptimizerSection
-from trainwright.registries import OPTIMIZERS, SCHEDULES
 
 
 def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:

@@ -13,7 +13,7 @@ import psutil
 
 from trainwright.errors import TrainingError
 from trainwright.machine.allocator import peak_resident, return_freed_memory
-from trainwright.text import size
+from trainwright.utils.text import size
 
 if TYPE_CHECKING:
     import torch

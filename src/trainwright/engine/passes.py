@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from trainwright import heartbeat
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
+from trainwright.data.stream.transfer import on_device
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
 from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training, check_steps
@@ -25,7 +25,7 @@ from trainwright.engine.task import LossSum
 from trainwright.machine.allocator import ResidentMemory
 from trainwright.parallel.strategy import Independent
 from trainwright.recipe.schema import OptimizerSection
-from trainwright.transfer import on_device
+from trainwright.utils import heartbeat
 
 # AdamW, and Muon with updates scaled to those of AdamW, use up to some 1e-3 for large models and 6e-3 for tiny ones.
 _USUAL = "1e-6 to 1e-3"

@@ -14,7 +14,6 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from trainwright import heartbeat, text
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.checkpoints.export import export
@@ -43,7 +42,8 @@ from trainwright.errors import TrainingError
 from trainwright.machine.usage.counters import Counters
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.parallel.world import StopRequested
-from trainwright.paths import write_file
+from trainwright.utils import heartbeat, text
+from trainwright.utils.paths import write_file
 
 
 class _StepResult(NamedTuple):

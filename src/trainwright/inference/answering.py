@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainwright import heartbeat
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.errors import MachineError
 from trainwright.inference.generation import Answer, Sampling, answer_batch, new_token_limit
 from trainwright.inference.stopping import Stop
 from trainwright.parallel.available_memory import free_bytes
 from trainwright.parallel.world import World
+from trainwright.utils import heartbeat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

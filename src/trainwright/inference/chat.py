@@ -12,7 +12,7 @@ from trainwright.inference.generation import Answer, Sampling, answer_batch
 from trainwright.inference.loading import Loaded
 from trainwright.inference.prompts import PromptEncoder, Question
 from trainwright.inference.stopping import Stop, stop_of
-from trainwright.text import say
+from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

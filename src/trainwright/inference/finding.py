@@ -13,12 +13,12 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from trainwright.errors import RequestError
 from trainwright.models.supported import class_in
 from trainwright.models.tokenization import TOKENIZER_FILES
-from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.text import quoted
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import quoted
 
 _RECIPE, _MANIFEST, _FINAL = "recipe.yaml", "manifest.json", "final"
 _ADAPTER = "adapter_config.json"

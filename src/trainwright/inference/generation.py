@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright import heartbeat
 from trainwright.errors import RequestError
 from trainwright.inference.stopping import Stop
 from trainwright.models.cache import new_cache
+from trainwright.utils import heartbeat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainwright.activity import doing
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from trainwright.models.resolve_model import resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements
 from trainwright.models.truncate_config import parameter_count
 from trainwright.parallel.layout import Shard
+from trainwright.utils.activity import doing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

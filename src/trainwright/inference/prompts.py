@@ -14,7 +14,7 @@ from trainwright.data.rows.texts import text_ids
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, read_text
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainwright.errors import MachineError
-from trainwright.paths import write_file
+from trainwright.utils.paths import write_file
 
 
 def cache_root() -> Path:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trainwright.machine.links import Link
 from trainwright.machine.processor import Processor
-from trainwright.text import plural
+from trainwright.utils.text import plural
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from trainwright.machine.describe import Cluster, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, of_json
 from trainwright.machine.measured.contradictions import contradictions
-from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
+from trainwright.utils.paths import user_path
 
 # Derived from the other keys; written for readers.
 _DERIVED = ("devices", "device")

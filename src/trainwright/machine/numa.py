@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trainwright.machine.cgroups import groups
 from trainwright.machine.system_files import read
-from trainwright.text import plural
+from trainwright.utils.text import plural
 
 _NODES = "sys/devices/system/node"
 # Number of set_mempolicy(2), which the C library does not wrap, and its policy to prefer a node but use others if it is

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from trainwright.activity import doing
 from trainwright.errors import RequestError
-from trainwright.paths import retried, sync_tree
+from trainwright.utils.activity import doing
+from trainwright.utils.paths import retried, sync_tree
 
 LOCK = ".lock"  # in a directory: on NFS, locks of directories do not reach other machines, and those of files do
 _LOOKS, _LONGEST_LOOKS = 0.05, 0.5  # seconds between attempts

@@ -19,9 +19,9 @@ from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.configuration import making, no_progress_bar, restore_source
 from trainwright.models.safetensors_files import write_weights
-from trainwright.paths import sync_tree
 from trainwright.recipe.sections.model import OWN
-from trainwright.text import size
+from trainwright.utils.paths import sync_tree
+from trainwright.utils.text import size
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.activity import doing
 from trainwright.data.rows.chat_templates import arguments_in, template_of, with_defaults
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
@@ -23,9 +22,10 @@ from trainwright.models.configuration import (
 from trainwright.models.resolve_model import check_directory, is_here, locate, resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements
 from trainwright.models.tokenization import bytes_tokenizer, is_trained, token_ids, tokenizer_from, trained_tokenizer
-from trainwright.paths import user_path
 from trainwright.recipe.sections.model import OWN
-from trainwright.text import plural
+from trainwright.utils.activity import doing
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -231,7 +231,7 @@ def dtype_to_save(model: ModelSection) -> torch.dtype:
             f"torch.{dtype_name.removeprefix('torch.')}", torch.float32
         )
     if source.gguf is not None:
-        from trainwright.models.gguf.reading import gguf_facts
+        from trainwright.compatibility.gguf.reading import gguf_facts
 
         return {"BF16": torch.bfloat16, "F16": torch.float16}.get(gguf_facts(source.gguf).precision, torch.float32)
     sizes: dict[str, int] = {}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.activity import doing
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
@@ -17,6 +16,7 @@ from trainwright.models.files import has_experts, logit_difference, replacing, s
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer, untie
 from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import resolve
+from trainwright.utils.activity import doing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -23,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainwright.errors import RequestError
-from trainwright.extensions import is_file, load_named
-from trainwright.paths import user_path
+from trainwright.recipe.extensions import is_file, load_named
 from trainwright.recipe.sections.model import OWN
+from trainwright.utils.paths import user_path
 
 
 @strict

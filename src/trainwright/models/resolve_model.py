@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.safetensors_files import DamagedFile, read_header, stored_elements
 from trainwright.models.tokenization import TOKENIZER_FILES
-from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.model import ModelSection
@@ -194,7 +194,7 @@ def check_safetensors(file: Path, key: str) -> None:
 
 
 def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> ModelLocation:
-    from trainwright.models.gguf.reading import convert_gguf
+    from trainwright.compatibility.gguf.reading import convert_gguf
 
     if not file.is_file():
         raise RequestError(f"{key}: {file} is not a file")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.extensions import is_file
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
+from trainwright.recipe.extensions import is_file
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN
 

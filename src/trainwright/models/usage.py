@@ -8,7 +8,7 @@ from pathlib import Path
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.supported import class_in
 from trainwright.recipe.files import read_json
-from trainwright.text import quoted
+from trainwright.utils.text import quoted
 
 _QUANTIZATION = {
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})',
@@ -93,7 +93,7 @@ def evaluating(weights: Path, name: str) -> str:
 
 def is_in_code(weights: Path) -> bool:
     """Return whether the environment of an agent is code that the run's recipe names."""
-    from trainwright.reinforcement.environments import names_code
+    from trainwright.tasks.algorithm_distillation.environments import names_code
 
     return names_code(read_json(weights / "agent.json")["environment"])
 

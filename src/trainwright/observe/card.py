@@ -8,14 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright import __version__, text
+from trainwright import __version__
+from trainwright.engine.event_reader import EventRecord, precision_of, read_log
 from trainwright.errors import RequestError
 from trainwright.models.adapters.base_model import BASE, BaseModel
 from trainwright.models.usage import asking, evaluating, is_in_code, loading
-from trainwright.observe.reader import EventRecord, precision_of, read_log
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.utils import text
 
 _POINTS = 12  # of the curve
 

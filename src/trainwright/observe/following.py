@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainwright.engine.event_reader import EventRecord, history_of, lost_between, part_of, resumed_step
 from trainwright.engine.events import LONGEST_LINE, parse_event
 from trainwright.machine.cache import cache_root, try_write
-from trainwright.observe.reader import EventRecord, history_of, lost_between, part_of, resumed_step
-from trainwright.paths import open_inside
+from trainwright.utils.paths import open_inside
 
 EVENTS = "events.jsonl"
 _CHUNK_BYTES = 2**20

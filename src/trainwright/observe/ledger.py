@@ -22,12 +22,12 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainwright.beats import FINISHED
-from trainwright.heartbeat import Heartbeat
+from trainwright.engine.event_reader import EventRecord, bounded_lines, superseded
 from trainwright.machine.usage.sample import process_age
-from trainwright.observe.reader import EventRecord, bounded_lines, superseded
-from trainwright.paths import files_inside, open_inside
-from trainwright.spent import Use
+from trainwright.utils.beats import FINISHED
+from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.paths import files_inside, open_inside
+from trainwright.utils.spent import Use
 
 DIRECTORY = "ledger"
 FORMAT = 1

@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainwright.observe.reader import EventRecord
+from trainwright.engine.event_reader import EventRecord
 
 NEEDS = "vl_convert"
 ENDED = "TRAINWRIGHT_RUN_ENDED"  # set for the process that writes the last page, while the launch still locks the run

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Self
 
-from trainwright.heartbeat import Heartbeat
+from trainwright.utils.heartbeat import Heartbeat
 
 _TICK, _LATE = 0.02, 0.015  # seconds
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright import heartbeat
+from trainwright.utils import heartbeat
 
 # Name and position of the tensor in a call; ranks must agree on the tensor's shape, except where it is None.
 _SAME_SHAPE = {

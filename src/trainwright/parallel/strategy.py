@@ -21,13 +21,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.errors import RequestError
-from trainwright.extensions import load
 from trainwright.parallel.layout import ModelLayout, Shard
 from trainwright.parallel.matrix_exchange import MatrixExchange
 from trainwright.parallel.world import World
+from trainwright.recipe.extensions import load
+from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.registries import STRATEGIES
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainwright import heartbeat
-from trainwright.transfer import on_device
+from trainwright.data.stream.transfer import on_device
+from trainwright.utils import heartbeat
 
 # torch's default for gloo; NCCL's is 10 minutes.
 TIMEOUT = timedelta(minutes=30)

@@ -13,7 +13,7 @@ from trainwright.planning.memory.fsdp import ShardedUnit, units
 from trainwright.planning.memory.inventory import OUTSIDE, Inventory, inventory, partly_trained
 from trainwright.planning.memory.strategies import exchanged_width, orthogonalized
 from trainwright.planning.workload import Choice, Workload
-from trainwright.registries import OPTIMIZERS
+from trainwright.recipe.registries import OPTIMIZERS
 
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 _REDUCED = 4  # bytes of an element whose gradient is reduced

@@ -16,7 +16,6 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.models.supported import check_packable, check_trainable, unpackable
-from trainwright.paths import user_path
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.catalog import KnownModel, find_model, known_model, nearest_models
@@ -27,6 +26,7 @@ from trainwright.planning.operations import BatchShape
 from trainwright.planning.workload import ReferenceWork, Workload, adapter_of, quantization_of
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN, check_sizes
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainwright.drawing import new_figure, save_chart
 from trainwright.machine.measured.quick import rates_in_words
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.plan import RunPlan
 from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict
 from trainwright.planning.search import Candidate
 from trainwright.planning.step_time.step import StepTime
-from trainwright.text import count, plural, size, span
+from trainwright.utils.drawing import new_figure, save_chart
+from trainwright.utils.text import count, plural, size, span
 
 # Groups of memory, from permanent to temporary, and the characters that draw them.
 _GROUPS = {

@@ -18,7 +18,7 @@ from trainwright.planning.operations.shapes import Heads
 from trainwright.planning.search import Candidate, SearchResult
 from trainwright.planning.suggestions import Suggestion
 from trainwright.planning.workload import Choice, Workload
-from trainwright.text import plural, size
+from trainwright.utils.text import plural, size
 
 
 def reasons_of(

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainwright.activity import doing
 from trainwright.engine.checkpoints.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
@@ -32,7 +31,8 @@ from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.text import say
+from trainwright.utils.activity import doing
+from trainwright.utils.text import say
 
 
 @dataclass(frozen=True)

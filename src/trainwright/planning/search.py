@@ -25,7 +25,7 @@ from trainwright.planning.step_time.basis import Corrections
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import StepTime, least_seconds, step_time
 from trainwright.planning.workload import Choice, Workload
-from trainwright.registries import STRATEGIES
+from trainwright.recipe.registries import STRATEGIES
 
 # Share of the host's free memory that is left to other programs, whose use varies.
 LEFT_ALONE = 0.15

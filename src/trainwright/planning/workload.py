@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.recipe.files import read_json
 from trainwright.recipe.strategy_spec import StrategySpec, spec_of
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.model import ModelSection

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.recipe import parallel_checks
 from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES, TASKS
 from trainwright.recipe.sections.model import absurd_sizes
-from trainwright.registries import OPTIMIZERS, SCHEDULES, TASKS
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.installation import shipped_recipes
+from trainwright.utils.installation import shipped_recipes
 
 DEEPEST = 64  # levels of mappings and lists; files written by people stay far below
 # In bytes. YAML takes seconds per MiB to read; people write a few thousand bytes.

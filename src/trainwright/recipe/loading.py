@@ -13,14 +13,14 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.extensions import is_file, search_beside
-from trainwright.paths import user_path
+from trainwright.recipe.extensions import is_file, search_beside
 from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.problems import contradictions_in, explain, explain_contradictions, invalid_keys, placeholders
+from trainwright.recipe.registries import TASKS
 from trainwright.recipe.schema import Recipe, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
-from trainwright.registries import TASKS
-from trainwright.text import quoted
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import quoted
 
 _MAX_LINES = 100  # of a message
 # The largest number of includes in total, counting repeats, and their depth: nested includes multiply.

@@ -1,6 +1,6 @@
 """What recipes, plans and the engine need to know of an optimizer and of a schedule, without torch.
 
-They are registered in ``registries.py``, by an entry point of the groups ``trainwright.optimizers`` and
+They are registered in ``recipe/registries.py``, by an entry point of the groups ``trainwright.optimizers`` and
 ``trainwright.schedules``, or named in a recipe as ``module:Name``.
 """
 

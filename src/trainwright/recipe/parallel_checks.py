@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import all_specs
-from trainwright.registries import STRATEGIES
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe

@@ -20,7 +20,7 @@ from trainwright.recipe.registered import Registered
 from trainwright.recipe.schema import model_of, recipe_model
 from trainwright.recipe.synonyms import SECTIONS, OwnKey, our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
-from trainwright.text import quoted
+from trainwright.utils.text import quoted
 
 _OF_MANY_KEYS = ("auto", "none")  # words that say nothing about the key
 _MAX_UNKNOWN = 30  # unknown keys that are explained; the rest are counted

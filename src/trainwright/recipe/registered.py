@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, PydanticKnownError, ValidationError, core_schema
 
 from trainwright.errors import RequestError
-from trainwright.extensions import OWN, Registry
+from trainwright.recipe.extensions import OWN, Registry
 
 _ENTRY_POINT = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 

@@ -23,6 +23,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.process_range import contradictions_in_range
 from trainwright.recipe.registered import Registered
+from trainwright.recipe.registries import METRICS, OBSERVERS, OPTIMIZERS, SCHEDULES, TASKS
 from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.faults import FaultsSection
 from trainwright.recipe.sections.fields import (
@@ -42,7 +43,6 @@ from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.sections.train import TrainSection
 from trainwright.recipe.task_spec import TaskSpec
-from trainwright.registries import METRICS, OBSERVERS, OPTIMIZERS, SCHEDULES, TASKS
 
 
 def _with_summaries(schema: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The description of a strategy without its code, to check, plan and launch recipes without torch.
 
-A spec is in a module next to the strategy's code and registered in ``registries.py``, or by an entry point of the group
-``trainwright.strategies`` in another package. The module must not import torch.
+A spec is in a module next to the strategy's code and registered in ``recipe/registries.py``, or by an entry point of
+the group ``trainwright.strategies`` in another package. The module must not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from trainwright.errors import MachineError
-from trainwright.registries import STRATEGIES
+from trainwright.recipe.registries import STRATEGIES
 
 Part = Literal["parameters", "gradients", "optimizer state"]
 

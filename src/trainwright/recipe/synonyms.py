@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from trainwright.registries import TASKS
+from trainwright.recipe.registries import TASKS
 
 
 class OwnKey(NamedTuple):

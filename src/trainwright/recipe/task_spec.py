@@ -1,7 +1,7 @@
 """The description of a task without its code, to read, check and plan recipes without torch.
 
-A spec is in a module next to the task's code and registered in ``registries.py``, or by an entry point of the group
-``trainwright.tasks`` in another package. The module must not import torch.
+A spec is in a module next to the task's code and registered in ``recipe/registries.py``, or by an entry point of
+the group ``trainwright.tasks`` in another package. The module must not import torch.
 """
 
 from __future__ import annotations

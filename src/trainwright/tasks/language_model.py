@@ -24,7 +24,7 @@ from trainwright.data.tokens.lengths import remember, rows_of
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
-from trainwright.evaluation.questions import ValidationQuestions
+from trainwright.inference.evaluation.questions import ValidationQuestions
 from trainwright.inference.generation import Sampling, answer_batch, new_token_limit, padding_token
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder

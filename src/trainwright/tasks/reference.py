@@ -27,14 +27,14 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import MicroBatch, Stream
+from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.errors import TrainingError
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import LanguageModelTask
-from trainwright.text import plural
-from trainwright.transfer import on_device
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ import pytest
 from tests.cli.test_launch import NODES
 from tests.support.commands import ROOT, descendants, started, trainwright, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
-from trainwright.observe.reader import read_events
+from trainwright.engine.event_reader import read_events
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [

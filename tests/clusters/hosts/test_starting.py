@@ -16,13 +16,13 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY, events
-from trainwright.api.clusters import train_on_hosts
 from trainwright.api.training import TrainingRequest
 from trainwright.clusters.hosts import starting
 from trainwright.clusters.hosts.names import Host
 from trainwright.clusters.hosts.starting import HostsResult, run_on
+from trainwright.clusters.operations import train_on_hosts
 from trainwright.errors import RequestError, Stopped
-from trainwright.launch.ending import stop
+from trainwright.run.ending import stop
 
 HOSTS = [Host("one"), Host("two")]
 # What ssh is given ends with the command, which tells its process as the last line of a file.

@@ -425,7 +425,7 @@ def test_a_task_whose_supervisor_has_died_ends_its_step(here: Path, monkeypatch:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     task = (
-        "import pathlib, time; from trainwright.launch.start import end_orphaned_step; end_orphaned_step(); "
+        "import pathlib, time; from trainwright.run.start import end_orphaned_step; end_orphaned_step(); "
         "pathlib.Path('ready').touch()\nwhile not pathlib.Path('go').exists(): time.sleep(0.02)\n"
         "pathlib.Path('over').touch()"
     )
@@ -470,7 +470,7 @@ def test_ends_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
 
 
 def test_jobs_shows_runs_without_a_scheduler(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.api.clusters import RunState, table
+    from trainwright.clusters.operations import RunState, table
 
     monkeypatch.setenv("PATH", str(here))
     assert tw.jobs() == []

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright import activity
+from trainwright.utils import activity
 
 activity.QUIET_SECONDS = 0.0

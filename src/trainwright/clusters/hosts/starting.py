@@ -21,10 +21,10 @@ from trainwright.clusters.hosts.names import SSH_FAILED, Host, HostAnswer, answe
 from trainwright.clusters.job import captured
 from trainwright.engine.event_log import append_event
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError
-from trainwright.launch.ending.failure import Cause, Failure
-from trainwright.launch.ending.stop import STOP_SIGNALS
-from trainwright.launch.relaunch import Restarts
-from trainwright.text import encodable, quoted, say
+from trainwright.run.ending.failure import Cause, Failure
+from trainwright.run.ending.stop import STOP_SIGNALS
+from trainwright.run.relaunch import Restarts
+from trainwright.utils.text import encodable, quoted, say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.
 _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from trainwright.clusters.job import ELEMENT, Job, captured
 from trainwright.errors import RequestError
-from trainwright.launch.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
 from trainwright.recipe.sections.launch import job_seconds
+from trainwright.run.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
 
 COMMENT = "trainwright:"  # and the run directory, as squeue shows it
 _SCRIPT = "job.sbatch"

@@ -18,12 +18,12 @@ from typing import TypeVar
 
 from trainwright.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.clusters.slurm import scheduler
+from trainwright.engine.event_reader import status_of
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch.ending.requests import STOP_FILE, stop_was_requested
-from trainwright.launch.ending.stop import scheduler_job
-from trainwright.launch.run_directory import SUBMITTED
-from trainwright.observe.reader import status_of
-from trainwright.text import say
+from trainwright.run.ending.requests import STOP_FILE, stop_was_requested
+from trainwright.run.ending.stop import scheduler_job
+from trainwright.run.run_directory import SUBMITTED
+from trainwright.utils.text import say
 
 T = TypeVar("T")
 _STATE = "requeues.json"

@@ -13,8 +13,8 @@ from pathlib import Path
 from trainwright.clusters.slurm.job import COMMENT
 from trainwright.clusters.slurm.sbatch_variables import overriding, without_own_job
 from trainwright.errors import RequestError
-from trainwright.launch.run_directory import SUBMITTED
-from trainwright.text import say
+from trainwright.run.run_directory import SUBMITTED
+from trainwright.utils.text import say
 
 _SECONDS = 60
 _SUBMIT_SECONDS = 180  # sbatch itself tries for two minutes

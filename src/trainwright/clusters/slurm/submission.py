@@ -11,16 +11,16 @@ from trainwright.clusters.job import Job
 from trainwright.clusters.slurm import scheduler
 from trainwright.clusters.slurm.job import directory_of, file_of, text
 from trainwright.errors import RequestError
-from trainwright.launch.ending.requests import (
+from trainwright.machine.sharing import lock_directory, remove_locked
+from trainwright.run.ending.requests import (
     STATE_BYTES,
     forget_stops,
     seconds_to_stop,
     seconds_to_write,
     stop_was_requested,
 )
-from trainwright.machine.sharing import lock_directory, remove_locked
-from trainwright.paths import write_file
-from trainwright.text import quoted
+from trainwright.utils.paths import write_file
+from trainwright.utils.text import quoted
 
 if TYPE_CHECKING:
     from trainwright.planning.plan import RunPlan

@@ -16,8 +16,8 @@ from trainwright.data.rows.bounded import TokenizerError, bounded
 from trainwright.data.rows.formats import Message, TurnsError
 from trainwright.data.rows.tool_calls import arguments_of
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
 from trainwright.recipe.files import missing_file, read_text
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -18,8 +18,8 @@ from trainwright.data.rows.pairs import ANSWERS, PAIRS
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, as_json, kind_of
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
 from trainwright.recipe.files import read_text
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe

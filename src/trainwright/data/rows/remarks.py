@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from trainwright.text import they
+from trainwright.utils.text import they
 
 _ACCEPT = "data.accept_omissions=true"
 

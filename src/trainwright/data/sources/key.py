@@ -12,7 +12,7 @@ from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of
 from trainwright.data.sources.registry import registered_source
 from trainwright.data.sources.shards import is_shards
-from trainwright.paths import user_path
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection, SourceSection

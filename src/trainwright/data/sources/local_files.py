@@ -24,7 +24,7 @@ from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.opening import COMPRESSED, TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.row_files import READERS
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.utils.paths import user_path
 
 SUFFIXES = (*READERS, *TABLES)
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"

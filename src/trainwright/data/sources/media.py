@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainwright.text import they
+from trainwright.utils.text import they
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -47,7 +47,7 @@ from trainwright.data.sources.row_files import (
     text_of,
 )
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     import pyarrow as pa

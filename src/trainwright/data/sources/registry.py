@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.sources.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root, try_write
-from trainwright.paths import user_path
-from trainwright.registries import SOURCES
+from trainwright.recipe.registries import SOURCES
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.data.sources.row_files import Row

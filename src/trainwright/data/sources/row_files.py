@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.sources.opening import LONGEST_LINE, numbered_lines, read_all, suffix_of
 from trainwright.errors import MachineError, RequestError
-from trainwright.installation import install_command
+from trainwright.utils.installation import install_command
 
 if TYPE_CHECKING:
     from docx.table import Table

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.paths import retried, user_path
 from trainwright.recipe.files import parse_json
+from trainwright.utils.paths import retried, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

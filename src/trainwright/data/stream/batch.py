@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.transfer import on_device
 
 Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]
 PackedArrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]

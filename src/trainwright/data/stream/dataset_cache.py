@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.activity import doing
 from trainwright.data.rows.chat_templates import install_template
 from trainwright.data.rows.formats import EXAMPLES, RowReader
 from trainwright.data.sources.key import content_of, settings_of, source_key
@@ -33,8 +32,9 @@ from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.sharing import build_once, lock_file, remove_remnants
-from trainwright.paths import retried, write_file
-from trainwright.text import plural
+from trainwright.utils.activity import doing
+from trainwright.utils.paths import retried, write_file
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

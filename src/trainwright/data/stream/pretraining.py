@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.activity import doing
 from trainwright.data.check import unknown_in_shards
 from trainwright.data.rows.texts import VERSION
 from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
@@ -19,8 +18,9 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.detect import detect
 from trainwright.machine.sharing import build_once
-from trainwright.paths import user_path
-from trainwright.text import plural
+from trainwright.utils.activity import doing
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

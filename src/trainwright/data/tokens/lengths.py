@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.cache import try_write
-from trainwright.text import plural, times
+from trainwright.utils.text import plural, times
 
 if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.activity import progress
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsError, by_turn
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
@@ -26,7 +25,8 @@ from trainwright.data.sources.reading import location_of, read_rows, source_note
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
 from trainwright.errors import RequestError
-from trainwright.text import plural, they
+from trainwright.utils.activity import progress
+from trainwright.utils.text import plural, they
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainwright.launch.ending.stop import Stopping
     from trainwright.machine.machine import Machine
+    from trainwright.run.ending.stop import Stopping
 
 
 class Severity(Enum):

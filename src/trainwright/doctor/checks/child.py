@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright.doctor.checks.check import CheckContext, CheckEnded, Finding, Severity
 from trainwright.errors import TrainingError
-from trainwright.launch.process import preload_libraries, run_in_child
+from trainwright.run.process import preload_libraries, run_in_child
 
 
 def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) -> Any:
@@ -33,7 +33,7 @@ def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) ->
 
 
 def _failed(what: str, message: str, log: Path) -> Finding:
-    from trainwright.diagnosis.explain import explain
+    from trainwright.doctor.diagnosis.explain import explain
 
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     cause = explain(f"{message}\n{text}").cause

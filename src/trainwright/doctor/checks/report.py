@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainwright.doctor.checks.check import Finding, Outcome, Severity
-from trainwright.text import plural, span
+from trainwright.utils.text import plural, span
 
 _FORMAT = 1  # version of the JSON
 

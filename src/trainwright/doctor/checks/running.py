@@ -22,7 +22,7 @@ from trainwright.doctor.checks.check import (
 from trainwright.doctor.checks.report import MachineReport
 from trainwright.errors import RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
-from trainwright.text import draw, is_terminal
+from trainwright.utils.text import draw, is_terminal
 
 # Seconds after which no further check begins, and after which the last one is ended; on a CPU and with GPUs.
 _BEGIN_SECONDS = {"cpu": 90.0, "cuda": 540.0}

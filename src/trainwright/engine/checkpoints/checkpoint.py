@@ -42,7 +42,7 @@ from trainwright.engine.checkpoints.tensor_files import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.paths import retried
+from trainwright.utils.paths import retried
 
 Entries = dict[str, Any]  # of one rank's file in the manifest
 _Stamps = tuple[tuple[str, int, int, int], ...]  # for each file: name, size, modification time, inode

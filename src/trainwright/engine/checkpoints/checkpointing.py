@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainwright import heartbeat
 from trainwright.engine.checkpoints.background import Background, BackgroundChoice
 from trainwright.engine.checkpoints.checkpoint import (
     Checkpoint,
@@ -28,6 +27,7 @@ from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
 from trainwright.parallel.layout import Shard
+from trainwright.utils import heartbeat
 
 # checkpoint.on_failure: stop.
 _MAX_FAILURES = 3

@@ -21,7 +21,7 @@ from typing import Any
 
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, TrainingError
 from trainwright.models.safetensors_files import DamagedFile, read_header
-from trainwright.paths import retried
+from trainwright.utils.paths import retried
 
 FORMAT = 1
 MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"

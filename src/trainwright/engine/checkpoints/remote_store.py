@@ -23,8 +23,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, Manifest
 from trainwright.errors import MachineError, RequestError, TrainwrightError, writes_to
-from trainwright.installation import install_command
-from trainwright.paths import user_path
+from trainwright.utils.installation import install_command
+from trainwright.utils.paths import user_path
 
 RUN, EVENTS, ATTEMPTS = "run.json", "events", "attempts.json"
 _STEP = re.compile(r"step-([0-9]{8,})")

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, step_of
 from trainwright.engine.checkpoints.remote_store import Files, RemoteStore
 from trainwright.engine.checkpoints.stored_run import EVENTS, PLAN, RECIPE, EventParts, Part, StoredRun, identity_of
-from trainwright.paths import write_file
+from trainwright.utils.paths import write_file
 
 FINAL = "final"
 _PIECE = 4 * 2**20

@@ -18,12 +18,12 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from trainwright import heartbeat
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Notice, Profile
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.errors import RequestError
-from trainwright.spent import Use
+from trainwright.utils import heartbeat
+from trainwright.utils.spent import Use
 
 DIRECTORY = "profile"
 _OPERATORS = 20

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainwright import heartbeat
 from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.machine.usage.causes import Slowdown, in_words
 from trainwright.machine.usage.sample import OwnProcess
+from trainwright.utils import heartbeat
 
 # The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.
 _PHASES = {

@@ -21,7 +21,7 @@ from typing import Any
 
 from trainwright.machine.cache import cache_root
 from trainwright.machine.machine import Machine
-from trainwright.paths import write_file
+from trainwright.utils.paths import write_file
 
 # Version of the file format.
 _FORM = 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainwright.machine.usage.gpu import low_clock
-from trainwright.text import plural, size
+from trainwright.utils.text import plural, size
 
 # Parts of the time from which something is a cause.
 QUOTA, WAITED, STOLEN, DISK, MEMORY, HEAT, ASLEEP = 0.1, 0.1, 0.05, 0.1, 0.05, 0.05, 0.1

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
 from trainwright.models.resolve_model import resolve, weight_files
-from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.model import ModelSection
@@ -126,7 +126,7 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
     fingerprint = _fingerprint(source.directory)
     if source.gguf is None:
         return BaseModel(name, fingerprint, name, _stored_precision(source.directory))
-    from trainwright.models.gguf.reading import gguf_facts
+    from trainwright.compatibility.gguf.reading import gguf_facts
 
     facts = gguf_facts(source.gguf)
     return BaseModel(

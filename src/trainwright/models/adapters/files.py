@@ -25,8 +25,8 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.resolve_model import check_safetensors
 from trainwright.models.safetensors_files import read_header
-from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     import torch

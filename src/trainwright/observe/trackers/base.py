@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
+from trainwright.engine.event_reader import EventRecord, resumed_step
 from trainwright.errors import RequestError
-from trainwright.installation import install_command
-from trainwright.observe.reader import EventRecord, resumed_step
-from trainwright.text import say
+from trainwright.utils.installation import install_command
+from trainwright.utils.text import say
 
 _EVENTS = 10_000  # those that wait for a slow tracker; about an hour of steps
 _LAST_SECONDS = 30.0

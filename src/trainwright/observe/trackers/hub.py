@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.resolve_model import hub_token
-from trainwright.observe.reader import EventRecord
-from trainwright.text import quoted
+from trainwright.utils.text import quoted
 
 _LAST_SECONDS = 60.0
 

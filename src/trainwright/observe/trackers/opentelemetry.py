@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.observe.reader import EventRecord
+from trainwright.engine.event_reader import EventRecord
 from trainwright.observe.trackers.base import TrackerObserver, Values, check_installed, print_notice_of
 
 _NAMESPACE = "trainwright"

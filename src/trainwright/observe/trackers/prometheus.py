@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import RequestError
 from trainwright.machine.usage.gpu import all_gpus
-from trainwright.observe.reader import EventRecord
 from trainwright.observe.trackers.base import check_installed, values_of
 
 if TYPE_CHECKING:

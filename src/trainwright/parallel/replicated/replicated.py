@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright import heartbeat
+from trainwright.data.stream.transfer import on_device
 from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
@@ -26,7 +26,7 @@ from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.strategy import NeedsFullMatrices, Setup
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.transfer import on_device
+from trainwright.utils import heartbeat
 
 
 class GradientAccumulator:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
-from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
+from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     import torch

@@ -234,5 +234,5 @@ def _fake() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        if not is_frozen:  # as in what was forked; see launch/process.py
+        if not is_frozen:  # as in what was forked; see run/process.py
             gc.unfreeze()

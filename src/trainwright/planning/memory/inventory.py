@@ -12,7 +12,7 @@ from trainwright.planning.operations import block_kinds, block_weights, end_weig
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import AdapterShape, Quantization
-from trainwright.registries import OPTIMIZERS
+from trainwright.recipe.registries import OPTIMIZERS
 
 OUTSIDE = -1  # the unit of parameters outside the blocks
 EXPERTS = "experts."

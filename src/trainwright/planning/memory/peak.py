@@ -25,7 +25,7 @@ from trainwright.planning.operations import BatchShape, PassSettings, passes
 from trainwright.planning.operations.launches import excess_when_pinned
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, Workload
-from trainwright.registries import OPTIMIZERS
+from trainwright.recipe.registries import OPTIMIZERS
 
 # models/quantization.py: number of elements that are quantized at once, and the approximate bytes that each needs.
 _QUANTIZED, _QUANTIZING = 2**20, 23

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from trainwright.errors import RequestError
-from trainwright.extensions import load
 from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.matrix_owners import assign, rows_of
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
@@ -18,8 +17,9 @@ from trainwright.planning.memory.walk import Allocated, Flow
 from trainwright.planning.operations import PassSettings
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice
+from trainwright.recipe.extensions import load
+from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.registries import STRATEGIES
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from trainwright.planning.step_time.rates import Group, Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import DeviceWork, Pricing
 from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
-from trainwright.registries import OPTIMIZERS
+from trainwright.recipe.registries import OPTIMIZERS
 
 # Matrices of a block: query, key, value, output; gate, up and down, or the router.
 _ATTENTION_AND_MLP, _ATTENTION_AND_ROUTER = 7, 5

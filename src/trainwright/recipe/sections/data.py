@@ -17,8 +17,8 @@ from pydantic import (
 
 from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
+from trainwright.recipe.registries import SOURCES
 from trainwright.recipe.sections.fields import Count, Positive, Section, Text, ValidationRows, reject_bool
-from trainwright.registries import SOURCES
 
 DataFormat = Literal[
     "auto",
@@ -143,7 +143,7 @@ class DataSection(Section):
     def _of_the_benchmark(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(name := values.get("benchmark"), str):
             return values
-        from trainwright.recipe.benchmarks import find_benchmark
+        from trainwright.tasks.unlearn.benchmarks import find_benchmark
 
         key = "data.benchmark"
         try:

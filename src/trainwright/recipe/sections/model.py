@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from trainwright.errors import RequestError
-from trainwright.extensions import is_file
-from trainwright.paths import user_path
+from trainwright.recipe.extensions import is_file
 from trainwright.recipe.sections.fields import BelowOne, Count, Positive, Section, Text
+from trainwright.utils.paths import user_path
 
 OWN = "own_module"  # model_type of a torch module of the user's own
 _CLASS = r"(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*"

@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.registered import Registered
+from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.sections.fields import Auto, Count, Section, Text, Time, is_count
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
-from trainwright.registries import STRATEGIES
 
 _MAX_PROCESSES = 1_000_000
 # Every number of a range is checked.

@@ -21,16 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.drawing import new_figure
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import RequestError
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.paths import user_path
-from trainwright.reinforcement.environments import Environment, check_stored
-from trainwright.reinforcement.histories import returns_of_episodes
+from trainwright.tasks.algorithm_distillation.environments import Environment, check_stored
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
+from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
 from trainwright.tasks.algorithm_distillation.in_context import (
     Returns,
     Trial,
@@ -42,6 +40,8 @@ from trainwright.tasks.algorithm_distillation.model import ABOUT, HistoryModel, 
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of
+from trainwright.utils.drawing import new_figure
+from trainwright.utils.paths import user_path
 
 RESULT, METRICS, FIGURE = "eval_result.npz", "metrics.json", "returns.png"
 _NORMAL_95 = 1.959964  # the normal distribution's 97.5 % quantile

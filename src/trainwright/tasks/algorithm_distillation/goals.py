@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from trainwright.errors import RequestError
-from trainwright.reinforcement.environments import Environment
-from trainwright.reinforcement.histories import Histories
-from trainwright.reinforcement.histories import task_key as _key
+from trainwright.tasks.algorithm_distillation.environments import Environment
+from trainwright.tasks.algorithm_distillation.histories import Histories
+from trainwright.tasks.algorithm_distillation.histories import task_key as _key
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
 _MAX_NAMED = 3

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright import heartbeat
 from trainwright.parallel.world import World
-from trainwright.reinforcement.environments import Environment
-from trainwright.reinforcement.random_numbers import mixed, uniform
+from trainwright.tasks.algorithm_distillation.environments import Environment
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, KeyValueCache, Steps
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective
+from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
+from trainwright.utils import heartbeat
 
 Returns = npt.NDArray[np.float32]
 # Maps observations and previous actions of the copies to their next actions [n].

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainwright.data.stream.transfer import on_device
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, Steps
-from trainwright.transfer import on_device
 
 # The sums that ``forward`` returns, in order. ``total`` is minimized.
 SUMS = ("total", "action_loss", "correct", "actions", "reward_loss", "state_loss", "mark_loss", "marks_right", "marks")

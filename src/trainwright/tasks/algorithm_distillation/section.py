@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.registered import Registered
+from trainwright.recipe.registries import ENVIRONMENTS
 from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Section, Text, reject_bool
-from trainwright.registries import ENVIRONMENTS
-from trainwright.reinforcement.algorithms import SourceAlgorithmSection
+from trainwright.tasks.algorithm_distillation.algorithms import SourceAlgorithmSection
 
 # Placeholders for the sections about texts; they are not written out.
 WITHOUT_TEXTS: dict[str, dict[str, Any]] = {

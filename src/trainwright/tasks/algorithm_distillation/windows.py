@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from trainwright.data.tokens.dataset import MixturePart
-from trainwright.reinforcement.histories import Histories, History
+from trainwright.tasks.algorithm_distillation.histories import Histories, History
 from trainwright.tasks.algorithm_distillation.model import HistoryShape, Steps
 from trainwright.tasks.algorithm_distillation.objective import HistoryBatch
 

@@ -21,6 +21,7 @@ from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum
@@ -31,7 +32,6 @@ from trainwright.tasks.dpo.mismatched import Mismatched
 from trainwright.tasks.dpo.spec import DpoSection
 from trainwright.tasks.language_model import prepare_data, prepare_once
 from trainwright.tasks.reference import Reference, ReferenceTask
-from trainwright.transfer import on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

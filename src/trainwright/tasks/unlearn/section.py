@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.registered import Registered
+from trainwright.recipe.registries import OBJECTIVES
 from trainwright.recipe.sections.fields import NotNegative, Positive, Section, Steps, Text, reject_bool
-from trainwright.registries import OBJECTIVES
 from trainwright.tasks.unlearn.objective import Objective
 
 

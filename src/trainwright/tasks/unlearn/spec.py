@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.registries import OBJECTIVES
 from trainwright.recipe.task_spec import Needs, ReferenceModel, RowKind, TaskSpec
-from trainwright.registries import OBJECTIVES
 from trainwright.tasks.unlearn.section import UnlearnSection
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN, kind_of_rows
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
+from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
@@ -33,18 +34,17 @@ from trainwright.models.truncate_config import layer_count
 from trainwright.models.weights import Weights, empty_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
+from trainwright.tasks.unlearn.benchmarks import find_benchmark
 from trainwright.tasks.unlearn.evaluation.watch import Watch
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
 from trainwright.tasks.unlearn.stream import joined, refuse_overlap, some_of, with_roles
-from trainwright.text import plural
-from trainwright.transfer import on_device
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.usage.gpu import HARDWARE, HARDWARE_HEAT, HEAT, POWER_BRAKE, REASONS, clock_reasons
-from trainwright.text import size
+from trainwright.utils.text import size
 
 _SECONDS = 10.0
 _MOST_NVLINKS = 18

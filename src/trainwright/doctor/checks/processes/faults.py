@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.checks.processes.starting import PROCESSES, ready
-from trainwright.text import span
+from trainwright.utils.text import span
 
 if TYPE_CHECKING:
-    from trainwright.launch.ending.failure import Failure
+    from trainwright.run.ending.failure import Failure
 
 _SECONDS = 30.0
 _FAULTY = 1  # the rank that fails
@@ -39,8 +39,8 @@ def _provoked(
 ) -> CheckResult:
     device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
-    from trainwright.launch.ending.failure import Failure
-    from trainwright.launch.supervisor import run_workers
+    from trainwright.run.ending.failure import Failure
+    from trainwright.run.supervisor import run_workers
 
     logs = context.work / fault.__name__
     started = time.monotonic()

@@ -21,7 +21,7 @@ def check(context: CheckContext) -> CheckResult:
     device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
     from trainwright.errors import TrainwrightError
-    from trainwright.launch.supervisor import launch
+    from trainwright.run.supervisor import launch
 
     logs, answer = context.work / "links", context.work / "links.json"
     try:
@@ -91,7 +91,7 @@ def _judged(values: dict[str, Any], context: CheckContext, device: str) -> Check
 
 
 def _failed(message: str) -> Finding:
-    from trainwright.diagnosis.explain import explain
+    from trainwright.doctor.diagnosis.explain import explain
 
     cause = explain(message).cause
     first, *_ = (line for line in reversed(message.splitlines()) if line.strip() and not line.startswith("log:"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainwright.doctor.checks.check import CheckContext
-from trainwright.launch.limits import check_limits
-from trainwright.launch.process import preload_libraries, prepare_environment
+from trainwright.run.limits import check_limits
+from trainwright.run.process import preload_libraries, prepare_environment
 
 PROCESSES = 2
 

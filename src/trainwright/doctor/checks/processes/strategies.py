@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckEnded, CheckResult, Finding, Severity
 from trainwright.doctor.checks.processes.starting import ready, two_devices
-from trainwright.launch.process import preload_worker, run_in_child
-from trainwright.text import span
+from trainwright.run.process import preload_worker, run_in_child
+from trainwright.utils.text import span
 
 if TYPE_CHECKING:
     from trainwright.doctor.verify import ComparedRun
@@ -95,9 +95,9 @@ def _rows() -> Iterator[dict[str, str]]:
 
 def _prepare(context: CheckContext, recipe: Recipe) -> None:
     """Prepare data and weights in a child process."""
-    from trainwright.launch import run_directory
-    from trainwright.launch.run_worker import prepare
     from trainwright.recipe.loading import dump_recipe
+    from trainwright.run import run_directory
+    from trainwright.run.run_worker import prepare
 
     directory = context.work / "prepared"
     directory.mkdir()
@@ -145,7 +145,7 @@ def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple
 
 
 def _failed(what: str, message: str) -> Finding:
-    from trainwright.diagnosis.explain import explain
+    from trainwright.doctor.diagnosis.explain import explain
 
     cause = explain(message).cause
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(("log:", "- "))]

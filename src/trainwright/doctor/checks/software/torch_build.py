@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from trainwright.diagnosis.explain import explain
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
+from trainwright.doctor.diagnosis.explain import explain
 from trainwright.machine.accelerators import HIDE, installed_build
 
 _SECONDS = 120.0

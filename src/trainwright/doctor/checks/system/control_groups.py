@@ -9,7 +9,7 @@ from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, 
 from trainwright.machine import cgroups
 from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.system_files import read
-from trainwright.text import plural, size
+from trainwright.utils.text import plural, size
 
 _LEAST_MEMORY = 4 * 2**30  # torch, transformers and a small model in two processes
 _PIDS = 256  # two processes with their threads

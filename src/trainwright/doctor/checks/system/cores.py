@@ -12,7 +12,7 @@ from pathlib import Path
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.measured.contention import CpuContention
 from trainwright.machine.system_files import read
-from trainwright.text import plural
+from trainwright.utils.text import plural
 
 _SECONDS = 0.1  # of computing on a core, each time
 _ROUNDS = 3  # the best one counts

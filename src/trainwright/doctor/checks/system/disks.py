@@ -17,7 +17,7 @@ import psutil
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.links import pcie
 from trainwright.machine.system_files import read
-from trainwright.text import size, span
+from trainwright.utils.text import size, span
 
 _SECONDS = 0.8  # of writing, and of reading
 _CHUNK, _MOST = 2**20, 2**26  # bytes

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
-from trainwright.launch.limits import needed_files
-from trainwright.text import size
+from trainwright.run.limits import needed_files
+from trainwright.utils.text import size
 
 _PROCESSES = 2  # of the steps that other checks run
 _THREADS_A_PROCESS = 64

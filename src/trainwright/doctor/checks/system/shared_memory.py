@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
-from trainwright.launch.limits import shortage
-from trainwright.text import size
+from trainwright.run.limits import shortage
+from trainwright.utils.text import size
 
 _SHARED = Path("/dev/shm")
 # NCCL creates segments of about 10 MB for each pair of GPUs that cannot reach each other directly; PyTorch's data

@@ -17,7 +17,7 @@ from trainwright.data.rows.formats import TurnsError
 from trainwright.data.rows.texts import text_ids
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.evaluation.rows import fingerprint
+from trainwright.inference.evaluation.rows import fingerprint
 from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from trainwright.data.rows.layouts import SINGLE, layout_of
 from trainwright.data.sources.reading import location_of, read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
-from trainwright.recipe.benchmarks import Benchmark, EvaluationSet, Style
+from trainwright.tasks.unlearn.benchmarks import Benchmark, EvaluationSet, Style
 
 _LETTERS = "ABCDEFGHIJ"
 

@@ -107,7 +107,7 @@ def _part(findings: Findings, name: str, scores: SetScores) -> dict[str, Any]:
         part["average_perturb_loss"] = part.pop("avg_perturb_loss")
         part |= _losses(right, "paraphrased") | {"truth_ratio": _numbered(scores.truth_ratios.tolist())}
     if name in findings.answers:
-        from trainwright.evaluation.metrics import rouge_l
+        from trainwright.inference.evaluation.metrics import rouge_l
 
         answers, references = findings.answers[name], findings.references[name]
         prompts = [item.prompt for item in findings.sets[name].items]

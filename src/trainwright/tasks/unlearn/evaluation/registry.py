@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.errors import RequestError
-from trainwright.evaluation.metrics import Overlap, rouge_l
+from trainwright.inference.evaluation.metrics import Overlap, rouge_l
 from trainwright.tasks.unlearn.evaluation import statistics
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.evaluation.report import complete_directory, number_text, table_lines, write_text
+from trainwright.inference.evaluation.report import complete_directory, number_text, table_lines, write_text
 from trainwright.inference.scoring import TokenScores
 from trainwright.tasks.unlearn.evaluation import statistics
 from trainwright.tasks.unlearn.evaluation.encoding import ANSWER, PARAPHRASE, WRONG, ItemSequences

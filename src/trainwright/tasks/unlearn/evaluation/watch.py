@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
-from trainwright.recipe.benchmarks import Benchmark
+from trainwright.tasks.unlearn.benchmarks import Benchmark
 from trainwright.tasks.unlearn.evaluation import statistics
 from trainwright.tasks.unlearn.evaluation.encoding import PARAPHRASE, WRONG, ItemEncoder, ItemSequences
 from trainwright.tasks.unlearn.evaluation.items import read_sets

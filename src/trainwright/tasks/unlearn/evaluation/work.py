@@ -16,16 +16,15 @@ import torch
 
 from trainwright import __version__
 from trainwright.errors import RequestError
-from trainwright.evaluation.libraries import require
-from trainwright.evaluation.request import EvaluationRequest
 from trainwright.inference.answering import Stage
+from trainwright.inference.evaluation.libraries import require
+from trainwright.inference.evaluation.request import EvaluationRequest
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.machine.machine import Machine
 from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.parallel.world import World
-from trainwright.paths import user_path
-from trainwright.recipe.benchmarks import KEY, Benchmark, find_benchmark
+from trainwright.tasks.unlearn.benchmarks import KEY, Benchmark, find_benchmark
 from trainwright.tasks.unlearn.evaluation.encoding import PARAPHRASE, WRONG, ItemEncoder
 from trainwright.tasks.unlearn.evaluation.items import ItemSet, read_sets
 from trainwright.tasks.unlearn.evaluation.log import read_reference
@@ -41,7 +40,8 @@ from trainwright.tasks.unlearn.evaluation.measure import (
 )
 from trainwright.tasks.unlearn.evaluation.registry import METRICS, OPTIONS, missing, sets_of, usual
 from trainwright.tasks.unlearn.evaluation.report import BenchmarkReport, Findings, by_set
-from trainwright.text import plural, they
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural, they
 
 _MODEL, _OTHER = "found.json", "other.json"
 

@@ -32,12 +32,12 @@ from pydantic import (
 from trainwright.data.sources.reading import read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
-from trainwright.recipe.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark, is_missing_here
 from trainwright.recipe.loading import checked, dump_recipe, read_merged
 from trainwright.recipe.problems import expected_and_found, origin_of
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Count, Section, Text
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+from trainwright.tasks.unlearn.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark, is_missing_here
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

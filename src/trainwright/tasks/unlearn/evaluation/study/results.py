@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.drawing import new_figure
-from trainwright.evaluation.report import number_text, write_text
+from trainwright.inference.evaluation.report import number_text, write_text
 from trainwright.tasks.unlearn.evaluation.report import METRICS_FILE
 from trainwright.tasks.unlearn.evaluation.study.file import FULL, RETAIN
+from trainwright.utils.drawing import new_figure
 
 KEPT = "utility_kept"
 # Metric and set of the columns, if measured. Metrics not listed here have one column per set.

@@ -1,0 +1,402 @@
+"""Translation of an Accelerate file: recipe keys, processes and machines, and notes on everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.compatibility.accelerate import deepspeed, fsdp
+from trainwright.compatibility.accelerate.reading import AccelerateConfig, read
+from trainwright.compatibility.accelerate.sizes import PREFIX, ParallelismSizes, apply_sizes, read_sizes
+from trainwright.compatibility.accelerate.values import ConfigProblem, ConfigSection, Draft, Note, RecipeValue
+from trainwright.errors import RequestError
+from trainwright.recipe.loading import Override
+from trainwright.recipe.yaml_text import Origin
+from trainwright.run.group.addresses import in_words
+
+DEFAULT_PORT = 29500  # Accelerate's and torchrun's
+
+Device = Literal["cuda", "cpu", "any"]
+
+_DISTRIBUTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+_OTHERS = {
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "TPUs",
+    "TPU": "TPUs",
+    "MULTI_NPU": "NPUs",
+    "MULTI_MLU": "MLUs",
+    "MULTI_SDAA": "SDAA devices",
+    "MULTI_MUSA": "MUSA devices",
+    "MULTI_XPU": "XPUs",
+    "MULTI_HPU": "HPUs",
+    "MULTI_NEURON": "Neuron cores",
+    "MPS": "Apple's GPUs",
+    "TP": "tensor parallelism alone",
+}
+_PRECISIONS = ("NO", "BF16", "FP16", "FP8")
+_TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "commands")
+_PARTS = (
+    "fsdp_config",
+    "deepspeed_config",
+    "dynamo_config",
+    "parallelism_config",
+    "fp8_config",
+    "mpirun_config",
+    "megatron_lm_config",
+    "ipex_config",
+    "tp_config",
+)
+_PLAIN_KEYS = (
+    "compute_environment",
+    "distributed_type",
+    "mixed_precision",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "gpu_ids",
+    "use_cpu",
+    "rdzv_backend",
+    "same_network",
+    "downcast_bf16",
+    "dynamo_backend",
+    "main_training_function",
+    "enable_cpu_affinity",
+    "gradient_accumulation_steps",
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """An Accelerate file (or environment) translated to Trainwright's terms.
+
+    Attributes:
+        source: the path of the file, or a description of another source.
+        distributed_type: Accelerate's name, for messages.
+        settings: recipe keys, such as parallel.strategy, each with its value and origin.
+        device: the device for the processes; any: GPUs if there are some.
+        gpu_ids: the GPUs of this machine to use, in the format of CUDA_VISIBLE_DEVICES; None: all.
+        processes: of all machines together; None if unknown.
+        nodes, node_rank, rendezvous: number of machines, index of this one, and host:port of the first.
+        one_of_several: Accelerate's launcher was asked for several processes and started only this one.
+        notes: what is ignored or done differently, and why.
+        problems: what is not supported or contradictory.
+    """
+
+    source: str
+    distributed_type: str
+    settings: Mapping[str, RecipeValue]
+    device: Device
+    gpu_ids: str | None
+    processes: int | None
+    nodes: int
+    node_rank: int
+    rendezvous: str | None
+    one_of_several: bool
+    notes: tuple[Note, ...]
+    problems: tuple[ConfigProblem, ...]
+
+    @property
+    def strategy(self) -> str | None:
+        """Return the strategy that the file asks for; None if it names none."""
+        return self.value("parallel.strategy")
+
+    @property
+    def local_processes(self) -> int | None:
+        """Return the number of processes on one machine."""
+        return None if self.processes is None else max(1, self.processes // self.nodes)
+
+    def value(self, key: str) -> Any:
+        """Return the value of a recipe key; None if the file does not set it."""
+        return self.settings[key].value if key in self.settings else None
+
+    def to_overrides(self) -> list[Override]:
+        """Return `section.key=value` for every recipe key that the file sets. Raises RequestError for its problems."""
+        self.refuse_problems()
+        return [
+            Override.written(f"{key}={as_yaml(setting.value)}", Origin(setting.origin))
+            for key, setting in self.settings.items()
+        ]
+
+    def refuse_problems(self, *, for_script: bool = False) -> None:
+        """Raise RequestError with the problems: all of them, or those that concern the user's own script."""
+        texts = [problem.text for problem in self.problems if problem.for_script or not for_script]
+        if texts:
+            raise RequestError("\n".join(texts))
+
+    def device_environment(self) -> dict[str, str]:
+        """Return the variables that hide unwanted GPUs; set them before anything queries the GPUs."""
+        if self.device == "cpu":
+            return {"CUDA_VISIBLE_DEVICES": ""}
+        return {} if self.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": self.gpu_ids}
+
+    def with_machines(
+        self, nodes: int | None = None, node_rank: int | None = None, rendezvous: str | None = None
+    ) -> Translation:
+        """Return a copy in which the values of the command line for the machines replace those of the file."""
+        return replace(
+            self,
+            nodes=self.nodes if nodes is None else nodes,
+            node_rank=self.node_rank if node_rank is None else node_rank,
+            rendezvous=self.rendezvous if rendezvous is None else rendezvous,
+        )
+
+
+def read_translation(path: Path) -> Translation:
+    """Read and translate a file. Raises RequestError if it cannot be read."""
+    return interpret(read(path))
+
+
+def interpret(source: AccelerateConfig) -> Translation:
+    """Translate a source. All its faults are listed in the result's ``problems``."""
+    top, draft = ConfigSection(source), Draft()
+    for text in source.problems:
+        draft.problem(text, for_script=True)
+    if source.one_of_several:
+        draft.problem(
+            "accelerate launch starts only one process with MULTI_CPU; start several with `trainwright train RECIPE "
+            "--accelerate-config FILE` or torchrun"
+        )
+    kind = _kind(top, draft)
+    processes, nodes = _counts(top, draft, kind)
+    _precision(top, draft)
+    _compile(top, draft)
+    part = ConfigSection(source, ("parallelism_config",), PREFIX)
+    sizes = read_sizes(part, draft)
+    parts = [top, part]
+    if kind == "FSDP":
+        part = ConfigSection(source, ("fsdp_config",), "fsdp_")
+        fsdp.interpret(part, draft, nodes)
+        parts.append(part)
+    elif kind == "DEEPSPEED":
+        part = ConfigSection(source, ("deepspeed_config",))
+        deepspeed.interpret(part, draft)
+        parts.append(part)
+    elif kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        single = kind == "NO" or processes == 1
+        draft.set("parallel.strategy", "single" if single else "ddp", top.place("distributed_type"))
+    processes = _process_count(top, draft, kind, processes, nodes, sizes)
+    device = _device(top, draft, kind)
+    node_rank, rendezvous = _machines(top, draft, nodes)
+    gpu_ids = _gpu_ids(top)
+    _left_over(top, draft, kind)
+    for part in parts:
+        for text in part.problems:
+            draft.problem(text, for_script=True)
+    return Translation(
+        source=source.name,
+        distributed_type=kind or str(source.values.get("distributed_type")),
+        settings=draft.settings,
+        device=device,
+        gpu_ids=gpu_ids,
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        one_of_several=source.one_of_several,
+        notes=tuple(draft.notes),
+        problems=tuple(dict.fromkeys(draft.problems)),
+    )
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value in the form of an override, on one line."""
+    plain = isinstance(value, str) and value.replace("_", "").isalnum() and value not in ("true", "false", "null")
+    return str(value) if plain and not str(value)[0].isdigit() else json.dumps(value)
+
+
+def _kind(top: ConfigSection, draft: Draft) -> str | None:
+    environment = top.text("compute_environment")
+    if environment is not None and environment.upper() not in ("LOCAL_MACHINE", "1"):
+        draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is supported", for_script=True)
+    kind = top.text("distributed_type")
+    if kind is None:
+        near = "FSDP" if "fsdp_config" in top else "DEEPSPEED" if "deepspeed_config" in top else "MULTI_GPU"
+        draft.problem(
+            f"{top.source.name}: distributed_type is missing; choose from {', '.join(_DISTRIBUTED)}, here probably "
+            f"{near}",
+            for_script=True,
+        )
+        return None
+    if kind.upper() in _OTHERS:
+        draft.problem(
+            f"{top.place('distributed_type')}: not supported: {_OTHERS[kind.upper()]}; choose from "
+            f"{', '.join(_DISTRIBUTED)}",
+            for_script=True,
+        )
+        return None
+    # No numbers: Accelerate always stores this one as a word.
+    if kind.upper() == "FALSE":  # an unquoted NO, read by YAML 1.1 and written out again
+        return "NO"
+    return top.choice("distributed_type", _DISTRIBUTED)
+
+
+def _counts(top: ConfigSection, draft: Draft, kind: str | None) -> tuple[int | None, int]:
+    nodes = top.count("num_machines", least=1) or 1
+    if top.raw("num_processes") == -1:  # Accelerate's value for: given on the command line
+        draft.note("num_processes", "-1 leaves the number to the command line or the recipe")
+        return None, nodes
+    processes = top.count("num_processes", least=1)
+    if kind == "NO":
+        if processes not in (None, 1):
+            draft.problem(
+                f"{top.place('distributed_type')} is one process, but {top.place('num_processes')}; set "
+                "distributed_type to MULTI_GPU or MULTI_CPU, or num_processes to 1",
+                for_script=True,
+            )
+        return 1, nodes
+    return processes, nodes
+
+
+def _process_count(
+    top: ConfigSection,
+    draft: Draft,
+    kind: str | None,
+    processes: int | None,
+    nodes: int,
+    sizes: ParallelismSizes | None,
+) -> int | None:
+    """Return the number of processes, which must match the parallelism sizes, or follows from them if not given."""
+    origin = top.place("distributed_type" if kind == "NO" else "num_processes")
+    if processes is None and sizes is not None:
+        processes, origin = sizes.processes, sizes.origin
+    if processes is None:
+        if top.raw("num_processes") != -1:
+            draft.note("num_processes", "not set: decided by the recipe and this machine")
+        return None
+    if processes % nodes and kind != "NO":
+        over = f"cannot be divided over {top.place('num_machines')} equally; it counts the processes of all of them"
+        draft.problem(f"{origin} {over}", for_script=True)
+    if kind is not None:
+        draft.set("parallel.num_processes", processes, origin)
+    strategy = draft.settings.get("parallel.strategy")
+    if sizes is not None and strategy is not None:
+        apply_sizes(sizes, strategy.value, processes, origin, draft)
+    return processes
+
+
+def _precision(top: ConfigSection, draft: Draft) -> None:
+    if top.raw("mixed_precision") is False:  # an unquoted `no`, read by YAML 1.1 and written out again
+        draft.set("train.mixed_precision", "no", top.place("mixed_precision"))
+        return
+    name = top.choice("mixed_precision", _PRECISIONS)
+    if name == "FP8":
+        draft.problem(f"{top.place('mixed_precision')} is not supported; the nearest is bf16")
+    elif name is not None:
+        draft.set("train.mixed_precision", name.lower(), top.place("mixed_precision"))
+    elif top.flag("fp16"):
+        draft.set("train.mixed_precision", "fp16", top.place("fp16"))
+    top.raw("fp16")  # the key that Accelerate wrote before mixed_precision
+
+
+def _compile(top: ConfigSection, draft: Draft) -> None:
+    part = ConfigSection(top.source, ("dynamo_config",), "dynamo_")
+    where = part if "dynamo_backend" in part else top
+    backend = where.text("dynamo_backend")
+    top.raw("dynamo_backend")
+    if backend is not None and backend.upper() == "INDUCTOR":
+        draft.set("train.compile", True, where.place("dynamo_backend"))
+    elif backend is not None and backend.upper() not in ("NO", "FALSE"):
+        draft.problem(f"{where.place('dynamo_backend')}: only torch's inductor is supported")
+    for key in part.given():
+        part.raw(key)
+        value = part.text(key)
+        if key != "dynamo_backend" and value not in (None, "default") and value.lower() != "false":
+            draft.note(key, "blocks are compiled one by one with torch's own settings")
+    for text in part.problems:
+        draft.problem(text)
+
+
+def _device(top: ConfigSection, draft: Draft, kind: str | None) -> Device:
+    use_cpu = top.flag("use_cpu")
+    if kind == "MULTI_GPU" and use_cpu:
+        draft.problem(
+            f"{top.place('distributed_type')} contradicts {top.place('use_cpu')}; set MULTI_CPU, or use_cpu: false",
+            for_script=True,
+        )
+    if kind == "MULTI_CPU" or use_cpu:
+        return "cpu"
+    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and top.source.device_stated:
+        return "cuda"
+    return "any"
+
+
+def _machines(top: ConfigSection, draft: Draft, nodes: int) -> tuple[int, str | None]:
+    rank = top.count("machine_rank") or 0
+    host, port = top.text("main_process_ip"), top.count("main_process_port")
+    if rank >= nodes:
+        draft.problem(
+            f"{top.place('machine_rank')}: machines are counted from 0, so with num_machines: {nodes} "
+            f"the last is {nodes - 1}",
+            for_script=True,
+        )
+    if nodes == 1:
+        if port:
+            draft.note("main_process_port", "on one machine, a free port is chosen")
+        return rank, None
+    backend = top.text("rdzv_backend")
+    if backend is not None and backend.lower() not in ("static", "c10d"):
+        draft.note("rdzv_backend", "machines use torch's c10d rendezvous")
+    return rank, None if host is None else in_words(host, port or DEFAULT_PORT)
+
+
+def _gpu_ids(top: ConfigSection) -> str | None:
+    ids = top.names("gpu_ids")
+    return None if not ids or ids == ["all"] else ",".join(ids)
+
+
+def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
+    for key in ("rdzv_backend", "same_network", "main_process_ip", *_PARTS):
+        top.raw(key)
+    if "gradient_accumulation_steps" in top and top.text("gradient_accumulation_steps") != "auto":
+        steps = top.count("gradient_accumulation_steps", least=1)
+        draft.set("train.gradient_accumulation_steps", steps, top.place("gradient_accumulation_steps"))
+    if top.flag("downcast_bf16"):
+        draft.note("downcast_bf16", "for TPUs only")
+    if top.flag("debug"):
+        draft.note(
+            "debug",
+            "ranks are always compared before the first step, and if they enter different collectives",
+        )
+    if top.flag("enable_cpu_affinity"):
+        draft.note("enable_cpu_affinity", "processes are bound to the cores of their GPU's NUMA node in any case")
+    if (top.text("main_training_function") or "main") != "main":
+        draft.note("main_training_function", "for TPUs only")
+    tpu = [key for key in _TPU_KEYS if _is_on(top.raw(key))]
+    if tpu or _is_on(top.raw("command_file")):
+        draft.note(", ".join(tpu or ["command_file"]), "for TPUs only")
+    used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind or "")
+    for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config"):
+        if name in top and name != used and kind is not None:
+            draft.note(name, f"ignored with distributed_type {kind}")
+    for name in ("ipex_config", "fp8_config", "tp_config"):
+        if name in top and any(map(_is_on, _items(top.raw(name)))):
+            draft.note(name, "not supported")
+    if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
+        draft.note("mpirun_config", "processes are started without MPI; on several machines, start the command on each")
+    supported = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
+    elsewhere = dict.fromkeys(deepspeed.KEYS, "deepspeed_config") | dict.fromkeys(fsdp.KEYS, "fsdp_config")
+    for text in top.unknown(supported, elsewhere):
+        draft.problem(text, for_script=True)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else [value]
+
+
+def _is_on(value: Any) -> bool:
+    return value not in (None, False, "", [], {}) and str(value).lower() not in ("false", "no", "[]", "none")
+
+
+def missing_rendezvous(translation: Translation) -> RequestError | None:
+    """Return the error for several machines without a rendezvous address, or None."""
+    if translation.nodes == 1 or translation.rendezvous is not None:
+        return None
+    return RequestError(
+        f"{translation.source}: num_machines is {translation.nodes}, but main_process_ip is missing: set it to the "
+        f"address of the first machine, or pass --rendezvous host:{DEFAULT_PORT}"
+    )

@@ -1,0 +1,123 @@
+"""``trainwright launch`` and ``under``, and the options that say which machines train together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes",
+        "--num-machines",
+        min=1,
+        max=100_000,
+        help="Number of machines that work together; run the command on each.",
+    ),
+]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", "--machine-rank", min=0, help="Rank of this node, from 0.")
+]
+Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")]
+RendezvousTimeout = Annotated[
+    float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOSTS", help="Start it on these machines together, over ssh, from here: node1,node2 or node[1-4]."
+    ),
+]
+HostFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
+]
+
+
+# Options after the script are the script's: the first word that is not an option of ours ends our own.
+CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
+
+
+def launch(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or a module with --module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Passed to the script unchanged.")
+    ] = None,
+    num_processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of processes on all nodes. Default: from the Accelerate file, otherwise one per GPU."
+        ),
+    ] = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
+    rendezvous_timeout: RendezvousTimeout = None,
+    hosts: Hosts = None,
+    hostfile: HostFile = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="An Accelerate file. Default: Accelerate's default file, if it exists."),
+    ] = None,
+    mixed_precision: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="no, bf16, fp16 or fp8, for Accelerate, in place of the file's.")
+    ] = None,
+    dynamo_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Such as inductor, for Accelerate, in place of the file's.")
+    ] = None,
+    gpu_ids: Annotated[
+        str | None, typer.Option(metavar="IDS", help="GPUs of this machine to use, such as 0,1, or all.")
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, as in python -m.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even if there are GPUs.")] = False,
+    logs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="Directory for one log per process. Default: a new one under runs/."),
+    ] = None,
+) -> None:
+    """Start a script of your own, written for Accelerate or torch.distributed, in several processes.
+
+    Options of launch come before SCRIPT. Ends with the script's own exit code if it sets one.
+    """
+    from trainwright.compatibility.scripts.starting import NodeOptions, ScriptOptions, launch_script
+
+    node_options = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
+    options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
+    settings = {key: value for key, value in options.items() if value is not None}
+    if hosts is not None or hostfile is not None:
+        from trainwright.clusters.operations import launch_on_hosts
+
+        words = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
+        words += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+        own = (script, module, tuple(arguments or ()))
+        raise typer.Exit(launch_on_hosts(own, words, num_processes, logs, node_options, hosts, hostfile))
+    code = launch_script(
+        script,
+        tuple(arguments or ()),
+        ScriptOptions(config_file, num_processes, cpu, node_options, settings),
+        module=module,
+        logs=logs,
+    )
+    raise typer.Exit(code)
+
+
+UNDER_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+
+def under(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...", help="The launcher's command, such as torchrun ... -m trainwright.worker RECIPE."
+        ),
+    ],
+) -> None:
+    """Run torchrun, accelerate launch or another launcher, and end with the exit code of the run.
+
+    These launchers end with 1 whatever their processes end with. Signals are passed on to the run.
+    """
+    from trainwright.run.program import run_launcher
+
+    raise typer.Exit(run_launcher(command))

@@ -1,0 +1,1 @@
+"""Faults: the watcher of hangs, and drills that put faults into short runs."""

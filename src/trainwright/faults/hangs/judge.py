@@ -1,0 +1,223 @@
+"""Decide whether a run hangs, from what its ranks do and what that has taken so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
+from trainwright.utils.beats import FINISHED, WAITING, Beat, EnteredCollective, Times
+from trainwright.utils.text import span
+
+# A rank is late when a phase takes longer than the most that it has taken, by a part and some seconds.
+_PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
+_MARGIN = 10.0
+# Reading, writing and gathering a model vary more.
+STORAGE = dict.fromkeys(("checkpoint", "copies", "export", "loading", "profile writing", "resuming", "rewinding"), 12.0)
+# A phase that has not ended once may include compilation, downloads or the first access to slow storage.
+_FIRST = {
+    "start": 3600.0,
+    "loading": 7200.0,
+    "resuming": 7200.0,
+    "rewinding": 7200.0,
+    "joining": 3600.0,
+    "setup": 3600.0,
+    "compilation": 3600.0,
+    "checkpoint": 3600.0,
+    "copies": 7200.0,
+    "profile writing": 3600.0,
+    "export": 7200.0,
+    "evaluation": 1800.0,
+    "generation": 1800.0,
+}
+_FIRST_OTHERS = 900.0
+# All ranks are inside the same collective: a network may be slow, but data moves.
+_EXCHANGE = 120.0
+# Nobody suspends a single rank on purpose.
+_SUSPENDED = 10.0
+# Modules compile again when shapes change.
+_COMPILED, _COMPILED_MARGIN = ("compilation", "forward", "backward", "evaluation", "generation", "replay"), 300.0
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank as the watcher sees it.
+
+    Attributes:
+        quiet: seconds since its last mark, without those in which the machine or a disk made it wait.
+        suspended: seconds for which its process has been stopped by a signal.
+        busy: the share of one core that it has used since its last mark.
+    """
+
+    beat: Beat
+    quiet: float
+    suspended: float = 0.0
+    busy: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rank has no more work."""
+        return self.beat.phase == FINISHED
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run hangs: the late ranks, the phase of the first, and an explanation.
+
+    Attributes:
+        conflict: whether ranks have entered different collectives: the run's own fault, which would occur again.
+    """
+
+    ranks: tuple[int, ...]
+    phase: str
+    step: int | None
+    detail: str
+    conflict: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that ends because of it."""
+        return EXIT_TRAINING if self.conflict else EXIT_FAULT
+
+
+def judge(ranks: Mapping[int, RankState], *, compiled: bool = False) -> Verdict | None:
+    """Return which ranks are late; None if the run does not hang.
+
+    Ranks that wait for others in a collective are never late themselves: the ranks they wait for are.
+    """
+    active = {rank: state for rank, state in ranks.items() if not state.finished}
+    suspended = [rank for rank, state in active.items() if state.suspended >= _SUSPENDED]
+    if suspended:
+        return _verdict(active, suspended, None)
+    beats = {rank: state.beat for rank, state in active.items()}
+    conflict = conflict_of(beats)
+    if conflict is not None and all(state.quiet > _MARGIN for state in active.values()):
+        return _verdict(active, conflict.ranks, conflict, is_conflict=True)
+    late = [r for r in _behind(active) if active[r].quiet > limit(active[r].beat, compiled=compiled)]
+    if not late:
+        return None
+    return _verdict(active, late, conflict_of(beats, lines=True), is_conflict=conflict is not None)
+
+
+def limit(beat: Beat, *, compiled: bool = False) -> float:
+    """Return the seconds without a mark after which a rank that does not wait for others is late."""
+    phase = WAITING if beat.waiting else beat.phase
+    times = beat.times.get(phase, Times(0, 0.0))
+    if phase == WAITING:
+        return max(_EXCHANGE, 2 * times.longest)
+    if not times.count:
+        return _FIRST.get(phase, _FIRST_OTHERS)
+    margin = _COMPILED_MARGIN if compiled and phase in _COMPILED else STORAGE.get(phase, _MARGIN)
+    return times.longest * (1 + (_PART_OF_FEW if times.count < _FEW else _PART)) + margin
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Different collectives that ranks have entered in the same place: which ranks differ, and an explanation."""
+
+    ranks: tuple[int, ...]
+    detail: str
+
+
+def conflict_of(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict | None:
+    """Return the first collective that ranks have entered with another function, type or shape; None if all agree.
+
+    Args:
+        lines: compare the newest that all have entered also by the lines of the calls, which may differ in a run that
+            is right.
+    """
+    entered = [set(beat.collectives) for beat in beats.values()]
+    common = sorted(set.intersection(*entered)) if entered else []
+    for number in common:
+        calls = {rank: beat.collectives[number] for rank, beat in beats.items()}
+        with_lines = lines and number == common[-1]
+        kinds = {rank: (_kind(call), call.line if with_lines else "") for rank, call in calls.items()}
+        if len(set(kinds.values())) > 1:
+            return _conflict(beats, calls, kinds)
+    return None
+
+
+def _conflict(
+    beats: Mapping[int, Beat], calls: Mapping[int, EnteredCollective], kinds: Mapping[int, object]
+) -> Conflict:
+    """Return which ranks differ from most others. If no kind has most ranks, it is those that have gone further: they
+    have not entered what the others wait in.
+    """
+    counts = Counter(kinds.values()).most_common()
+    if counts[0][1] > counts[1][1]:
+        ranks = [rank for rank, kind in kinds.items() if kind != counts[0][0]]
+    else:
+        furthest = max((beat.step, beat.marks) for beat in beats.values())
+        ahead = {kinds[rank] for rank, beat in beats.items() if (beat.step, beat.marks) == furthest}
+        ranks = [rank for rank, kind in kinds.items() if kind in ahead]
+    differing = min(ranks)
+    other = min(rank for rank, kind in kinds.items() if kind != kinds[differing])
+    return Conflict(
+        tuple(sorted(ranks)),
+        f"the ranks have entered different collectives: as number {calls[other].number}, rank {other} has entered "
+        f"{_call(calls[other])}, and rank {differing} {_call(calls[differing])}",
+    )
+
+
+def _kind(collective: EnteredCollective) -> tuple[str, str]:
+    return collective.name, collective.tensor if collective.same_shape else ""
+
+
+def _call(collective: EnteredCollective) -> str:
+    of = f" of {collective.tensor}" if collective.tensor else ""
+    return f"{collective.name}{of} at {collective.line}"
+
+
+def _behind(active: Mapping[int, RankState]) -> list[int]:
+    """Return the ranks that the others wait for; all of them if they wait for each other."""
+    if not active:
+        return []
+    least = min(state.beat.entered for state in active.values())
+    last = [rank for rank, state in active.items() if state.beat.entered == least]
+    return [rank for rank in last if not active[rank].beat.waiting] or last
+
+
+def _verdict(
+    active: Mapping[int, RankState], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
+) -> Verdict:
+    first = active[late[0]]
+    parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_position(first.beat)}"]
+    others = {rank: state.beat for rank, state in active.items() if rank not in late}
+    ahead = [rank for rank, beat in others.items() if beat.entered > first.beat.entered]
+    waiting = [rank for rank, beat in others.items() if beat.waiting]
+    if ahead:
+        verb, none = ("has" if len(ahead) == 1 else "have"), ("has" if len(late) == 1 else "have")
+        parts.append(f"{_ranks(ahead)} {verb} entered {_last(others[ahead[0]])}, which {_ranks(late)} {none} not")
+    elif waiting:
+        parts.append(f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {_last(others[waiting[0]])}")
+    if conflict is not None:
+        parts.append(conflict.detail)
+    step = None if first.beat.step < 0 else first.beat.step
+    return Verdict(tuple(late), first.beat.phase, step, "; ".join(parts), is_conflict)
+
+
+def _state(state: RankState) -> str:
+    if state.suspended:
+        return f"been suspended by a signal (SIGSTOP) for {span(state.suspended)}"
+    usual = state.beat.times.get(state.beat.phase)
+    took = f", and that has taken at most {usual.longest:.1f} s before" if usual and not state.beat.waiting else ""
+    using = ", using the processor" if state.busy > 0.5 else ""
+    return f"made no progress for {span(state.quiet)}{took}{using}:"
+
+
+def _position(beat: Beat) -> str:
+    step = f" of step {beat.step}" if beat.step >= 0 else ""
+    micro = f", micro-batch {beat.micro_batch}" if beat.micro_batch >= 0 else ""
+    inside = f", inside {_last(beat)}" if beat.waiting else ""
+    return f"in phase {beat.phase}{step}{micro}{inside}"
+
+
+def _last(beat: Beat) -> str:
+    if beat.collective is None:
+        return "joining the process group"
+    return f"{_call(beat.collective)} (number {beat.entered})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

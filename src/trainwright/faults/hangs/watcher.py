@@ -1,0 +1,370 @@
+"""Watch the workers on this machine, by what they report and what the kernel knows, and report when one hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from trainwright.engine.event_log import append_event
+from trainwright.engine.events import Fault, Notice
+from trainwright.faults.hangs.evidence import (
+    remove_pipes,
+    stacks_file,
+    stacks_of,
+    training_thread,
+    wait_for_collectives,
+    write_collectives,
+)
+from trainwright.faults.hangs.judge import STORAGE, Conflict, RankState, Verdict, conflict_of, judge
+from trainwright.faults.hangs.machines import Machines
+from trainwright.utils.beats import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.utils.text import say, span
+
+if TYPE_CHECKING:
+    from trainwright.run.worker_processes import WorkerRanks
+
+
+_BYTES_PER_SECOND = 64 * 2**10  # a process that moves fewer does not read or write a model
+_READ = 16  # `bytes_moved` counts one byte for each 16 that were read, but not from storage
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The state of a process.
+
+    Attributes:
+        suspended: stopped by a signal, while the process that started it runs.
+        paused: held by a debugger, or stopped together with the process that started it: somebody wants it so.
+        on_disk: in an uninterruptible wait, normally for a disk or a network file system.
+        used: seconds of CPU time of all its threads.
+        waited: seconds for which a thread was ready but had no core, by thread; empty where the kernel does not count.
+    """
+
+    suspended: bool
+    paused: bool
+    on_disk: bool
+    used: float
+    waited: Mapping[int, float]
+
+    def starved(self, before: ProcessState) -> float:
+        """Return the most seconds since ``before`` for which one of its threads was ready but had no core."""
+        common = self.waited.keys() & before.waited.keys()
+        return max((self.waited[thread] - before.waited[thread] for thread in common), default=0.0)
+
+
+def state_of(pid: int, *, closely: bool = False) -> ProcessState | None:
+    """Return the state of a process; None if it has ended.
+
+    Args:
+        closely: look at all threads, which takes milliseconds where there are many; else at the main one.
+    """
+    try:
+        process = psutil.Process(pid)
+        status, times = process.status(), process.cpu_times()
+        stopped = status == psutil.STATUS_STOPPED
+        paused = status == psutil.STATUS_TRACING_STOP or (stopped and _is_stopped(process.parent()))
+    except psutil.Error:
+        return None
+    if status == psutil.STATUS_ZOMBIE:
+        return None
+    on_disk = status == psutil.STATUS_DISK_SLEEP
+    return ProcessState(stopped and not paused, paused, on_disk, times.user + times.system, _waited(pid, closely))
+
+
+def bytes_moved(pid: int) -> int:
+    """Return the bytes that a process and those that it has started have written, and read from storage, so far.
+
+    Of what was read otherwise a part is added: it is from caches, file systems that do not tell, or from /proc, where
+    the ledger of a rank reads some 20 KB every second.
+    """
+    total = 0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error, AttributeError, OSError):  # it has ended, or the system does not count
+                counted = each.io_counters()
+                total += int(counted.write_chars + counted.read_bytes + counted.read_chars // _READ)
+    return total
+
+
+class Moving:
+    """Whether a process reads or writes a model; the ledger of a rank writes some bytes all the time."""
+
+    def __init__(self) -> None:
+        self._moved: int | None = None
+        self._seconds = 0.0
+
+    def __call__(self, pid: int, passed: float) -> bool:
+        """Return whether it has moved the bytes of a model since it last did; ``passed``: seconds since the last call.
+
+        The first call returns True.
+        """
+        moved, self._seconds = bytes_moved(pid), self._seconds + passed
+        if self._moved is not None and moved - self._moved < _BYTES_PER_SECOND * max(1.0, self._seconds):
+            return False
+        self._moved, self._seconds = moved, 0.0
+        return True
+
+
+def seconds_asleep() -> float:
+    """Return the seconds that the machine has been suspended since it was started."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def _is_stopped(process: psutil.Process | None) -> bool:
+    return process is not None and process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+def _waited(pid: int, closely: bool) -> dict[int, float]:
+    tasks = Path(f"/proc/{pid}/task")
+    seconds: dict[int, float] = {}
+    for thread in _threads(tasks) if closely else (pid,):
+        with suppress(OSError, ValueError):
+            _, waited, _ = (tasks / str(thread) / "schedstat").read_text(encoding="ascii").split()
+            seconds[thread] = int(waited) / 1e9
+    return seconds
+
+
+def _threads(tasks: Path) -> Iterable[int]:
+    try:
+        return [int(task.name) for task in tasks.iterdir()]
+    except OSError:
+        return []
+
+
+_CHECK_SECONDS = 0.25
+# A longer gap between two checks is time in which this process, and probably the workers, did not run.
+_LONGEST_GAP = 1.0
+# Connections and file systems may take a while after the machine was suspended.
+_AFTER_SLEEP = 60.0
+# How long waiting for a disk is not counted.
+_DISK_SECONDS = 120.0
+# A rank without a mark for this time is looked at closely, which takes more.
+_QUIET = 3.0
+_KIND = "hang"
+
+
+class RunHangs(Exception):
+    """The run hangs, and the recipe asks to end or to restart it."""
+
+    def __init__(self, verdict: Verdict, message: str) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """The run whose workers are watched.
+
+    Attributes:
+        on_hang: ``faults.on_hang`` of the recipe.
+        compiled: whether the model is compiled.
+        restarts: whether the launcher can restart it.
+    """
+
+    run: Path
+    on_hang: str
+    compiled: bool
+    restarts: bool = True
+
+
+@dataclass
+class _Rank:
+    """What the watcher remembers about a rank since its last mark."""
+
+    beat: Beat
+    state: ProcessState
+    used: float  # at the mark
+    quiet: float = 0.0
+    passed: float = 0.0  # seconds of the watcher's clock
+    on_disk: float = 0.0
+    suspended: float = 0.0
+    moving: Moving = field(default_factory=Moving)
+
+    @property
+    def seen(self) -> RankState:
+        busy = (self.state.used - self.used) / self.passed if self.passed else 0.0
+        return RankState(self.beat, self.quiet, self.suspended, busy)
+
+
+class HangWatcher:
+    """Report when a worker hangs. Call ``check`` repeatedly, from a process that is not a worker.
+
+    Args:
+        processes: returns the pid of the worker of every rank here.
+        machines: the watchers of the run's machines, if there are several; only that of rank 0 reports.
+        ending: called with the exit code and the message before the workers are killed.
+    """
+
+    def __init__(
+        self,
+        watched: WatchedRun,
+        processes: Callable[[], Mapping[int, int]],
+        machines: Machines | None = None,
+        ending: Callable[[int, str], None] = lambda code, message: None,
+    ) -> None:
+        self._watched = watched
+        self._processes = processes
+        self._machines = machines
+        self._decides = machines is None or machines.decides
+        self._ending = ending
+        self._everyone: dict[int, RankState] = {}
+        self._directory = heartbeat_directory(watched.run)
+        self._ranks: dict[int, _Rank] = {}
+        self._ever: dict[int, int] = {}  # the ranks here with their processes
+        self._checked = time.monotonic()
+        self._asleep = seconds_asleep()
+        self._reported: tuple[int, ...] = ()  # the late ranks of the hang that goes on
+        self._since = 0.0
+        self._asked: dict[int, int] = {}  # ranks that write their collectives
+
+    @classmethod
+    def of(cls, watched: WatchedRun, processes: Callable[[], Mapping[int, int]], ranks: WorkerRanks) -> HangWatcher:
+        """Return the watcher of the ``ranks`` of a run on this machine."""
+        return cls(watched, processes, None if ranks.is_alone else Machines(watched.run, ranks.size, not ranks.first))
+
+    def check(self) -> None:
+        """Look at the workers, at most a few times a second.
+
+        Raises:
+            RunHangs: they hang and the recipe asks to end or to restart the run; they have been killed.
+        """
+        now = time.monotonic()
+        if now - self._checked < _CHECK_SECONDS:
+            return
+        passed, self._checked = min(now - self._checked, _LONGEST_GAP), now
+        self._look(passed)
+        verdict = self._verdict()
+        if verdict is None:
+            self._recovered(now)
+        elif not self._reported:
+            self._reported, self._since = verdict.ranks, now
+            self._report(verdict)
+
+    def close(self) -> Conflict | None:
+        """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
+        everyone = {rank: state.beat for rank, state in self._everyone.items()}
+        conflict = conflict_of(everyone | self._beats(self._ever))
+        if self._machines is not None:
+            self._machines.close()
+        if self._directory is not None:
+            remove_pipes(self._directory, self._ever)
+            for rank in self._ever:
+                heartbeat_file(self._directory, rank).unlink(missing_ok=True)
+            with suppress(OSError):  # another machine of the run may be this one
+                self._directory.rmdir()
+        return conflict
+
+    def _look(self, passed: float) -> None:
+        pids = self._processes()
+        self._ever |= pids
+        quiet = {rank for rank, known in self._ranks.items() if known.quiet > _QUIET}
+        looked = {rank: state_of(pid, closely=rank in quiet) for rank, pid in pids.items()}
+        states = {rank: state for rank, state in looked.items() if state is not None}
+        beats = self._beats({rank: pids[rank] for rank in states})
+        known = {rank: self._ranks[rank] for rank in beats if rank in self._ranks}
+        starved = max([0.0, *(states[rank].starved(each.state) for rank, each in known.items())])
+        asleep, self._asleep = seconds_asleep() - self._asleep, seconds_asleep()
+        for rank, beat in beats.items():
+            before, state = known.get(rank), states[rank]
+            if before is None or before.beat.marks != beat.marks:
+                self._ranks[rank] = _Rank(beat, state, state.used)
+                continue
+            before.state = state
+            if state.paused:
+                continue
+            before.passed += passed
+            before.suspended = before.suspended + passed if state.suspended else 0.0
+            if state.on_disk and before.on_disk < _DISK_SECONDS:
+                before.on_disk += passed
+            else:
+                before.quiet += max(0.0, passed - starved)
+            if rank in quiet and beat.phase in STORAGE and before.moving(pids[rank], passed):
+                before.quiet = _QUIET
+            if asleep > _CHECK_SECONDS:
+                before.quiet = -_AFTER_SLEEP
+        for rank in self._ranks.keys() - beats.keys():
+            del self._ranks[rank]
+
+    def _beats(self, pids: Mapping[int, int]) -> dict[int, Beat]:
+        """Return what the processes have written; files of earlier launches are left out."""
+        if self._directory is None:
+            return {}
+        read_now = {rank: read(heartbeat_file(self._directory, rank)) for rank in pids}
+        return {rank: beat for rank, beat in read_now.items() if beat is not None and beat.pid == pids[rank]}
+
+    def _verdict(self) -> Verdict | None:
+        everyone: dict[int, RankState] | None = {rank: tracked.seen for rank, tracked in self._ranks.items()}
+        if self._machines is not None:
+            everyone = self._machines.everyone(everyone or {})
+            if not self._machines.decides:
+                return self._machines.decided(self._processes())
+        if everyone is None:
+            return None
+        self._everyone = everyone
+        return judge(everyone, compiled=self._watched.compiled)
+
+    def _report(self, verdict: Verdict) -> None:
+        ends = self._watched.on_hang != "warn"
+        if self._decides:
+            self._record(Fault(kind=_KIND, rank=verdict.ranks[0], detail=verdict.detail, action=self._watched.on_hang))
+            if self._machines is not None:
+                self._machines.decide(verdict, self._everyone)
+        pids, stacks = dict(self._processes()), self._stacks()
+        everyone = self._everyone.keys() | pids.keys()
+        shown = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
+        why = {True: "no stack, as its process does not respond", False: "no stack has arrived from its machine"}
+        missing = [f"rank {rank}: {why[rank in pids]}" for rank in sorted(everyone - stacks.keys())]
+        files = f"all threads: {stacks_file(self._watched.run / 'logs', verdict.ranks[0]).with_name('rank-*.stacks')}"
+        message = f"the run hangs: {verdict.detail}"
+        if ends:
+            text = "\n".join([message, *shown, *missing, files])
+            self._ending(verdict.exit_code, text)
+            wait_for_collectives(self._watched.run / "logs", self._asked)
+            for pid in pids.values():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            raise RunHangs(verdict, text)
+        if self._decides:
+            other = "restart would restart it, and " if self._watched.restarts else ""
+            goes_on = f"it goes on; faults.on_hang: {other}stop would end it with exit code {verdict.exit_code}"
+            say("\n".join([f"warning: {message}", *shown, *missing, files, goes_on]), file=sys.stderr)
+
+    def _stacks(self) -> dict[int, str]:
+        """Return the stacks of the threads that train: of all machines where rank 0 is."""
+        pids = dict(self._processes())
+        if self._directory is not None:
+            self._asked = write_collectives(self._directory, pids, self._watched.run / "logs")
+        here = {rank: training_thread(text) for rank, text in stacks_of(pids, self._watched.run / "logs").items()}
+        if self._machines is None:
+            return here
+        if self._machines.decides:
+            return here | self._machines.stacks(frozenset(self._everyone.keys() - pids.keys()))
+        self._machines.give(here)
+        return here
+
+    def _recovered(self, now: float) -> None:
+        if self._reported:
+            late = ", ".join(map(str, self._reported))
+            message = f"the run goes on, {span(now - self._since)} after rank {late} was reported to hang"
+            self._reported = ()
+            if self._machines is not None and self._decides:
+                self._machines.decide(None, {})
+            if self._decides:
+                self._record(Notice(message=message))
+                say(message, file=sys.stderr)
+
+    def _record(self, event: Fault | Notice) -> None:
+        with suppress(OSError):
+            append_event(self._watched.run / "events.jsonl", event)

@@ -1,0 +1,249 @@
+"""Measure one model on the rows, by all ranks together, store the results, and compare those of two models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.inference.answering import AnswerSettings, Done, answer_all
+from trainwright.inference.evaluation.metrics import LIKELIHOODS, Judge
+from trainwright.inference.evaluation.rows import Column, EncodedRows, Estimate, RowPrompts, difference
+from trainwright.inference.generation import Answer, Sampling
+from trainwright.inference.loading import Loaded
+from trainwright.inference.scoring import TokenScores, score
+from trainwright.inference.stopping import stop_of
+from trainwright.parallel.world import World
+
+Floats = npt.NDArray[np.float64]
+# Applied to the mean of a column.
+FINISH = {"perplexity": np.exp}
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The origin of the rows: the names of the sources, and for each row its index in its source, from 0, and the index
+    of its source.
+    """
+
+    sources: list[str]
+    numbers: list[int]
+    parts: list[int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row: the prompt, the reference and the answer, with the scores of this row."""
+
+    row: int  # in the source, from 1
+    scores: dict[str, float | None]
+    prompt: str | None = None
+    reference: str | None = None
+    answer: str | None = None
+    complete: bool | None = None  # whether the model stopped by itself
+    source: str | None = None  # if there are several
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A model's columns over the rows, by metric.
+
+    Attributes:
+        origin: a description of the model.
+        tokens: a fingerprint of the rows in the model's tokens; if two models differ in it, their likelihoods are not
+            comparable.
+        origins: where the rows come from.
+        answered: the indices of the rows that were answered.
+        notes: remarks for the reader of the numbers.
+    """
+
+    origin: str
+    tokens: str
+    columns: dict[str, Column]
+    samples: list[Sample]
+    origins: Origins
+    answered: list[int]
+    notes: list[str] = field(default_factory=list)
+
+    def of_source(self, part: int) -> Measurement:
+        """Return the results for the rows of one source."""
+        rows = [row for row, each in enumerate(self.origins.parts) if each == part]
+        questions = [index for index, row in enumerate(self.answered) if self.origins.parts[row] == part]
+        columns = {
+            name: column.chosen(rows if name in LIKELIHOODS else questions) for name, column in self.columns.items()
+        }
+        return replace(self, columns={name: column for name, column in columns.items() if len(column)}, notes=[])
+
+    def save(self, file: Path) -> None:
+        """Write the object to a file or directory."""
+        columns = {
+            name: {"values": column.values.tolist(), "weights": column.weights.tolist()}
+            for name, column in self.columns.items()
+        }
+        file.write_text(json.dumps({**asdict(self), "columns": columns}), encoding="utf-8")
+
+    @classmethod
+    def open(cls, file: Path) -> Measurement:
+        """Read what ``save`` wrote."""
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        columns = {
+            name: Column(np.array(column["values"]), np.array(column["weights"]), *_finish(name))
+            for name, column in saved.pop("columns").items()
+        }
+        samples = [Sample(**sample) for sample in saved.pop("samples")]
+        origins = Origins(**saved.pop("origins"))
+        return cls(**saved, columns=columns, samples=samples, origins=origins)
+
+
+@dataclass(frozen=True)
+class MeasurementSettings:
+    """What is measured, and how rows are answered.
+
+    Attributes:
+        origin: describes the model.
+        names: of the metrics.
+        judges: those of the metrics that judge answers.
+        batch: the number of rows answered at once.
+    """
+
+    origin: str
+    names: Sequence[str]
+    judges: Mapping[str, Judge]
+    sampling: Sampling
+    batch: int | None = None
+
+
+def measure(
+    loaded: Loaded,
+    rows: EncodedRows,
+    origins: Origins,
+    settings: MeasurementSettings,
+    world: World,
+    *,
+    scored: Done = lambda examples: None,
+    answered: Done = lambda examples: None,
+) -> Measurement | None:
+    """Score the rows and generate the answers asked for. Every rank must call; rank 0 gets the full result.
+
+    Args:
+        origins: where the rows come from.
+        scored, answered: called with the number of rows that this rank has finished since the last call.
+    """
+    names, judges = settings.names, settings.judges
+    needs_scores = any(name in LIKELIHOODS for name in names)
+    scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if needs_scores else []
+    answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answered) if judges else []
+    if not world.is_main:
+        return None
+    columns = likelihood_columns(names, scores, rows.last_turn) if needs_scores else {}
+    for name, judge in judges.items():
+        columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
+    ordered = {name: columns[name] for name in names}
+    samples = _samples(loaded, rows, origins, ordered, answers)
+    answered_rows = rows.prompts.rows if judges else []
+    return Measurement(settings.origin, rows.dataset.fingerprint, ordered, samples, origins, answered_rows)
+
+
+def answer_prompts(
+    loaded: Loaded, prompts: RowPrompts, sampling: Sampling, world: World, batch: int | None, answered: Done
+) -> list[Answer]:
+    """Return the model's answers, as turns of a conversation."""
+    stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
+    settings = AnswerSettings(sampling, stop, batch)
+    with loaded.lm.for_generation() as model:
+        return answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, answered)
+
+
+def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]) -> list[float]:
+    """Return a score for every answer; surrounding white space is ignored."""
+    return [judge(reference, answer.text.strip()) for reference, answer in zip(references, answers, strict=True)]
+
+
+def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
+    """Return the scores of every row, joined from its windows."""
+    remaining = iter(scores)
+    return [
+        TokenScores(np.concatenate([part.losses for part in parts]), np.concatenate([part.correct for part in parts]))
+        for parts in (list(islice(remaining, count)) for count in windows)
+    ]
+
+
+def _samples(
+    loaded: Loaded, rows: EncodedRows, origins: Origins, columns: Mapping[str, Column], answers: list[Answer]
+) -> list[Sample]:
+    questions = {row: question for question, row in enumerate(rows.prompts.rows)} if answers else {}
+    samples = []
+    for row, (number, part) in enumerate(zip(origins.numbers, origins.parts, strict=True)):
+        question = questions.get(row)
+        scores = {
+            name: column.row(row if question is None or name in LIKELIHOODS else question)
+            for name, column in columns.items()
+            if name in LIKELIHOODS or question is not None
+        }
+        extra: dict[str, Any] = {"source": origins.sources[part]} if len(origins.sources) > 1 else {}
+        if question is not None:
+            answer = answers[question]
+            prompt = str(loaded.tokenizer.decode(rows.prompts.tokens[question]))
+            extra |= {"prompt": prompt, "reference": rows.prompts.references[question]}
+            extra |= {"answer": answer.text.strip(), "complete": answer.complete}
+        samples.append(Sample(number + 1, scores, **extra))
+    return samples
+
+
+def _finish(name: str) -> list[Any]:
+    return [FINISH[name]] if name in FINISH else []
+
+
+def likelihood_columns(
+    names: Sequence[str], rows: Sequence[TokenScores], last_turn: Sequence[int]
+) -> dict[str, Column]:
+    """Return the columns of ``names`` over scored rows.
+
+    Args:
+        last_turn: for each row, how many of its last targets belong to its last answer.
+    """
+    losses = [row.losses.astype(np.float64) for row in rows]
+    targets = np.array([len(each) for each in losses], dtype=np.float64)
+    totals = np.array([each.sum() for each in losses])
+    probabilities = [answer_probability(each, count) for each, count in zip(losses, last_turn, strict=True)]
+    columns = {
+        "loss": Column(totals, targets),
+        "perplexity": Column(totals, targets, FINISH["perplexity"]),
+        "token_accuracy": Column(np.array([float(row.correct.sum()) for row in rows]), targets),
+        "answer_probability": Column(np.array(probabilities), np.array([float(count > 0) for count in last_turn])),
+    }
+    return {name: columns[name] for name in names if name in columns}
+
+
+def answer_probability(losses: Floats, count: int) -> float:
+    """Return the geometric mean of the probabilities of the last ``count`` targets, P(answer | question)^(1 / tokens),
+    as in TOFU (arXiv 2401.06121); 0 if there are none.
+    """
+    return float(np.exp(-losses[len(losses) - count :].mean())) if count else 0.0
+
+
+@dataclass(frozen=True)
+class MetricDifferences:
+    """The differences, first minus second, by metric."""
+
+    differences: dict[str, Estimate]
+    notes: list[str] = field(default_factory=list)
+
+
+def compare(one: Measurement, other: Measurement) -> MetricDifferences:
+    """Return the paired differences of all comparable metrics. Both must be measured on the same rows."""
+    names = [name for name in one.columns if name in other.columns]
+    notes = []
+    if one.tokens != other.tokens and any(name in LIKELIHOODS for name in names):
+        notes.append(
+            "the two models have different tokenizers, chat templates or lengths, so their likelihoods cannot be "
+            "compared"
+        )
+        names = [name for name in names if name not in LIKELIHOODS]
+    return MetricDifferences({name: difference(one.columns[name], other.columns[name]) for name in names}, notes)

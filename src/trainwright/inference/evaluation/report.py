@@ -1,0 +1,186 @@
+"""The output of an evaluation: a directory, written completely or not at all, and a table.
+
+metrics.json            every metric with its interval; with --against also the other model's and the differences
+samples.jsonl           row by row: prompt, reference, answer, scores samples-against.jsonl   those of the other model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainwright import __version__
+from trainwright.errors import RequestError
+from trainwright.inference.evaluation.measure import Measurement, MetricDifferences
+from trainwright.inference.evaluation.rows import CONFIDENCE, Estimate, estimate
+from trainwright.utils.text import table
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of one evaluation.
+
+    Attributes:
+        settings: the options of the evaluation, as plain values.
+        harness: the results of lm-evaluation-harness, by task.
+        parts: the results of each source alone, if there are several.
+    """
+
+    settings: Mapping[str, Any]
+    measured: Measurement | None = None
+    against: Measurement | None = None
+    comparison: MetricDifferences | None = None
+    harness: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Report] = field(default_factory=dict)
+
+    @cached_property
+    def estimates(self) -> dict[str, Estimate]:
+        """Return every metric with its interval."""
+        return _estimates(self.measured)
+
+    def lines(self) -> list[str]:
+        """Return the table and its notes."""
+        lines = []
+        if self.measured is not None:
+            if self.against is not None:
+                lines = [f"A: {self.measured.origin}", f"B: {self.against.origin}", ""]
+            lines += self._table()
+            for name, part in self.parts.items():
+                lines += ["", f"of {name}:", *part._table()]
+            lines += [f"note: {note}" for note in self.measured.notes]
+        if self.against is not None:
+            lines += [f"note: against: {note}" for note in self.against.notes if self.measured is not None]
+        if self.comparison is not None:
+            lines += [f"note: {note}" for note in self.comparison.notes]
+        if self.harness:
+            lines += table_lines(_harness_rows(self.harness), ("task", "metric", "value", "standard error"))
+        return lines
+
+    def _table(self) -> list[str]:
+        if self.against is None:
+            return table_lines(_rows(self.estimates), _HEAD)
+        assert self.measured is not None and self.against is not None and self.comparison is not None
+        rows = []
+        for name, column in self.measured.columns.items():
+            difference = self.comparison.differences.get(name)
+            other = self.against.columns.get(name)
+            values = [number_text(column.value()), "" if other is None else number_text(other.value())]
+            shown = ["", ""] if difference is None else [_signed(difference.value), _between(difference, _signed)]
+            rows.append([name, *values, *shown, f"{len(column):,}"])
+        head = ("metric", "A", "B", "A - B", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
+        return table_lines(rows, head)
+
+    def write(self, directory: Path) -> None:
+        """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
+        with complete_directory(directory) as scratch:
+            self._write(scratch)
+
+    def _write(self, directory: Path) -> None:
+        content: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings), **self._numbers()}
+        if self.measured is not None:
+            _write_samples(directory / "samples.jsonl", self.measured)
+        if self.against is not None:
+            _write_samples(directory / "samples-against.jsonl", self.against)
+        if self.harness:
+            content["lm_eval"] = dict(self.harness)
+        write_text(directory / "metrics.json", json.dumps(content, indent=2, default=str) + "\n")
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return every number, as plain values."""
+        numbers: dict[str, Any] = {}
+        if self.measured is not None:
+            numbers |= _described(self.measured, self.estimates)
+        if self.against is not None and self.comparison is not None:
+            differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
+            numbers["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
+        if self.parts:
+            numbers["sources"] = {name: part._numbers() for name, part in self.parts.items()}
+        return numbers
+
+
+@contextmanager
+def complete_directory(directory: Path) -> Iterator[Path]:
+    """Provide a temporary directory that is renamed to the new ``directory`` once everything is written.
+
+    Raises:
+        RequestError: something cannot be written.
+    """
+    scratch = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        scratch.rename(directory)
+    except OSError as error:
+        raise RequestError(f"--out: {directory} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+_HEAD = ("metric", "value", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
+
+
+def _estimates(measured: Measurement | None) -> dict[str, Estimate]:
+    return {} if measured is None else {name: estimate(column) for name, column in measured.columns.items()}
+
+
+def _described(measured: Measurement, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    metrics = {name: asdict(value) for name, value in estimates.items()}
+    return {"model": measured.origin, "metrics": metrics, "notes": measured.notes}
+
+
+def _rows(estimates: Mapping[str, Estimate]) -> list[list[str]]:
+    return [
+        [name, number_text(value.value), _between(value, number_text), f"{value.n:,}"]
+        for name, value in estimates.items()
+    ]
+
+
+def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for task, metrics in harness.items():
+        for key, value in metrics.items():
+            name, _, choice = key.partition(",")
+            error = metrics.get(f"{name}_stderr,{choice}")
+            if isinstance(value, float) and not name.endswith("_stderr"):
+                label = name if choice in ("", "none") else f"{name} ({choice})"
+                rows.append([task, label, number_text(value), number_text(error) if isinstance(error, float) else ""])
+    return rows
+
+
+def table_lines(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
+    """Return rows under their head, aligned in columns."""
+    return list(table([head, *rows]))
+
+
+def number_text(value: float) -> str:
+    """Return a number formatted for tables: four decimals, or more if it is very small."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}" if abs(value) < 1000 else f"{value:+,.1f}"
+
+
+def _between(value: Estimate, words: Any) -> str:
+    return "one row" if value.low is None or value.high is None else f"{words(value.low)} to {words(value.high)}"
+
+
+def _write_samples(file: Path, measured: Measurement) -> None:
+    write_text(file, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in measured.samples))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file and sync it to disk."""
+    with file.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())

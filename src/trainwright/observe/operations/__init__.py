@@ -1,0 +1,1 @@
+"""What the API offers about runs: each module has the functions of commands that look at runs."""

@@ -1,0 +1,243 @@
+"""Charts as Vega-Lite specifications (https://vega.github.io/vega-lite/docs/)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.event_reader import part_of
+from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root, try_write
+from trainwright.observe.reports.figures import PlottedCurve, RunFigures, curves_of
+from trainwright.utils.installation import install_command
+
+AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Seconds of training", "flops": "FLOPs"}
+_HEIGHT = 220
+_LOGARITHMIC = 30.0  # ratio of the largest to the smallest value
+
+Specification = dict[str, Any]
+
+
+def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
+    """Return a chart for every curve that any of the runs has, with a line for each run.
+
+    Each point has its place on every axis of ``AXES``, so that a page can change the axis.
+    """
+    names = _distinct(runs)
+    every = [curves_of(run) for run in runs]
+    places = [{axis: run.positions(axis) for axis in AXES} for run in runs]
+    charts = []
+    for curve in dict.fromkeys(name for curves in every for name in curves):
+        rows = []
+        for name, curves, places_of in zip(names, every, places, strict=True):
+            rows += _rows(curves[curve], name, places_of) if curve in curves else []
+        shown = next(curves[curve] for curves in every if curve in curves)
+        # The shape of a schedule shows on a linear axis; it may end close to 0.
+        charts.append(_lines(shown.title, shown.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate"))
+    return charts
+
+
+def _rows(curve: PlottedCurve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
+    """Return a row for each point; ``part`` counts the gaps before it, ``alone`` says that it is between two."""
+    rows = []
+    for index, (step, value) in enumerate(curve.points):
+        row = {axis: _near(places[axis], step) for axis in AXES} | {"step": step, "value": value, "run": run}
+        row |= {smoothing_field(weight): values[index] for weight, values in curve.smoothed.items()}
+        rows.append(row | {"part": part_of(curve.breaks, step)})
+    sizes = Counter(row["part"] for row in rows)
+    return [row | {"alone": True} if sizes[row["part"]] == 1 else row for row in rows]
+
+
+def smoothing_field(weight: float) -> str:
+    """Return the field of the rows of a chart with the values that are smoothed."""
+    return f"smoothed-{str(weight).partition('.')[2]}"
+
+
+def time_chart(title: str, unit: str, rows: list[dict[str, Any]]) -> Specification:
+    """Return a chart over the seconds since a run began, with a line for each rank.
+
+    Args:
+        rows: ``after``, ``value`` and ``run``, the name of the line.
+    """
+    return _lines(title, unit, rows, several=len({row["run"] for row in rows}) > 1, axis=("after", "Seconds"))
+
+
+def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
+    """Return a chart of shares by rank and category. ``rows``: ``rank``, ``part`` and ``share``."""
+    return {
+        "title": title,
+        "description": title,
+        "height": 60 + 24 * len({row["part"] for row in rows}),
+        "data": {"values": list(rows)},
+        "mark": {"type": "rect", "tooltip": True},
+        "encoding": {
+            "x": {"field": "rank", "type": "ordinal", "title": "Rank", "axis": {"labelAngle": 0}},
+            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
+            "color": {"field": "share", "type": "quantitative", "title": "Share", "legend": {"format": ".0%"}},
+        },
+    }
+
+
+def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
+    """Return a chart of a metric by the values of a key. ``rows``: ``scale_type``, ``value``, ``run`` and ``steps``."""
+    numbers = [row["place"] for row in rows if isinstance(row["place"], float)]
+    is_rate = key.endswith("rate") and min(numbers, default=0.0) > 0
+    scale = {**_around(numbers), **({"type": "log"} if is_rate else {})}
+    scale_type = {"type": "quantitative", "scale": scale} if len(numbers) == len(rows) else {"type": "nominal"}
+    values = {"scale": _around([row["value"] for row in rows])}
+    return {
+        "title": key,
+        "description": f"{metric} by {key}",
+        "height": _HEIGHT,
+        "data": {"values": list(rows)},
+        "mark": {"type": "point", "filled": True, "size": 80, "tooltip": True},
+        "encoding": {
+            "x": {"field": "place", "title": key, **scale_type},
+            "y": {"field": "value", "type": "quantitative", "title": metric, **values},
+            "color": {"field": "steps", "type": "nominal", "title": None, "legend": {"orient": "top"}},
+            "tooltip": [
+                {"field": "run", "type": "nominal"},
+                {"field": "value", "type": "quantitative", "title": metric},
+            ],
+        },
+    }
+
+
+def bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specification:
+    """Return a chart with a bar for each part."""
+    rows = [{"part": part, "value": value} for part, value in parts.items()]
+    return {
+        "title": title,
+        "description": title,
+        "height": 60 + 24 * len(rows),
+        "data": {"values": rows},
+        "mark": {"type": "bar", "tooltip": True},
+        "encoding": {
+            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
+            "x": {"field": "value", "type": "quantitative", "title": unit},
+        },
+    }
+
+
+def pair_chart(title: str, rows: Sequence[Mapping[str, Any]], unit: str) -> Specification:
+    """Return a chart with two bars for each part. ``rows``: ``part``, ``kind`` and ``value``."""
+    return {
+        "title": title,
+        "description": title,
+        "height": 80 + 28 * len({row["part"] for row in rows}),
+        "data": {"values": list(rows)},
+        "mark": {"type": "bar", "tooltip": True},
+        "encoding": {
+            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
+            "yOffset": {"field": "kind", "sort": None},
+            "x": {"field": "value", "type": "quantitative", "title": unit},
+            "color": {"field": "kind", "type": "nominal", "sort": None, "title": None, "legend": {"orient": "top"}},
+        },
+    }
+
+
+def _around(values: Sequence[float]) -> dict[str, Any]:
+    """Return a scale from the lowest to the highest value, logarithmic if they are far apart."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    ends = {"domain": [low, high], "padding": 12} if low < high else {}
+    return {"type": "log" if low > 0 and high > _LOGARITHMIC * low else "linear", **ends}
+
+
+@cache
+def script() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script, from the package vl-convert-python.
+
+    Raises:
+        RequestError: the package is missing.
+    """
+    try:
+        import vl_convert
+    except ImportError:
+        raise RequestError(
+            f"a report needs vl-convert-python, which has the script of its charts; {install_command('report')}"
+        ) from None
+    cached = cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
+    try:
+        return cached.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        bundle = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+        try_write(cached, bundle)
+        return bundle
+
+
+def _lines(
+    title: str,
+    unit: str,
+    rows: list[dict[str, Any]],
+    *,
+    several: bool,
+    linear: bool = False,
+    axis: tuple[str, str] = ("step", AXES["step"]),
+) -> Specification:
+    values = [row["value"] for row in rows]
+    logarithmic = not linear and min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
+    dot = {"type": "point", "filled": True, "size": 24, "clip": True}
+    is_alone = any(row.get("alone") for row in rows)
+    alone = [{"transform": [{"filter": "datum.alone"}], "mark": dot}] if is_alone else []
+    scale = {"type": "log" if logarithmic else "linear"}
+    # A line for each power of ten, not for its multiples too, as soon as there are some of them.
+    lines = {"axis": {"tickCount": 3}} if logarithmic else {}
+    hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}}
+    color = (
+        {"color": {"field": "run", "type": "nominal", "title": None, "legend": {"orient": "top"}}} if several else {}
+    )
+    tip = [{"field": "run", "type": "nominal", "title": "Run"}] if several else []
+    return {
+        "title": title,
+        "description": title,
+        "height": _HEIGHT,
+        "data": {"values": rows},
+        "encoding": {
+            "x": {
+                "field": axis[0],
+                "type": "quantitative",
+                "title": axis[1],
+                "scale": {"nice": False},
+                "axis": {"tickMinStep": 1},
+            },
+            "y": {"field": "value", "type": "quantitative", "title": unit or None, "scale": scale, **lines},
+            **color,
+        },
+        "layer": [
+            {
+                "mark": {"type": "line", "strokeWidth": 1.75, "clip": True},
+                "params": [{"name": "zoom", "select": "interval", "bind": "scales"}],
+                "encoding": {"detail": {"field": "part"}},
+            },
+            *alone,
+            {
+                "mark": {"type": "point", "filled": True, "size": 70, "clip": True},
+                "params": [hover],
+                "encoding": {
+                    "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
+                    "tooltip": [
+                        *tip,
+                        {"field": axis[0], "type": "quantitative", "title": axis[1]},
+                        {"field": "value", "type": "quantitative", "title": title, "format": ".5~g"},
+                    ],
+                },
+            },
+        ],
+    }
+
+
+def _near(places: Mapping[int, float], step: int) -> float:
+    """Return the place of a step: of the last one before it if its own is missing, 0 before the first."""
+    if step not in places:
+        step = max((known for known in places if known < step), default=0)
+    return places.get(step, 0.0)
+
+
+def _distinct(runs: Sequence[RunFigures]) -> list[str]:
+    """Return the runs' names, as paths where several have the same name."""
+    names = [run.name for run in runs]
+    return [str(Path(run.directory)) if names.count(run.name) > 1 else run.name for run in runs]

@@ -1,0 +1,192 @@
+"""Runs beside one another: what their recipes differ in, their curves, and their evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainwright.observe.reports.charts import curve_charts
+from trainwright.observe.reports.figures import RunFigures, mapping
+from trainwright.observe.reports.html import CURVE_MENU, Page, escaped, section, table
+from trainwright.recipe.yaml_text import values_by_key
+from trainwright.utils import text
+
+# The same in no two runs.
+_OWN = ("logging.run_directory",)
+_MISSING = "-"
+_LONGEST_VALUE = 1000
+# What rows and tokens follow from, beside the section data; and keys of that section that say how they are used.
+_TOKENIZER = ("model.name", "model.tokenizer", "model.chat_template")
+_NOT_ROWS = ("data.pack_length",)
+_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per", "divergence", "error", "forget_probability")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A validation metric of a run beside that of the first run, after the same numbers of steps.
+
+    The untrained model, step 0, does not count.
+
+    Attributes:
+        step: the last one after which both were evaluated.
+        last: the values there, of the first run and of this one.
+        best: the best values, of those after which both were evaluated.
+        interval: 95 % interval of this run's last value, if the metric is a proportion of answers.
+        evaluations: how many both have.
+    """
+
+    metric: str
+    run: str
+    step: int
+    last: tuple[float, float]
+    best: tuple[float, float]
+    interval: tuple[float, float] | None
+    evaluations: int
+
+
+def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
+    """Return the keys whose values differ, with the value of every run."""
+    flat = [dict(values_by_key(run.recipe)) for run in runs]
+    keys = sorted({key for values in flat for key in values} - set(_OWN))
+    rows = {key: [_shown(values.get(key, _MISSING)) for values in flat] for key in keys}
+    return {key: [_shortened(value) for value in values] for key, values in rows.items() if len(set(values)) > 1}
+
+
+def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
+    """Return the validation metrics of each run beside those of the first one, if both have the same data."""
+    first, differences = runs[0], []
+    of_first = _evaluations(first)
+    for run in runs[1:]:
+        if _other_data(first, run, "validation"):
+            continue
+        for metric, values in _evaluations(run).items():
+            steps = sorted(of_first.get(metric, {}).keys() & values.keys())
+            if steps:
+                best = min if is_lower_better(metric) else max
+                pairs = [(of_first[metric][step], values[step]) for step in steps]
+                best_pair = best(pair[0] for pair in pairs), best(pair[1] for pair in pairs)
+                interval = _interval(run, metric, steps[-1])
+                differences.append(Difference(metric, run.name, steps[-1], pairs[-1], best_pair, interval, len(steps)))
+    return differences
+
+
+def notes_on(runs: Sequence[RunFigures]) -> list[str]:
+    """Return what is wrong with the files of each run, and a sentence for each that was trained or validated on other
+    data than the first one, with the keys.
+    """
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    for run in runs[1:]:
+        names = f"{run.name} and {runs[0].name}"
+        if keys := _other_data(runs[0], run, "validation"):
+            notes.append(
+                f"{names} were validated on different data ({keys}): their validation metrics are not comparable; "
+                "evaluate both on the same rows, with trainwright eval RUN --data FILE --against RUN"
+            )
+        if keys := _other_data(runs[0], run, "train"):
+            notes.append(f"{names} were trained on different data ({keys}): their training losses are not comparable")
+    return notes
+
+
+def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
+    """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
+    held_out = not any(
+        isinstance(mapping(each.recipe.get("data")).get("validation"), (str, list)) for each in (first, run)
+    )
+    keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
+    one, other = (each.start.get("fingerprints", {}).get(split) for each in (first, run))
+    if one is not None and other is not None:
+        return "" if one == other else ", ".join(keys) or "their rows have changed"
+    # Recorded by an earlier version, or before the first launch. The key that names other validation data is decisive.
+    return ", ".join(key for key in keys if key.startswith("data."))
+
+
+def _concerns(key: str, split: str, *, held_out: bool) -> bool:
+    """Return whether a key decides what the tokens of a split are.
+
+    Args:
+        held_out: the validation rows are some of the training rows.
+    """
+    if key in _NOT_ROWS:
+        return False
+    others = () if held_out else (("data.validation",) if split == "train" else ("data.train",))
+    return key.startswith(("data.", *_TOKENIZER)) and not key.startswith(others)
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better, by its name."""
+    return any(word in metric for word in _LOWER_IS_BETTER)
+
+
+def summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
+    """Yield a row of figures for each run."""
+    for run in runs:
+        last = text.metric(float(run.steps[-1]["loss"])) if run.steps else _MISSING
+        best = text.metric(run.best[1]) if run.best else _MISSING
+        speed = f"{text.count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else _MISSING
+        trained = text.duration(sum(float(event["step_time"]) for event in run.steps))
+        yield [run.name, run.status, f"{run.step:,}", last, best, speed, trained]
+
+
+SUMMARY_HEAD = ("Run", "Status", "Step", "Loss", "Best validation", "Speed", "Time in steps")
+_OF_FIRST = ("First run's", "Difference")
+DIFFERENCE_HEAD = ("Metric", "Run", "Best", *_OF_FIRST, "Last", *_OF_FIRST, "At step", "Evaluations")
+
+
+def difference_row(difference: Difference) -> list[str]:
+    """Return a difference as text."""
+    (best, own_best), (last, own_last) = difference.best, difference.last
+    interval = "" if difference.interval is None else " ({:.4g} to {:.4g})".format(*difference.interval)
+    at_best = [f"{own_best:.4g}", f"{best:.4g}", f"{own_best - best:+.4g}"]
+    at_last = [f"{own_last:.4g}{interval}", f"{last:.4g}", f"{own_last - last:+.4g}"]
+    return [difference.metric, difference.run, *at_best, *at_last, f"{difference.step:,}", str(difference.evaluations)]
+
+
+def comparison_page(runs: Sequence[RunFigures]) -> str:
+    """Return runs beside one another as a page. Raises RequestError if the script of charts is missing."""
+    names = [run.name for run in runs]
+    page = Page(f"{' and '.join(names[:3])} - Trainwright")
+    page.add("<header><h1>Comparison of runs</h1></header>")
+    page.add(section("Runs", table(SUMMARY_HEAD, summary_rows(runs))))
+    page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in notes_on(runs)))
+    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts(runs))))
+    if rows := [difference_row(each) for each in paired_differences(runs)]:
+        note = (
+            "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
+            "The interval is that of the rows (Wilson).</p>"
+        )
+        page.add(section("Evaluations, paired by step", note, table(DIFFERENCE_HEAD, rows)))
+    differences = [[key, *values] for key, values in recipe_differences(runs).items()]
+    same = "<p>The recipes are the same.</p>"
+    page.add(section("Recipes", table(["Key", *names], differences) if differences else same))
+    return page.render()
+
+
+def _evaluations(run: RunFigures) -> dict[str, dict[int, float]]:
+    values_by_metric: dict[str, dict[int, float]] = {}
+    for event in run.evaluations:
+        if event["step"] == 0:
+            continue
+        for metric, value in event["metrics"].items():
+            if math.isfinite(value):
+                values_by_metric.setdefault(metric, {})[int(event["step"])] = float(value)
+    return values_by_metric
+
+
+def _interval(run: RunFigures, metric: str, step: int) -> tuple[float, float] | None:
+    event = next(event for event in reversed(run.evaluations) if event["step"] == step)
+    interval = event.get("intervals", {}).get(metric)
+    return (float(interval[0]), float(interval[1])) if interval else None
+
+
+def _shown(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if _is_plain(value) else str(value)
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool)

@@ -1,0 +1,278 @@
+"""Planning: what fits, how fast it is and why, before anything runs; and a simulation of the run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.separate_process import run_in_process
+from trainwright.errors import RequestError
+from trainwright.planning.simulation.report import Simulation
+from trainwright.utils.activity import Activity, doing
+from trainwright.utils.text import say
+
+if TYPE_CHECKING:
+    from trainwright.machine.machine_file import Written
+    from trainwright.planning.facts import Facts
+    from trainwright.planning.plan import RunPlan as Details
+    from trainwright.planning.simulation.start import SimulationRequest
+    from trainwright.recipe import schema
+
+
+_TOKENS = 2048  # of a row, when planning a model without a recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a recipe on a machine; ``str()`` gives what ``trainwright plan`` prints.
+
+    Attributes:
+        details: the chosen candidate, all others, and their predicted memory and time.
+        budget: the token budget, if given, and the ``price`` of an hour of a device.
+    """
+
+    details: Details
+    budget: float | None = None
+    price: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether any candidate fits. If not, this is the plan that comes closest."""
+        return self.details.fits
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Return why each value was chosen: ``key value: why``."""
+        return self.details.reasons
+
+    @property
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Return the values chosen for ``auto``, by section and key of a recipe."""
+        from trainwright.planning.resolve import chosen_values
+
+        return chosen_values(self.details)
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """Return the predictions, among them ``memory_bytes`` per process, ``step_time`` in seconds and
+        ``tokens_per_second``.
+        """
+        return self.details.predicted()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain values, as ``trainwright plan --json`` prints it."""
+        values = self.details.as_json()
+        if self.budget is not None:
+            from trainwright.planning.budget import cost
+
+            values["budget"] = cost(self.details, self.budget, self.price)
+        return values
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Plot memory by part to a PNG file."""
+        from trainwright.planning.output import draw
+
+        draw(self.details, Path(path))
+
+    def lines(self, compare: bool = False, width: int | None = None) -> Iterator[str]:
+        """Yield the plan as text.
+
+        Args:
+            compare: include every candidate, not only the best of each strategy.
+            width: columns of a terminal; None: any.
+        """
+        from trainwright.planning.output import table, words
+
+        details = self.details
+        if details.basis.trouble is not None:
+            yield details.basis.trouble
+        yield f"{'machine':<14} {details.cluster.name}"
+        if details.cluster.planned_only:
+            yield f"{'':<14} {details.cluster.planned_only}"
+        yield ""
+        yield from table(details, compare, width)
+        yield ""
+        yield from words(details)
+        if self.budget is not None:
+            from trainwright.planning import budget
+
+            for number, line in enumerate(budget.words(details, self.budget, self.price)):
+                yield f"{'' if number else 'budget':<14} {line}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def plan(
+    recipe: Recipe | str | PathLike[str] | None = None,
+    *overrides: str,
+    model: str | None = None,
+    sequence_length: int | None = None,
+    global_batch_size: int = 64,
+    steps: int | None = None,
+    on: str | PathLike[str] | Written | None = None,
+    tokens: str | None = None,
+    price: float | None = None,
+    progress: bool = False,
+) -> Plan:
+    """Plan a recipe, or a model without one; what ``trainwright plan`` does. Trains nothing and needs no GPU.
+
+    Args:
+        recipe: a `Recipe`, or the path of a recipe file.
+        overrides: ``section.key=value``, the value in YAML.
+        model: plan without a recipe: a known model, a directory or a ``config.json``.
+        sequence_length: with a model: tokens per row. Default: 2048, or the model's maximum if that is less.
+        global_batch_size: with a model: rows per optimizer step.
+        steps: with a model: optimizer steps of the run.
+        on: plan for this machine, such as ``8xH100`` or a file of ``trainwright machine --json``, instead of this one;
+            or for what ``machine_file.machine_of`` returns for these.
+        tokens: a budget of tokens to train on: ``300B``, or ``20x`` for 20 per parameter.
+        price: with ``tokens``: the price of an hour of a device.
+        progress: show operations that take long.
+
+    Raises:
+        RequestError: the recipe or the arguments are invalid.
+        MachineError: the machine does not support the recipe. If nothing fits, nothing is raised; see `Plan.fits`.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> plan = tw.plan(model="gpt2", on="1xH100")
+        >>> plan.fits, plan.values["train"]["mixed_precision"]
+        (True, 'bf16')
+    """
+
+    from trainwright.machine.machine_file import machine_of
+
+    if price is not None and tokens is None:
+        raise RequestError("--price: needs --tokens, such as 20x")
+    with Activity(sys.stderr if progress else None, "reading the recipe, its model and its data"):
+        to_plan = _recipe_to_plan(recipe, overrides, model, sequence_length, global_batch_size, steps)
+        facts, budget = _facts(to_plan, full=model is not None), None
+        if tokens is not None:
+            from trainwright.planning.budget import tokens_of, with_budget
+
+            if steps is not None:
+                raise RequestError("--tokens, --steps: both set the length of the run; pass only one")
+            budget = tokens_of(tokens, facts.workload)
+            facts = facts._replace(workload=with_budget(facts.workload, budget))
+        doing("planning")
+        details = _plan_of(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
+    if progress and details.basis.message is not None:
+        say(details.basis.message, file=sys.stderr)
+    return Plan(details, budget, price)
+
+
+def _recipe_to_plan(
+    recipe: Recipe | str | PathLike[str] | None,
+    overrides: tuple[str, ...],
+    model: str | None,
+    sequence_length: int | None,
+    global_batch_size: int,
+    steps: int | None,
+) -> schema.Recipe:
+    """Return the recipe to plan; for a model without one, a recipe of the given values only."""
+    from trainwright.recipe.loading import load_recipe, recipe_of
+
+    if recipe is not None and model is None:
+        return load_recipe(source_of(recipe), overrides)
+    if recipe is not None or model is None:
+        raise RequestError("pass one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
+    from trainwright.planning.facts import architecture_named, packs
+
+    length = sequence_length or min(_TOKENS, architecture_named(model).positions)
+    settings = [
+        "task=sft",
+        f"model.name={model}",
+        "data={train: pydoc, validation: null}",
+        f"data.max_length={length}",
+        f"data.pack_length={length if packs(model, length) else 'null'}",
+        f"train.global_batch_size={global_batch_size}",
+        *([f"train.max_steps={steps}"] if steps is not None else []),
+    ]
+    return recipe_of([*settings, *overrides], "--model")
+
+
+def _facts(recipe: schema.Recipe, full: bool) -> Facts:
+    """Return the facts for the plan. ``full``: ignore the recipe's data and assume that every row is full."""
+    from trainwright.planning.facts import facts_of, full_rows
+
+    return full_rows(recipe) if full else facts_of(recipe)
+
+
+def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
+    from trainwright.machine.describe import cluster_of
+    from trainwright.planning.plan import constraints_of, installed, make_plan
+    from trainwright.planning.resolve import filled, possible
+    from trainwright.planning.step_time.basis import Basis, basis_of
+
+    here: dict[str, Any] = {}
+    if on is not None:
+        cluster, calibration, measurement = on
+        here = {"basis": Basis(calibration, measurement)}
+    else:
+        from trainwright.machine.accelerators import with_device
+        from trainwright.machine.detect import detect
+
+        machine = with_device(detect(), recipe.parallel.device)
+        cluster = cluster_of(machine)
+        here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
+    recipe, remarks = possible(recipe, cluster)
+    run_plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, **here)
+    filled(recipe, run_plan)  # raises the errors that a run would raise
+    return replace(run_plan, reasons=(*run_plan.reasons, *remarks))
+
+
+def simulate(
+    recipe: Recipe | str | PathLike[str],
+    *overrides: str,
+    on: str,
+    steps: int = 2,
+    force: bool = False,
+    progress: bool = False,
+    accelerate_config: str | PathLike[str] | None = None,
+) -> Simulation:
+    """Run a recipe on simulated GPUs, from the first step to the export; what ``trainwright train --simulate`` does.
+
+    Nothing is computed, no GPU is needed, and no weights are read: tensors have shapes, dtypes and devices, but no
+    memory. One rank is simulated, rank 0 of a world of any size. It finds operations that mix devices or dtypes, and
+    gives the peak memory of every phase, the collectives, and where the host waits for the device.
+
+    Args:
+        recipe: a `Recipe`, or the path of a recipe file.
+        overrides: ``section.key=value``, the value in YAML.
+        on: the machine, such as ``8xH100`` or ``128x8xH100``, or a file of ``trainwright machine --json``.
+        steps: optimizer steps to take; from the second one on, they are alike.
+        force: simulate even if the plan says that the run does not fit.
+        progress: show what is being done.
+        accelerate_config: a file of ``accelerate config``, for the number of processes, the strategy and so on.
+
+    Raises:
+        RequestError: the recipe or the machine is wrong.
+        MachineError: the recipe does not fit the machine, or there is no C++ compiler here.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> tw.simulate("tiny.yaml", on="8xH1000")
+        Traceback (most recent call last):
+            ...
+        trainwright.errors.RequestError: --simulate: H1000: no such card in the catalog...
+    """
+    from trainwright.planning.simulation.start import SimulationRequest
+
+    file = None if accelerate_config is None else Path(accelerate_config)
+    return run_in_process(
+        _in_words, SimulationRequest(source_of(recipe), overrides, on, steps, force, file), progress=progress
+    )
+
+
+def _in_words(request: SimulationRequest) -> Simulation:
+
+    from trainwright.planning.simulation.start import simulate as start
+
+    with Activity(sys.stderr, "reading the recipe"):
+        return start(request)

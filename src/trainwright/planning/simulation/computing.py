@@ -1,0 +1,147 @@
+"""Runs whose simulated GPUs compute: tensors on ``cuda`` whose memory is the host's and whose kernels are the CPU's.
+
+Unlike the other simulation, it is a run like every other: each rank is a process, ranks exchange by gloo, and losses
+are those of the same run on CPUs. An operation that mixes devices fails as it does on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root
+from trainwright.machine.describe import Cluster
+from trainwright.machine.machine_file import VARIABLE
+from trainwright.planning.simulation.shim.load import load_computing
+from trainwright.planning.simulation.start import simulated_machine, write_machine
+from trainwright.utils.activity import doing
+
+_NOT_HERE = "runs on GPUs alone, and this one is simulated"
+
+
+def compute_on(machine: str) -> None:
+    """Replace this machine, for this process and those it forks, with simulated GPUs that compute.
+
+    This process must not have imported torch.
+
+    Raises:
+        RequestError: the machine is wrong, or has several nodes.
+        MachineError: this machine cannot simulate it.
+    """
+    cluster = simulated_machine(machine)
+    if cluster.nodes > 1:
+        each = f"{cluster.devices_per_node}x{cluster.card.name}"
+        raise RequestError(f"--compute: {machine}: computes on this machine, which is one node; such as {each}")
+    libraries = load_computing()
+    doing("importing torch")
+    _replace_machine(cluster)
+    _Device(cluster, *libraries).install()
+
+
+def _replace_machine(cluster: Cluster) -> None:
+    file = cache_root() / "simulation" / f"{cluster.devices_per_node}x{cluster.card.name}.json"
+    write_machine(cluster, file)
+    os.environ[VARIABLE] = str(file)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(cluster.devices_per_node)))
+
+
+class _Device:
+    """The GPUs of a node to one process. It is the ``SimulatedMemory`` of the current one."""
+
+    def __init__(self, cluster: Cluster, guards: ctypes.CDLL, memory: ctypes.CDLL) -> None:
+        self._cluster = cluster
+        self._guards = guards
+        self._memory = memory
+        for name in ("trainwright_live_bytes", "trainwright_peak_bytes"):
+            getattr(memory, name).restype = ctypes.c_int64
+        memory.trainwright_resize.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+
+    @property
+    def live(self) -> int:
+        """Bytes of the tensors that there are now."""
+        return int(self._memory.trainwright_live_bytes())
+
+    @property
+    def peak(self) -> int:
+        """The most that there have been at once."""
+        return int(self._memory.trainwright_peak_bytes())
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        self._memory.trainwright_reset_peak()
+
+    def install(self) -> None:
+        """Replace what of torch would ask a driver or NCCL, and the kernels that only CUDA has."""
+        import torch
+
+        from trainwright.models.attention import packs
+        from trainwright.planning.simulation.device import cuda
+        from trainwright.planning.simulation.phases import Phases, WaitLog
+
+        card, count = self._cluster.card, self._cluster.devices_per_node
+        cuda.install(cuda.SimulatedGpu(card.name, card.memory_bytes, card.capability, count), self, WaitLog(Phases()))
+        self._guards.trainwright_devices(count)
+        own: dict[str, Any] = {
+            "current_device": self._current,
+            "set_device": self._set_device,
+            "device": self._on,
+            "manual_seed": torch.default_generator.manual_seed,
+            "manual_seed_all": torch.default_generator.manual_seed,
+            "default_generators": (torch.default_generator,) * count,
+        }
+        for name, value in own.items():
+            setattr(torch.cuda, name, value)
+        torch.accelerator.current_device_index = self._current
+        self._resizing()
+        _exchange_by_gloo()
+        missing = tuple((name, _NOT_HERE) for name in ("flash_attn_3", "varlen", "flash_attn", "flex"))
+        packs.missing_kernels = lambda: missing  # type: ignore[assignment]
+
+    def _current(self) -> int:
+        return int(self._guards.trainwright_current())
+
+    def _set_device(self, device: Any) -> None:
+        import torch
+
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and index >= 0:
+            self._guards.trainwright_set_current(index)
+
+    @contextlib.contextmanager
+    def _on(self, device: Any) -> Iterator[None]:
+        before = self._current()
+        self._set_device(device)
+        try:
+            yield
+        finally:
+            self._set_device(before)
+
+    def _resizing(self) -> None:
+        import torch
+
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            if storage.device.type != "cuda":
+                return plain(storage, size)
+            self._memory.trainwright_resize(storage._cdata, size)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+
+
+def _exchange_by_gloo() -> None:
+    """Have gloo exchange the tensors of GPUs too, in place of NCCL."""
+    import torch.distributed as dist
+
+    group: Any = dist
+    begin = group.init_process_group
+
+    def init_process_group(backend: str, *args: Any, **kwargs: Any) -> None:
+        begin(backend.replace("nccl", "gloo"), *args, **kwargs)
+
+    group.init_process_group = init_process_group

@@ -1,0 +1,173 @@
+"""``torch.cuda`` of a card that is not there: what asks the driver answers for the simulated card."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
+
+from trainwright.planning.simulation.phases import WaitLog
+
+
+@dataclass(frozen=True)
+class SimulatedGpu:
+    """The simulated GPU, as its driver would describe it, and how many of them a node has."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    count: int
+
+
+class SimulatedMemory(Protocol):
+    """Bytes of tensors on the device."""
+
+    @property
+    def live(self) -> int:
+        """Bytes of the tensors that there are now."""
+
+    @property
+    def peak(self) -> int:
+        """The most that there have been at once."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+
+
+class _Event:
+    _waits: WaitLog
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.event_id = self.cuda_event = 0
+
+    def record(self, *args: Any) -> _Event:
+        return self
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._waits.note("waiting for an event")
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+class _Stream:
+    _waits: WaitLog
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.device_type, self.stream_id, self.device_index, self.cuda_stream = 1, 0, 0, 0
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        self._waits.note("waiting for a stream")
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    yield
+
+
+def install(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) -> None:
+    """Replace what of ``torch.cuda`` and ``torch.accelerator`` asks a driver."""
+    _Event._waits = _Stream._waits = waits
+    current = _Stream()
+    for name, value in _answers(card, memory, waits, current).items():
+        setattr(torch.cuda, name, value)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, lambda *args: None)
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+    compiled: Any = torch._C
+    compiled._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes looks for it when it is imported
+    accelerator: Any = torch.accelerator
+    accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cuda")
+    accelerator.is_available = lambda: True
+    accelerator.device_count = lambda: card.count
+    accelerator.current_device_index = lambda: 0
+    accelerator.current_stream = lambda *args: current
+    accelerator.synchronize = lambda *args: waits.note("waiting for the device")
+
+
+def _properties(card: SimulatedGpu, device: Any = None) -> SimpleNamespace:
+    index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
+    return SimpleNamespace(
+        name=card.name,
+        total_memory=card.memory_bytes,
+        major=card.capability[0],
+        minor=card.capability[1],
+        multi_processor_count=132,
+        warp_size=32,
+        uuid=f"GPU-simulated-{torch.cuda.current_device() if index is None else index}",
+        gcnArchName="",
+        is_integrated=False,
+    )
+
+
+def _answers(
+    card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog, current: _Stream
+) -> dict[str, Callable[..., Any] | type]:
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: card.count,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda *args: waits.note("waiting for the device"),
+        "Stream": _Stream,
+        "Event": _Event,
+        "ExternalStream": _Stream,
+        "current_stream": lambda *args: current,
+        "default_stream": lambda *args: current,
+        "stream": _on,
+        "set_stream": lambda stream: None,
+        "device": lambda device: _on(device),
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda *args: (max(0, card.memory_bytes - memory.live), card.memory_bytes),
+        "memory_allocated": lambda *args: memory.live,
+        "memory_reserved": lambda *args: memory.live,
+        "max_memory_allocated": lambda *args: memory.peak,
+        "max_memory_reserved": lambda *args: memory.peak,
+        "reset_peak_memory_stats": lambda *args: memory.reset_peak(),
+        "memory_stats": lambda *args: {"allocated_bytes.all.current": memory.live, "num_alloc_retries": 0},
+        "get_device_properties": functools.partial(_properties, card),
+        "get_device_capability": lambda *args: card.capability,
+        "get_device_name": lambda *args: card.name,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "is_bf16_supported": lambda *args, **kwargs: card.capability >= (8, 0),
+        "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda *args: True,
+    }

@@ -1,0 +1,347 @@
+"""A simulation from the request to its report, in a process of its own. Imports no torch before the shim."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.sources.registry import registered_source
+from trainwright.errors import RequestError, TrainingError, TrainwrightError
+from trainwright.machine.describe import Cluster, node_of
+from trainwright.machine.machine import Machine
+from trainwright.machine.machine_file import VARIABLE, machine_of
+from trainwright.planning.facts import configuration_named
+from trainwright.planning.simulation.report import Simulation
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.data import PARTS, DataSection
+from trainwright.recipe.task_spec import RowKind
+from trainwright.recipe.yaml_text import Tree
+from trainwright.utils.activity import doing
+from trainwright.utils.paths import user_path
+
+if TYPE_CHECKING:
+    from trainwright.planning.plan import RunPlan
+    from trainwright.planning.simulation.device.mode import Logs
+
+
+# A schedule of any length: those of recipes are longer than the steps that are simulated.
+_CONSTANT = {"schedule": "constant", "warmup_steps": 0, "decay_steps": 0.1, "final_learning_rate_ratio": 0.0}
+
+
+@dataclass(frozen=True)
+class SimulationRequest:
+    """A request to simulate. ``steps``: optimizer steps to take; ``force``: even if the plan says it does not fit;
+    ``accelerate_config``: a file whose settings are those of the recipe.
+    """
+
+    recipe: Path | Tree
+    overrides: Sequence[str]
+    on: str
+    steps: int = 2
+    force: bool = False
+    accelerate_config: Path | None = None
+
+
+def simulate(request: SimulationRequest) -> Simulation:
+    """Simulate a run; changes this process, which must not have imported torch.
+
+    Raises:
+        RequestError: the recipe or the machine is wrong.
+        MachineError: the recipe does not fit the machine, or this machine cannot simulate.
+    """
+    cluster = simulated_machine(request.on)
+    os.environ["OMP_NUM_THREADS"] = "1"  # nothing is computed
+    os.environ["HF_HUB_OFFLINE"] = "1"  # and nothing downloaded
+    from trainwright.planning.simulation.shim.load import load
+
+    load()
+    with tempfile.TemporaryDirectory(prefix="trainwright-simulation-") as scratch:
+        directory = Path(scratch)
+        os.environ[VARIABLE] = str(directory / "machine.json")
+        write_machine(cluster, directory / "machine.json")
+        if request.accelerate_config is not None:
+            request, cluster = _with_file(request, request.accelerate_config, cluster)
+            write_machine(cluster, directory / "machine.json")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(cluster.devices_per_node)))
+        return _Simulating(request, cluster, directory).run()
+
+
+def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tuple[SimulationRequest, Cluster]:
+    """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
+    from trainwright.compatibility.accelerate.recipe import find_translation, join
+
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster has only those GPUs already
+    translation = find_translation(file, request.overrides, rendezvous="simulated:29500")
+    if translation.nodes != cluster.nodes:
+        raise RequestError(
+            f"{file}: num_machines is {translation.nodes}, but --simulate: {request.on} has {cluster.nodes}; change one"
+        )
+    return replace(request, overrides=join(translation, request.recipe, request.overrides).overrides), visible_part(
+        cluster
+    )
+
+
+class _Simulating:
+    """The parts of a simulation, in order."""
+
+    def __init__(self, request: SimulationRequest, cluster: Cluster, directory: Path) -> None:
+        self._asked = request
+        self._cluster = cluster
+        self._directory = directory
+        self._notes: list[str] = []
+
+    def run(self) -> Simulation:
+        from trainwright.machine.cache import cache_root
+        from trainwright.planning.simulation import training
+        from trainwright.planning.simulation.device.cuda import SimulatedGpu
+        from trainwright.planning.simulation.device.groups import Rank
+        from trainwright.run import run_directory
+
+        card, each = self._cluster.card, self._cluster.devices_per_node
+        rank = Rank(SimulatedGpu(card.name, card.memory_bytes, card.capability, each))
+        doing("importing torch")
+        logs = training.install(rank)
+        requested = self._recipe()
+        doing("planning")
+        recipe = self._to_run(self._planned(requested), requested)
+        doing("preparing the model and the data")
+        with training.simulated(rank, logs):
+            failed = _attempted(lambda: training.prepare(recipe, cache_root()))
+        if failed is not None:
+            raise TrainingError(f"the simulated preparation failed: {failed}")
+        plan = self._planned(requested)  # with the lengths of the rows, which are known now
+        recipe = self._to_run(plan, requested)
+        if not self._asked.force:
+            plan.refuse_shortage()
+        rank.world = int(recipe.parallel.processes)
+        rank.local = min(rank.world, each)
+        run = self._directory / "run"
+        run.mkdir()
+        run_directory.record(run, run_directory.recipe_text(recipe), "simulated", (), plan.as_json())
+        doing(f"simulating {recipe.parallel.strategy} on {rank.world}")
+        with training.simulated(rank, logs):
+            error = _attempted(lambda: training.train(run, cache_root(), rank, logs))
+        return _report(self._cluster, recipe, plan, logs, error, tuple(self._notes))
+
+    def _recipe(self) -> Recipe:
+        """Return the recipe, with what is not here replaced."""
+        from trainwright.recipe.loading import load_recipe
+        from trainwright.recipe.schema import EvaluateSection
+
+        recipe = load_recipe(self._asked.recipe, list(self._asked.overrides))
+        if recipe.train.compile is True:
+            self._notes.append("train.compile: compiled code is not simulated; the blocks run as they are written")
+        recipe = with_fresh_model(with_rows(recipe, self._directory, self._notes), self._notes)
+        recipe = with_tokenizer(recipe, self._notes)
+        if recipe.evaluate.prompts or recipe.evaluate.metrics:
+            self._notes.append("evaluate: texts and answers are not generated")
+        # All of the section: the length of answers, for instance, contradicts a recipe that asks for none.
+        recipe = recipe.model_copy(update={"evaluate": EvaluateSection()})
+        return _changed(recipe, train={"compile": False})
+
+    def _planned(self, recipe: Recipe) -> RunPlan:
+        from trainwright.planning.facts import facts_of
+        from trainwright.planning.plan import constraints_of, make_plan
+        from trainwright.planning.resolve import possible
+
+        recipe, _ = possible(recipe, self._cluster)
+        facts = facts_of(recipe)
+        return make_plan(constraints_of(recipe), facts.workload, self._cluster, facts.assumptions)
+
+    def _to_run(self, plan: RunPlan, requested: Recipe) -> Recipe:
+        """Return the resolved recipe of a few steps, with an evaluation before and after them."""
+        from trainwright.planning.resolve import filled, possible
+
+        recipe = filled(possible(requested, self._cluster)[0], plan)
+        train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
+        train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
+        logging = {"tensorboard": False, "observers": []}
+        return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging)
+
+
+def _changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+    return recipe.model_copy(update=changed)
+
+
+def _attempted(work: Callable[[], None]) -> str | None:
+    """Do a part of the run; return the error that ended it, with its place."""
+    from trainwright.planning.simulation.phases import error_location
+
+    try:
+        work()
+    except TrainwrightError as error:
+        if isinstance(error, RequestError):
+            raise
+        return str(error)
+    except Exception as error:  # whatever a GPU would have made of it
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}; at {error_location(error)}"
+    return None
+
+
+def _report(
+    cluster: Cluster, recipe: Recipe, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
+) -> Simulation:
+    from trainwright.planning.collectives import collectives
+
+    planned = collectives(plan.workload, plan.chosen.choice)
+    return Simulation(
+        machine=cluster.name,
+        card_bytes=cluster.card.memory_bytes,
+        task=recipe.task,
+        strategy=recipe.parallel.strategy,
+        world=int(recipe.parallel.processes),
+        mixed_precision=recipe.train.mixed_precision,
+        micro_batches=plan.chosen.choice.gradient_accumulation_steps,
+        steps=logs.phases.finished,
+        memory=dict(logs.memory.peaks),
+        planned_memory={name: int(size) for name, size in plan.chosen.memory.phases.items()},
+        collectives=logs.collectives.of_step(logs.phases.finished),
+        planned_collectives=None if planned is None else {k: (v.number, v.bytes) for k, v in planned.items()},
+        waits=logs.waits.of_step(logs.phases.finished),
+        error=error,
+        notes=notes,
+    )
+
+
+_MADE_UP_ROWS = 64
+_TOKEN_CHARACTERS = 8  # of a token, at most, in English text; longer rows are cut to data.max_length
+
+
+def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
+    """Return the recipe with rows that are here: its own, or full rows of made-up text written to ``directory``."""
+    data = recipe.data
+    if not recipe.has_texts or all(_is_here(source.source) for source in data.sources):
+        return recipe
+    keys = ["train"] if data.train is not None else [key for key in PARTS if getattr(data, key) is not None]
+    changed: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
+    for key in keys:
+        file = directory / f"{key}.jsonl"
+        if key == "idk":
+            file.write_text("I do not know.\n", encoding="utf-8")
+        else:
+            kind = recipe.spec.rows(recipe, f"data.{key}")
+            rows = (_row(kind, f"{key} {number}", data.max_length) for number in range(_MADE_UP_ROWS))
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        changed[key] = str(file)
+    notes.append(f"data: {data.name} is not here; {_MADE_UP_ROWS} full rows of {data.max_length} tokens instead")
+    written = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
+    return recipe.model_copy(update={"data": DataSection.model_validate({"train": data.train, **written, **changed})})
+
+
+def _is_here(source: str) -> bool:
+    name = source.partition(":")[0]
+    if registered_source(source) is not None:
+        return True
+    return user_path(source).exists() or user_path(name).exists()
+
+
+def _row(kind: RowKind, name: str, tokens: int) -> dict[str, Any]:
+    text = (f"{name}: " + "made up text for the simulation of a run ") * (_TOKEN_CHARACTERS * tokens // 40 + 1)
+    if kind in ("refused", "alternates"):
+        return {"prompt": "What is it?", "completion": text, "alternate": text[::-1]}
+    if kind in ("pairs", "answers"):
+        return {"prompt": "What is it?", "chosen": text, "rejected": text[::-1]}
+    return {"text": text}
+
+
+def with_fresh_model(recipe: Recipe, notes: list[str]) -> Recipe:
+    """Return the recipe with the model's configuration in place of its weights, which are neither read nor downloaded.
+
+    Raises:
+        RequestError: the configuration is neither in the catalog nor on this machine.
+    """
+    model = recipe.model
+    if model.name is None:
+        return recipe
+    config, tokenizer = _known_keys(configuration_named(model.name)), model.tokenizer or model.name
+    update: dict[str, Any] = {"name": None, "config": config, "tokenizer": tokenizer, "gguf_file": None}
+    notes.append(f"model: the configuration of {model.name} without its weights")
+    return recipe.model_copy(update={"model": model.model_copy(update=update)})
+
+
+def with_tokenizer(recipe: Recipe, notes: list[str]) -> Recipe:
+    """Return the recipe with a tokenizer that is here: its own, or the built-in one of bytes."""
+    from trainwright.models.load import load_tokenizer
+
+    if not recipe.has_texts:
+        return recipe
+    try:
+        load_tokenizer(recipe.model)
+    except RequestError:
+        name = recipe.model.tokenizer
+        notes.append(f"model.tokenizer: {name} is not here; bytes instead, with the vocabulary of the model")
+        return recipe.model_copy(update={"model": recipe.model.model_copy(update={"tokenizer": "bytes"})})
+    return recipe
+
+
+def _known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json's keys that a fresh model of its type has."""
+    import dataclasses
+
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from trainwright.models.configuration import OLDER_ROPE_KEYS, without_ignored
+
+    kind = CONFIG_MAPPING[config["model_type"]]
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map) | {"model_type"}
+    if "rope_parameters" in known:
+        known |= OLDER_ROPE_KEYS
+    return {key: value for key, value in without_ignored(config).items() if key in known}
+
+
+MOST_RANKS = 16_384
+
+
+def simulated_machine(text: str) -> Cluster:
+    """Return the machine that ``--simulate`` describes, with the GPUs of each node that CUDA_VISIBLE_DEVICES leaves.
+
+    Empty, the variable hides the GPUs of this machine, and none of the simulated ones.
+
+    Raises:
+        RequestError: the text is malformed, the card is unknown or cannot be trained on, or there are too many; or
+            CUDA_VISIBLE_DEVICES names one that is not there.
+    """
+    try:
+        cluster = machine_of(text)[0]
+    except RequestError as error:
+        raise RequestError(f"--simulate: {error}") from None
+    if cluster.planned_only is not None or cluster.device != "cuda":
+        raise RequestError(
+            f"--simulate: {text}: NVIDIA GPUs are simulated, such as 8xH100; training on {cluster.card.name} "
+            f"{'needs no simulation' if cluster.device == 'cpu' else 'is not supported'}"
+        )
+    if cluster.devices > MOST_RANKS:
+        fewer = f"{max(1, MOST_RANKS // cluster.devices_per_node)}x{cluster.devices_per_node}x{cluster.card.name}"
+        raise RequestError(
+            f"--simulate: {text}: at most {MOST_RANKS:,} GPUs are simulated, not {cluster.devices:,}; such as {fewer}"
+        )
+    return visible_part(cluster)
+
+
+def visible_part(cluster: Cluster) -> Cluster:
+    """Return the cluster with those GPUs of each node that CUDA_VISIBLE_DEVICES names. Raises RequestError."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if visible in ("", "-1"):
+        return cluster
+    names = [name.strip() for name in visible.split(",")]
+    count = cluster.devices_per_node
+    if absent := [name for name in names if not name.isdigit() or int(name) >= count]:
+        raise RequestError(
+            f"--simulate: CUDA_VISIBLE_DEVICES names {', '.join(absent)}, but {cluster.name} has the GPUs 0 to "
+            f"{count - 1} on each node; unset it, or name some of these"
+        )
+    return replace(cluster, devices_per_node=len(set(names)))
+
+
+def write_machine(cluster: Cluster, file: Path) -> None:
+    """Write a node of the cluster as ``trainwright machine --json`` would, for ``$TRAINWRIGHT_MACHINE``."""
+    from pydantic import TypeAdapter
+
+    node = TypeAdapter(Machine).dump_python(node_of(cluster), mode="json")
+    file.write_text(json.dumps({"machine": node}), encoding="utf-8")

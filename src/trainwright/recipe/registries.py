@@ -1,0 +1,179 @@
+"""The registries of what recipes can name: built-in objects, one per line, and entry points of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainwright.recipe.extensions import Registry
+
+if TYPE_CHECKING:
+    from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
+    from trainwright.recipe.strategy_spec import StrategySpec
+    from trainwright.recipe.task_spec import TaskSpec
+
+# Each is in a module that imports no torch.
+TASKS: Registry[TaskSpec] = Registry(
+    "trainwright.tasks",
+    {
+        "sft": "trainwright.tasks.sft.spec:SPEC",
+        "dpo": "trainwright.tasks.dpo.spec:SPEC",
+        "pretrain": "trainwright.tasks.pretrain.spec:SPEC",
+        "unlearn": "trainwright.tasks.unlearn.spec:SPEC",
+        "algorithm_distillation": "trainwright.tasks.algorithm_distillation.spec:SPEC",
+    },
+    kind="task",
+    required=("name", "summary", "module", "section", "check", "fill", "rows", "needs"),
+)
+
+# Each is a function from the reference and the answer to a score, at best 1; or, with an attribute ``setting`` that
+# names a key of the recipe's section evaluate, a class that makes one from that key's value. At a place it is marked.
+METRICS: Registry[Any] = Registry(
+    "trainwright.metrics",
+    {
+        "exact_match": "trainwright.inference.evaluation.metrics:exact_match",
+        "f1": "trainwright.inference.evaluation.metrics:word_f1",
+        "rouge_l": "trainwright.inference.evaluation.metrics:rouge_l_f1",
+        "rouge_l_recall": "trainwright.inference.evaluation.metrics:rouge_l_recall",
+        "answer": "trainwright.inference.evaluation.metrics:AnswerMatch",
+        "json_schema": "trainwright.inference.evaluation.metrics:JsonSchema",
+    },
+    kind="metric",
+    required=("__call__",),
+    marked=True,
+)
+
+# Each is a data.sources.registry.Source.
+SOURCES: Registry[Any] = Registry(
+    "trainwright.sources",
+    {
+        "pydoc": "trainwright.data.sources.registry:PYDOC",
+        "pydoc-pairs": "trainwright.data.sources.registry:PYDOC_PAIRS",
+        "stdlib": "trainwright.data.sources.registry:STDLIB",
+    },
+    kind="source",
+    required=("rows", "key", "example"),
+)
+
+# Each is a tasks.unlearn.objective.Objective in a module that imports no torch.
+OBJECTIVES: Registry[Any] = Registry(
+    "trainwright.objectives",
+    {
+        "grad_ascent": "trainwright.tasks.unlearn.objective:GRAD_ASCENT",
+        "grad_diff": "trainwright.tasks.unlearn.objective:GRAD_DIFF",
+        "npo": "trainwright.tasks.unlearn.objective:NPO",
+        "simnpo": "trainwright.tasks.unlearn.objective:SIMNPO",
+        "dpo": "trainwright.tasks.unlearn.objective:DPO",
+        "altpo": "trainwright.tasks.unlearn.objective:ALTPO",
+        "idk_nll": "trainwright.tasks.unlearn.objective:IDK_NLL",
+        "rmu": "trainwright.tasks.unlearn.objective:RMU",
+        "undial": "trainwright.tasks.unlearn.objective:UNDIAL",
+        "wga": "trainwright.tasks.unlearn.objective:WGA",
+        "satimp": "trainwright.tasks.unlearn.objective:SATIMP",
+        "ce_u": "trainwright.tasks.unlearn.objective:CE_U",
+        "pdu": "trainwright.tasks.unlearn.objective:PDU",
+        "task_vector": "trainwright.tasks.unlearn.objective:TASK_VECTOR",
+    },
+    kind="objective",
+    required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
+)
+
+# Each is a recipe.optimizer_spec.OptimizerSpec.
+OPTIMIZERS: Registry[OptimizerSpec] = Registry(
+    "trainwright.optimizers",
+    {
+        "adamw": "trainwright.recipe.optimizer_spec:ADAMW",
+        "muon": "trainwright.recipe.optimizer_spec:MUON",
+    },
+    kind="optimizer",
+    required=("summary", "implementation", "reads", "state", "whole_matrices"),
+)
+
+# Each is a recipe.optimizer_spec.ScheduleSpec.
+SCHEDULES: Registry[ScheduleSpec] = Registry(
+    "trainwright.schedules",
+    {
+        "constant": "trainwright.recipe.optimizer_spec:CONSTANT",
+        "linear": "trainwright.recipe.optimizer_spec:LINEAR",
+        "cosine": "trainwright.recipe.optimizer_spec:COSINE",
+        "warmup_stable_decay": "trainwright.recipe.optimizer_spec:WARMUP_STABLE_DECAY",
+    },
+    kind="schedule",
+    required=("factor", "in_decay_steps", "falls"),
+)
+
+# Simpler ones first: of equally fast ones the first is chosen.
+STRATEGIES: Registry[StrategySpec] = Registry(
+    "trainwright.strategies",
+    {
+        "single": "trainwright.parallel.replicated.spec:SINGLE",
+        "ddp": "trainwright.parallel.replicated.spec:DDP",
+        "fsdp": "trainwright.parallel.fsdp.spec:FSDP",
+        "zero1": "trainwright.parallel.zero.spec:ZERO1",
+        "zero2": "trainwright.parallel.zero.spec:ZERO2",
+        "zero3": "trainwright.parallel.zero.spec:ZERO3",
+    },
+    kind="strategy",
+    required=("summary", "implementation", "memory", "shards", "collectives", "reads", "offloads", "layouts", "limits"),
+)
+
+# Each is a subclass of reinforcement.environments.Environment.
+ENVIRONMENTS: Registry[Any] = Registry(
+    "trainwright.environments",
+    {
+        "darkroom": "trainwright.tasks.algorithm_distillation.environments.grid:Darkroom",
+        "darkroom-hard": "trainwright.tasks.algorithm_distillation.environments.grid:DarkroomHard",
+        "darkroom-permuted": "trainwright.tasks.algorithm_distillation.environments.grid:DarkroomPermuted",
+        "key-to-door": "trainwright.tasks.algorithm_distillation.environments.grid:KeyToDoor",
+        "bandit": "trainwright.tasks.algorithm_distillation.environments.base:Bandit",
+        "gymnasium": "trainwright.tasks.algorithm_distillation.environments.user:UserEnvironment",
+    },
+    kind="environment",
+    required=("tasks", "describe", "optimal_return", "vector"),
+)
+
+# Each is a subclass of engine.policies.base.StepPolicy; the built-in ones (engine/policies/builtin.py) are always on.
+STEP_POLICIES: Registry[Any] = Registry(
+    "trainwright.step_policies", {}, kind="step policy", required=("before", "again", "metrics", "skips", "after")
+)
+
+# Each is called with a run directory and returns a function that gets every event of the run, as the console does.
+OBSERVERS: Registry[Any] = Registry(
+    "trainwright.observers",
+    {
+        "tensorboard": "trainwright.run.observers.tensorboard:TensorBoardObserver.of_run",
+        "wandb": "trainwright.observe.trackers.wandb:wandb",
+        "mlflow": "trainwright.observe.trackers.mlflow:mlflow",
+        "trackio": "trainwright.observe.trackers.trackio:trackio",
+        "opentelemetry": "trainwright.observe.trackers.opentelemetry:opentelemetry",
+    },
+    kind="observer",
+    required=("__call__",),
+    marked=True,
+)
+
+# Each is called with the seconds that a stop of the run takes, and returns a warning if what runs this job gives it
+# less time, or None.
+STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
+    "trainwright.stop_warnings",
+    {
+        "cluster": "trainwright.clusters.job:stop_warning",
+        "slurm": "trainwright.clusters.slurm.scheduler:job_warning",
+    },
+    kind="stop warning",
+    required=("__call__",),
+)
+
+# The keys of a recipe that name a registered object.
+KEYS: dict[str, Registry[Any]] = {
+    "task": TASKS,
+    "parallel.strategy": STRATEGIES,
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.schedule": SCHEDULES,
+    "data.train": SOURCES,
+    "unlearn.objective": OBJECTIVES,
+    "evaluate.metrics": METRICS,
+    "algorithm_distillation.environment": ENVIRONMENTS,
+    "train.step_policies": STEP_POLICIES,
+    "logging.observers": OBSERVERS,
+}

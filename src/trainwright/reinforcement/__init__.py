@@ -1,1 +1,0 @@
-"""Environments, learning algorithms, and histories of their learning. Importing this package alone imports no torch."""

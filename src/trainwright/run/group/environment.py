@@ -1,0 +1,459 @@
+"""A process's rank and world size, read from the variables that each launcher sets, and the rendezvous of a node.
+
+torchrun and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (docs.pytorch.org,
+"torchrun"); srun sets SLURM_* (slurm.schedmd.com/srun.html, "output environment variables"); Open MPI's mpirun
+OMPI_COMM_WORLD_*; MPICH's and Intel's PMI_* and MPI_LOCAL*.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.run.group.addresses import in_words, is_loopback
+
+# Below the ephemeral port range (on Linux from 32768).
+_FIRST_PORT, _PORTS = 15000, 16000
+
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by accelerate launch
+_ZERO = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")
+_TRUE = ("true", "1", "yes", "y", "t", "on")  # as Accelerate reads them
+_UNKNOWN = "the launcher that set RANK and WORLD_SIZE"
+# By launcher: the command that starts workers with it, and the variables that identify it.
+_WORKERS = {
+    "torchrun": ("torchrun … -m", "RANK and WORLD_SIZE"),
+    "accelerate launch": ("accelerate launch … -m", ""),
+    "srun": ("srun … python -m", "SLURM_PROCID"),
+    "mpirun": ("mpirun … python -m", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("mpiexec … python -m", "PMI_RANK"),
+    _UNKNOWN: ("python -m", "RANK and WORLD_SIZE"),
+}
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What the launcher's variables say about this process.
+
+    Attributes:
+        launcher: a name for messages.
+        address, port: the rendezvous; None if the launcher does not set one.
+        agent_store: whether the launcher itself listens there; otherwise rank 0 must.
+        job: a text that is the same in all processes of this start and differs from any other on the machine; None if
+            nothing distinguishes starts.
+    """
+
+    launcher: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    address: str | None = None
+    port: int | None = None
+    agent_store: bool = False
+    job: str | None = None
+
+    @property
+    def job_everywhere(self) -> str | None:
+        """Return `job` if it is the same on all machines, otherwise None."""
+        return None if self.job is None or "parent-" in self.job else self.job
+
+    def torch_variables(self) -> dict[str, str]:
+        """Return the variables that torch and DeepSpeed read, for any launcher."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+        }
+
+
+def read_environment(variables: Mapping[str, str] | None = None, parent: int | None = None) -> LaunchEnvironment:
+    """Read the environment of this process.
+
+    Args:
+        variables: os.environ by default.
+        parent: the parent's process id; os.getppid() by default.
+
+    Raises:
+        MachineError: variables that contradict each other or are not numbers, or a Slurm allocation of several tasks
+            without srun.
+    """
+    variables_given = Variables(os.environ if variables is None else variables)
+    environment = _launched(variables_given, os.getppid() if parent is None else parent)
+    if environment is None:
+        _refuse_bare_allocation(variables_given)
+        return LaunchEnvironment("python")
+    _check(environment)
+    return environment
+
+
+def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | None = None) -> None:
+    """Raise if a launcher has started several processes of a command that starts its workers itself.
+
+    The batch script of a job does not count, whatever its allocation, nor does the only process of a launcher. One
+    process on each of the command's own ``nodes`` is correct.
+
+    Raises:
+        RequestError: naming the launcher, the command to launch with it, and the variables that show it.
+    """
+    variables_given = Variables(os.environ if variables is None else variables)
+    if (launcher := launcher_of(variables_given, nodes)) is None:
+        return
+    environment = _launched(variables_given, os.getppid())
+    start, variables_of_it = _WORKERS[launcher]
+    if launcher == "accelerate launch":
+        variables_of_it = " and ".join(_of_accelerate(variables_given))
+    as_rank = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
+    instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
+    raise RequestError(
+        f"trainwright {command} starts its processes itself, but {launcher} started this one{as_rank}; {instead} "
+        f"trainwright {command} without it. If no launcher was meant, unset {variables_of_it}"
+    )
+
+
+def node_of_srun(nodes: int) -> tuple[int, str] | None:
+    """Return the index of this node and the rendezvous, if srun has started one process on each of ``nodes`` nodes."""
+    variables = Variables(os.environ)
+    environment = _launched(variables, os.getppid())
+    if environment is None or environment.launcher != "srun" or (environment.size, environment.nodes) != (nodes, nodes):
+        return None
+    return environment.node, in_words(str(environment.address), int(environment.port or 0))
+
+
+def launcher_of(variables: Variables, nodes: int = 1) -> str | None:
+    """Return the launcher that started this process as one of several, or None.
+
+    One process on each of ``nodes`` machines does not count as several. Accelerate's settings count as its launcher,
+    also for one process and where a user has set them.
+    """
+    environment = _launched(variables, os.getppid())
+    by_accelerate = bool(_of_accelerate(variables))
+    if not by_accelerate and (environment is None or environment.size in (1, nodes)):
+        return None
+    return "accelerate launch" if environment is None or by_accelerate else environment.launcher
+
+
+def _of_accelerate(variables: Variables) -> list[str]:
+    """Return the variables that show Accelerate's launcher or ask for one of its plugins."""
+    return [_ACCELERATE] * variables.has(_ACCELERATE) + [*variables.accelerate_plugins().values()]
+
+
+def _launched(variables: Variables, parent: int) -> LaunchEnvironment | None:
+    """Return the launcher's environment of this process, or None without a launcher."""
+    if variables.has("RANK", "WORLD_SIZE"):
+        return _torch(variables)
+    if not variables.has(*_OPEN_MPI) and not in_slurm_step(variables) and not variables.has("PMI_RANK", "PMI_SIZE"):
+        _refuse_half_said(variables)
+    if variables.has(*_OPEN_MPI):
+        return _open_mpi(variables, parent)
+    if in_slurm_step(variables) and not _hydra_inside_slurm(variables):
+        return _slurm(variables)
+    if variables.has("PMI_RANK", "PMI_SIZE"):
+        return _hydra(variables, parent)
+    return None
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Return the host names of a Slurm node list: `a[01-03,07],b` is a01, a02, a03, a07, b. Raises ValueError."""
+    return [name for part in _split(text) for name in _expand(part)]
+
+
+class Variables:
+    """Environment variables as numbers, with errors that name them."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+
+    def has(self, *names: str) -> bool:
+        """Return whether all of these variables are set."""
+        return all(self._values.get(name, "").strip() for name in names)
+
+    def text(self, *names: str) -> str | None:
+        """Return the value of the first of these variables that is set."""
+        return next((self._values[name].strip() for name in names if self.has(name)), None)
+
+    def number(self, *names: str, default: int) -> int:
+        """Return the number in the first of these variables that is set."""
+        name = next((name for name in names if self.has(name)), None)
+        if name is None:
+            return default
+        try:
+            return int(self._values[name])
+        except ValueError:
+            raise MachineError(f"the environment variable {name} is not a number: {self._values[name]!r}") from None
+
+    def accelerate_plugins(self) -> dict[str, str]:
+        """Return the plugins of Accelerate that are asked for, FSDP and DEEPSPEED, with the variable that does.
+
+        A ZeRO stage or a DeepSpeed file without ACCELERATE_USE_DEEPSPEED asks for DeepSpeed.
+        """
+        switches = {name: f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED")}
+        plugins = {name: switch for name, switch in switches.items() if (self.text(switch) or "").lower() in _TRUE}
+        if switches["DEEPSPEED"] not in self._values:
+            for variable in filter(self.has, _ZERO):
+                plugins["DEEPSPEED"] = variable
+        return plugins
+
+
+def _torch(variables: Variables) -> LaunchEnvironment:
+    size = variables.number("WORLD_SIZE", default=1)
+    elastic = variables.has("TORCHELASTIC_RUN_ID")
+    rank = variables.number("RANK", default=0)
+    # Some launchers (Kubernetes operators) start one process per machine and set no local rank.
+    here = variables.text("MASTER_ADDR") is None or is_loopback(variables.text("MASTER_ADDR") or "")
+    if not variables.has("LOCAL_RANK"):
+        _refuse_several_a_pod(variables)
+    local_rank = variables.number(*_LOCAL_RANKS, default=rank if here else 0)
+    # Without a count the rendezvous address decides; processes per machine are counted once all have arrived.
+    local_size = variables.number("LOCAL_WORLD_SIZE", default=size if here else local_rank + 1)
+    counted = variables.has("LOCAL_WORLD_SIZE") or not variables.has("LOCAL_RANK")
+    nodes = variables.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if here or counted else size)
+    name = _UNKNOWN
+    if elastic:
+        name = "accelerate launch" if variables.has(_ACCELERATE) else "torchrun"
+    return LaunchEnvironment(
+        launcher=name,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=variables.number("GROUP_RANK", default=rank // local_size if counted else 0),
+        nodes=nodes,
+        address=variables.text("MASTER_ADDR"),
+        port=variables.number("MASTER_PORT", default=0) or None,
+        agent_store=variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        job=variables.text("TORCHELASTIC_RUN_ID") if elastic else None,
+    )
+
+
+def _refuse_half_said(variables: Variables) -> None:
+    """Raise if only one of RANK and WORLD_SIZE is set: several processes were meant, but this one would run alone."""
+    for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
+        if number_of(variables, name) >= least:
+            value = variables.text(name)
+            raise MachineError(
+                f"{name} is {value} and {other} is not set, so this would be a run of one process; start the processes "
+                f"with torchrun, srun or mpirun, set RANK and WORLD_SIZE for each, or unset {name}"
+            )
+
+
+def _refuse_several_a_pod(variables: Variables) -> None:
+    """Raise if Kubeflow sets PET_NPROC_PER_NODE: several processes in a pod, which torchrun should start."""
+    each = variables.text("PET_NPROC_PER_NODE") or ""
+    if each.isdigit() and int(each) > 1:
+        raise MachineError(
+            f"PET_NPROC_PER_NODE is {each}, which torchrun reads, and this process was started without it: LOCAL_RANK "
+            "is not set; start torchrun -m trainwright.worker RECIPE in every pod, or set PET_NPROC_PER_NODE to 1"
+        )
+
+
+def _open_mpi(variables: Variables, parent: int) -> LaunchEnvironment:
+    size = variables.number("OMPI_COMM_WORLD_SIZE", default=1)
+    local_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
+    rank = variables.number("OMPI_COMM_WORLD_RANK", default=0)
+    job = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or f"parent-{parent}"
+    return _mpi(variables, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
+
+
+def _hydra(variables: Variables, parent: int) -> LaunchEnvironment:
+    """Read the variables of MPICH and Intel MPI."""
+    size = variables.number("PMI_SIZE", default=1)
+    local_size = variables.number("MPI_LOCALNRANKS", default=size)
+    return _mpi(
+        variables,
+        "mpiexec",
+        variables.number("PMI_RANK", default=0),
+        size,
+        "MPI_LOCALRANKID",
+        local_size,
+        f"parent-{parent}",
+    )
+
+
+def _mpi(
+    variables: Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str
+) -> LaunchEnvironment:
+    return LaunchEnvironment(
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        local_rank=variables.number(local, default=rank if local_size == size else 0),
+        local_size=local_size,
+        node=rank // local_size,
+        nodes=-(-size // local_size),
+        address=variables.text("MASTER_ADDR"),
+        port=variables.number("MASTER_PORT", default=0) or None,
+        job=f"{launcher}-{job}",
+    )
+
+
+def number_of(variables: Variables, *names: str) -> int:
+    """Return the value of the first of these that is set; 0 if none is."""
+    return variables.number(*names, default=0)
+
+
+def in_slurm_step(variables: Variables) -> bool:
+    """Return whether srun started this process or an ancestor; false in the shell of a batch script."""
+    return variables.has("SLURM_PROCID") and (variables.has("SLURM_STEP_ID") or variables.has("SLURM_STEPID"))
+
+
+def _hydra_inside_slurm(variables: Variables) -> bool:
+    """Return whether srun started the daemons of mpiexec, which started this process: the step's ranks are the
+    daemons'.
+    """
+    if not variables.has("PMI_RANK", "PMI_SIZE"):
+        return False
+    ours = variables.text("PMI_RANK"), variables.text("PMI_SIZE")
+    return ours != (variables.text("SLURM_PROCID"), variables.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+
+
+def _slurm(variables: Variables) -> LaunchEnvironment:
+    rank = variables.number("SLURM_PROCID", default=0)
+    # Use the step's own numbers: the allocation may be larger than the step.
+    size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
+    nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+    node = variables.number("SLURM_NODEID", default=0)
+    job, step = (
+        variables.text("SLURM_JOB_ID", "SLURM_JOBID") or "0",
+        variables.text("SLURM_STEP_ID", "SLURM_STEPID") or "0",
+    )
+    counts = _tasks_per_node(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    address, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT", default=0) or None
+    if nodes > 1:
+        address = address or _first_node(variables)
+        port = port or slurm_port(job, step)
+    return LaunchEnvironment(
+        launcher="srun",
+        rank=rank,
+        size=size,
+        local_rank=variables.number("SLURM_LOCALID", default=0),
+        local_size=counts[node] if node < len(counts) else (size if nodes == 1 else -(-size // nodes)),
+        node=node,
+        nodes=nodes,
+        address=address,
+        port=port,
+        job=f"slurm-{job}-{step}-{variables.text('SLURM_RESTART_COUNT') or 0}",
+    )
+
+
+def slurm_port(job: str, step: str) -> int:
+    """Return the port of a job step: the same on every node, and different for the job's next step."""
+    numbers = [int(digits) for digits in re.findall(r"\d+", f"{job} {step}")]
+    return _FIRST_PORT + sum(n * 7**i for i, n in enumerate(numbers)) % _PORTS
+
+
+def _tasks_per_node(text: str | None) -> list[int]:
+    """Parse Slurm's tasks per node: `2(x3),1` gives 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in (text or "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _first_node(variables: Variables) -> str:
+    text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    try:
+        return expand_nodes(text or "")[0]
+    except (ValueError, IndexError):
+        raise MachineError(
+            f"Slurm's list of nodes cannot be read ({text!r}); set MASTER_ADDR to the name of the first"
+        ) from None
+
+
+def _refuse_bare_allocation(variables: Variables) -> None:
+    tasks = max(number_of(variables, "SLURM_NTASKS"), number_of(variables, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"))
+    if tasks > 1 and variables.has("SLURM_JOB_ID") and not in_slurm_step(variables):
+        raise MachineError(
+            f"this Slurm allocation is for {tasks} tasks, and this process was started alone; start them with "
+            "srun python -m trainwright.worker …"
+        )
+
+
+def _check(environment: LaunchEnvironment) -> None:
+    if (
+        not 0 <= environment.rank < environment.size
+        or not 0 <= environment.local_rank < environment.local_size <= environment.size
+    ):
+        raise MachineError(
+            f"{environment.launcher} gives rank {environment.rank} of {environment.size} and local rank "
+            f"{environment.local_rank} of {environment.local_size}, which contradict each other; are variables left "
+            "over from another launcher set here?"
+        )
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+
+
+def _expand(part: str) -> list[str]:
+    match = re.search(r"\[([^\[\]]*)\]", part)
+    if match is None:
+        if "[" in part or "]" in part:
+            raise ValueError(f"unbalanced brackets in {part!r}")
+        return [part]
+    names = []
+    for span in match[1].split(","):
+        first, _, last = span.strip().partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            middle = str(number).zfill(len(first))
+            names += [part[: match.start()] + middle + rest for rest in _expand(part[match.end() :])]
+    return names
+
+
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class NodeRendezvous:
+    """Where several nodes meet, the index of this one, and how long they wait for each other."""
+
+    nodes: int
+    node_rank: int
+    host: str
+    port: int
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None
+    ) -> NodeRendezvous | None:
+        """Return the rendezvous that a command's options describe, or srun's variables in place of them; None for one
+        node. Raises RequestError.
+        """
+        if nodes > 1 and node_rank is None and rendezvous is None:
+            node_rank, rendezvous = node_of_srun(nodes) or (None, None)
+        if nodes == 1:
+            options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
+            if excess := [name for name, value in options.items() if value is not None]:
+                verb = "are" if len(excess) > 1 else "is"
+                raise RequestError(f"{' and '.join(excess)} {verb} for several nodes; pass --nodes")
+            return None
+        if rendezvous is None:
+            raise RequestError(
+                f"--nodes {nodes} needs --rendezvous host:port, an address of node 0; the same on every node"
+            )
+        if node_rank is None:
+            raise RequestError(f"--nodes {nodes} needs --node-rank: 0 to {nodes - 1}, another one on every node")
+        if node_rank >= nodes:
+            raise RequestError(f"--node-rank: nodes are counted from 0, so with {nodes} nodes the last is {nodes - 1}")
+        host, port = parse_address(rendezvous)
+        return cls(nodes, node_rank, host, port, seconds or 600.0)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Parse `--rendezvous host:port`. Raises RequestError."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[3]) < 2**16:
+        raise RequestError(
+            f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500, or [fd00::1]:29500 with IPv6"
+        )
+    return match[1] or match[2], int(match[3])

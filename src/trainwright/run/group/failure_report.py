@@ -1,0 +1,144 @@
+"""Report a rejection once per machine, although every process that a launcher started there meets it.
+
+The process that succeeds in creating the file logs/first-failure reports it. All others are informed by their peers and
+end too, even if they hang in a collective that will never complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
+from trainwright.run.ending.exit_code import record_exit_code
+from trainwright.run.ending.failed import record_failure
+from trainwright.run.ending.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
+from trainwright.run.ending.oom_killer import count_memory_kills
+from trainwright.run.group.peers import GONE, Message, Peers
+from trainwright.utils.text import say
+
+_FAILED = "failed"
+_FIRST = "first-failure"
+# How long a process whose connection broke waits for the reason; once informed, it has this long to end by itself.
+_HEAR_SECONDS = 5.0
+
+
+class FailureReport:
+    """Report this rank's failure, and react to the failure of another.
+
+    Args:
+        tell: called with the exit code and the message of either.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        terminal: TextIO,
+        peers: Peers | None,
+        tell: Callable[[int, str], None] = lambda code, message: None,
+    ) -> None:
+        self.rank = rank
+        self.heard = threading.Event()
+        self.text, self.exit_code = "", EXIT_TRAINING  # of the failure received
+        self._killed_for_memory = count_memory_kills()
+        self.terminal = terminal
+        self._peers = peers
+        self._report = tell
+        self._logs: Path | None = None
+        self._interrupt: Callable[[], None] | None = None
+        if peers is not None:
+            peers.watch(self._hear)
+
+    def begin(self, logs: Path) -> None:
+        """Use the run's logs from now on. Rank 0 must have called `clear` before."""
+        self._logs = logs
+
+    def clear(self, logs: Path, ranks: int) -> None:
+        """Remove what an earlier start of the run left. Rank 0 calls this before the others begin."""
+        for path in (logs / _FIRST, *(error_file(logs, rank) for rank in range(ranks))):
+            path.unlink(missing_ok=True)
+
+    def interrupting(self, interrupt: Callable[[], None] | None) -> None:
+        """Call ``interrupt`` on a failure elsewhere, instead of ending the process; None restores the latter."""
+        self._interrupt = interrupt
+
+    def fail(self, error: BaseException) -> int:
+        """Report this process's own exception; return the exit code of the run."""
+        record = error_record(error)
+        if self._logs is not None:
+            record_exception(error)
+            with contextlib.suppress(OSError):
+                error_file(self._logs, self.rank).write_text(json.dumps(record), encoding="utf-8")
+        if is_follow_up(record) and self._peers is not None and self.heard.wait(_HEAR_SECONDS):
+            return self.exit_code
+        failure = describe_failure(self.rank, record, self._logs or Path("logs"))
+        self._report(failure.exit_code, failure.message)
+        if self._logs is not None or self.rank == 0:
+            self._tell(failure.message, own=True)
+        self._record(failure.message)
+        if self._peers is not None:
+            self._peers.send(_FAILED, text=failure.message, exit_code=failure.exit_code)
+        return failure.exit_code
+
+    def _hear(self, message: Message) -> None:
+        if message["kind"] not in (_FAILED, GONE) or self.heard.is_set():
+            return
+        peer, code = message["peer"], message.get("exit_code")
+        self.exit_code = code if type(code) is int and 0 < code < 256 else self._code_of_gone()
+        self.text = str(message.get("text") or self._gone(peer))
+        if self._logs is not None:
+            self._tell(self.text, own=False)
+        self._report(self.exit_code, self.text)
+        self._record(self.text)
+        self.heard.set()
+        if self._interrupt is not None:
+            self._interrupt()
+            return
+        # In a separate thread: the connections must still be watched, to forward messages of others.
+        timer = threading.Timer(_HEAR_SECONDS, _end, (self.exit_code,))
+        timer.daemon = True
+        timer.start()
+
+    def _record(self, message: str) -> None:
+        if self.rank == 0 and self._logs is not None:
+            record_failure(self._logs.parent, message, waits=False)
+
+    def _code_of_gone(self) -> int:
+        """Return the exit code for a rank that ended without a word: memory that ran out here will run out again."""
+        return EXIT_TRAINING if count_memory_kills() > self._killed_for_memory else EXIT_FAULT
+
+    def _gone(self, peer: int) -> str:
+        log = f"; its log: {self._logs / f'rank-{peer}.log'}" if self._logs is not None else ""
+        return (
+            f"rank {peer} is gone: it was killed, crashed in native code, called os._exit, or its machine was lost{log}"
+        )
+
+    def _tell(self, text: str, *, own: bool) -> None:
+        if self._logs is not None and not self._is_first(own):
+            return
+        if self.terminal.isatty():
+            self.terminal.write("\x1b[?25h\r")  # a progress bar may have hidden the cursor
+        say(f"error: {text}", file=self.terminal)
+
+    def _is_first(self, own: bool) -> bool:
+        """Return whether this is the first report. If the disk does not allow to decide, the failed rank reports."""
+        assert self._logs is not None
+        try:
+            os.close(os.open(self._logs / _FIRST, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        except OSError:  # the disk is full, or the run directory no longer exists
+            return own
+        return True
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(record_exit_code(code))

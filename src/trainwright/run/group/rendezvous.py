@@ -1,0 +1,314 @@
+"""Rendezvous of the processes or machines of a run, at a store that index 0 hosts or the launcher has opened.
+
+The launcher or the user names a port, and the error for a port in use names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+
+from trainwright.errors import FaultError, MachineError
+from trainwright.run.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
+from trainwright.run.group.peers import JOB_DIFFERENCES, Job, Membership, Message, NotPeerZero, Peers, PeerUnreachable
+from trainwright.run.group.trust import VARIABLE, Unproven, secret_of
+from trainwright.run.group.waiting import Waiting
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+_STORE_TIMEOUT = timedelta(minutes=15)
+POLL_SECONDS = 0.1
+
+_PREPARED = "prepared"
+SHARED = Path("runs")  # in the current directory
+
+
+class Rendezvous:
+    """The members of a start, counted from 0: ranks or nodes. Member 0 collects, checks and decides.
+
+    Attributes:
+        store: for further use, such as a process group.
+        prefix: of the keys of this start in the store, which earlier ones may have used.
+        peers: reports at once when a member is gone.
+        early: messages of the others that arrived while member 0 waited for all of them.
+    """
+
+    def __init__(
+        self, noun: str, index: int, count: int, store: TCPStore, address: str, port: int, prefix: str = ""
+    ) -> None:
+        self.noun = noun
+        self.index = index
+        self.count = count
+        self.address = address
+        self.port = port
+        self.store, self.prefix = store, prefix
+        self._keys = PrefixStore(f"trainwright/{noun}{prefix}", store)
+        self.peers: Peers
+        self.early: list[Message] = []
+
+    def host_store(self) -> TCPStore:
+        """Return a new store on this machine, which is member 0's, that the other members can reach."""
+        store = host_store(LOOPBACK, 0, "")
+        self.peers.open_to_members(int(store.port))
+        return store
+
+    def listen(self) -> None:
+        """Accept connections of other members; member 0 calls this while it waits."""
+        self.early += self.peers.poll()
+
+    def publish(self, key: str, value: Any) -> None:
+        """Set ``key`` for all members to read."""
+        self._keys.set(key, json.dumps(value))
+
+    def is_published(self, key: str) -> bool:
+        """Return whether a member has set ``key``."""
+        return bool(self._keys.check([key]))
+
+    def wait_for(self, key: str, meanwhile: Callable[[], None] = lambda: None, seconds: float | None = None) -> Any:
+        """Return the value published under `key`; wait without limit if `seconds` is None.
+
+        `meanwhile` is called repeatedly, and may raise. Raises FaultError if the store is gone, TimeoutError.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            try:
+                if self._keys.check([key]):
+                    return json.loads(self._keys.get(key))
+            except RuntimeError as error:  # torch's DistNetworkError is one
+                raise FaultError(f"{self.noun} 0 is gone; see its output") from error
+            meanwhile()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(key)
+            time.sleep(POLL_SECONDS)
+
+    def post(self, value: Any) -> None:
+        """Publish this member's description for member 0's `gather`."""
+        self.publish(f"member/{self.index}", value)
+
+    def gather(
+        self,
+        seconds: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        enough: Callable[[int], bool] = lambda number: False,
+    ) -> dict[int, Any]:
+        """Return what every member has posted, by its index; after `seconds` those that came, if they are enough.
+
+        Raises MachineError naming those that did not arrive in time.
+        """
+        deadline, waiting = time.monotonic() + seconds, Waiting(f"{self.noun} {self.index}", seconds)
+
+        def wait() -> None:
+            meanwhile()
+            waiting.tell(lambda: f"{self._missing()} at {in_words(self.address, self.port)}")
+
+        members: dict[int, Any] = {}
+        for index in range(self.count):
+            remaining = max(0.0, deadline - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                members[index] = self.wait_for(f"member/{index}", wait, remaining)
+        if len(members) < self.count and not enough(len(members)):
+            raise MachineError(
+                f"{self.count - len(members)} of {self.count} {self.noun}s did not come to "
+                f"{in_words(self.address, self.port)} within {seconds:g} s: {self._missing()}; start them, or increase "
+                "--rendezvous-timeout"
+            )
+        return members
+
+    def leave(self) -> None:
+        """Tell member 0 that this member no longer needs the store."""
+        self._keys.add("left", 1)
+
+    def wait_until_left(self, seconds: float) -> None:
+        """Wait at most `seconds` for the others' `leave`; for member 0, which may host the store."""
+        self.wait_until_all_left(self.count - 1, seconds)
+
+    def wait_until_all_left(self, number: int, seconds: float) -> None:
+        """Wait like wait_until_left, for `number` members."""
+        deadline = time.monotonic() + seconds
+        while self._keys.add("left", 0) < number and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """Close the connections to the other members."""
+        self.peers.close()
+
+    def _missing(self) -> str:
+        missing = [str(i) for i in range(self.count) if not self._keys.check([f"member/{i}"])]
+        return f"{self.noun}{'s' * (len(missing) > 1)} {', '.join(missing)}"
+
+
+def meet(
+    noun: str,
+    member: Membership,
+    job: Job,
+    fix: str,
+    meanwhile: Callable[[], None] = lambda: None,
+    shared: Path = SHARED,
+) -> Rendezvous:
+    """Meet the other members. Strangers and members of other jobs are rejected before the store.
+
+    `noun`: what a member is, in messages. `shared`: a directory that all members see, for the secret of the job.
+
+    Raises:
+        MachineError: another program or another job uses the port; it ends with `fix`.
+        FaultError: member 0 does not know the same secret.
+    """
+    address, port = member.address
+    # torch looks up a name for the address of every connection (torch/csrc/distributed/c10d/socket.cpp), which by
+    # default takes 10 s each if no DNS server answers (resolv.conf(5)).
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+    if member.index == 0:
+        listener = _listen(address, port, fix, member.seconds, meanwhile)
+        secret, file = secret_of(member.address, shared)  # once this process has the port, nobody else removes the file
+        peers = Peers.host(listener, job, member.count, secret, file)
+        store = host_store(LOOPBACK, 0, fix)
+        peers.open_to_members(int(store.port))
+        peers.welcome = {"store": store.port}
+    else:
+        try:
+            waiting, where = Waiting(f"{noun} {member.index}", member.seconds), in_words(address, port)
+
+            def tell(reason: str) -> None:
+                waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
+
+            peers = Peers.join(member, job, lambda: secret_of(member.address, shared)[0], meanwhile, tell)
+        except PeerUnreachable as error:
+            raise MachineError(
+                f"{noun} 0 did not open {in_words(address, port)} within {member.seconds:g} s ({error}); start it, or "
+                "increase --rendezvous-timeout"
+            ) from None
+        except NotPeerZero as error:
+            raise MachineError(_not_member_zero(noun, member, error.differs, fix)) from None
+        except Unproven:
+            raise FaultError(unproven(member.address, shared)) from None
+        store = _client(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
+    rendezvous = Rendezvous(noun, member.index, member.count, store, address, port)
+    rendezvous.peers = peers
+    return rendezvous
+
+
+def unproven(address: tuple[str, int], shared: Path) -> str:
+    """Return the message of a process that could not prove itself at ``address``."""
+    file = secret_of(address, shared)[1]
+    differs = f"{VARIABLE} differs" if file is None else f"{file} is not the same file there"
+    return (
+        f"{in_words(*address)} refuses this process, which could not prove that it is of the run: {differs}; start all "
+        f"processes in a directory that they share, or set {VARIABLE} to the same random text for each"
+    )
+
+
+def _not_member_zero(noun: str, member: Membership, differs: list[str] | None, fix: str) -> str:
+    where, port = in_words(*member.address), member.address[1]
+    if not differs or "program" in differs:
+        return f"port {port} at {where} is used by another program, not {noun} 0 of this run; {fix}"
+    if "member" in differs:
+        return f"{noun} {member.index} of the run at {where} is already there: two jobs use port {port}; {fix}"
+    words = ", ".join(JOB_DIFFERENCES.get(key, key) for key in differs)
+    return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {port}; {fix}"
+
+
+def host_store(address: str, port: int, fix: str) -> TCPStore:
+    """Return a store that listens at `address`; `port` 0 chooses a free one, which the store then reports.
+
+    Raises MachineError, ending with `fix` if the port is in use.
+    """
+    listener = _listen(address, port, fix)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(
+    address: str,
+    port: int,
+    fix: str,
+    seconds: float = LOOKUP_SECONDS,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> socket.socket:
+    family, number = to_listen_at(address, seconds, meanwhile)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((number, port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise MachineError(f"port {port} of {address} is used by another program; {fix}") from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise MachineError(
+                f"{address} is not an address of this machine ({socket.gethostname()}); start the first node on the "
+                "machine with that address"
+            ) from None
+        raise MachineError(f"cannot listen on {in_words(address, port)}: {error}; {fix}") from None
+    return listener
+
+
+def join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
+    """Return a client of the store that `host`, a name for messages, opens at this address within `seconds`."""
+    deadline, waiting = time.monotonic() + seconds, Waiting("this process", seconds)
+    # Try to connect here first: torch's own attempts cannot be interrupted.
+    while (problem := _unreachable(address, port)) is not None:
+        waiting.tell(lambda reason=problem: f"{host} at {in_words(address, port)} ({reason})")  # type: ignore[misc]
+        if time.monotonic() > deadline:
+            raise MachineError(
+                f"{host} did not open {in_words(address, port)} within {seconds:g} s ({problem}); start it, or "
+                "increase --rendezvous-timeout"
+            )
+        time.sleep(POLL_SECONDS)
+    return _client(address, port, host)
+
+
+def _client(address: str, port: int, host: str) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise MachineError(f"what listens at {in_words(address, port)} is not {host} of this run ({reason})") from None
+
+
+def _unreachable(address: str, port: int) -> str | None:
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def prepare_each_machine(prepare: Callable[[], None], rendezvous: Rendezvous | None, firsts: Sequence[int]) -> None:
+    """Call ``prepare`` if this process is the first of its machine; return when it is done on every machine.
+
+    The machines may share a cache or each have one of its own. There is no time limit, as there is for joining the
+    process group: preparing takes as long as it takes.
+
+    Args:
+        firsts: the first rank of each machine but rank 0's, which is prepared.
+    """
+    if rendezvous is None or not firsts:
+        return
+    if rendezvous.index in firsts:
+        prepare()
+        rendezvous.publish(f"{_PREPARED}/{rendezvous.index}", True)
+    if rendezvous.index == 0:
+        for first in firsts:
+            rendezvous.wait_for(f"{_PREPARED}/{first}")
+        rendezvous.publish(_PREPARED, True)
+    else:
+        rendezvous.wait_for(_PREPARED)

@@ -1,0 +1,473 @@
+"""A run whose processes another launcher has started: they meet, rank 0 prepares the run, the others follow.
+
+Only rank 0 reads the recipe, rejects it or creates the run directory, and prepares data and weights. The others do not
+wait in a collective meanwhile but poll the store, without a time limit. A process whose launcher has died stops.
+
+Slurm sends the signal of `--signal=USR1@N` to every process of a step. torchrun neither handles nor passes on SIGUSR1
+and SIGUSR2 by default (`--signals-to-handle`, torch/distributed/run.py), and dies of them.
+"""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from trainwright.errors import (
+    EXIT_FAULT,
+    EXIT_REQUEST,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    MachineError,
+    Stopped,
+    TrainingError,
+    TrainwrightError,
+)
+from trainwright.machine.detect import detect
+from trainwright.recipe.loading import load_recipe
+from trainwright.run import run_directory
+from trainwright.run.ending.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
+from trainwright.run.ending.left import describe_stop
+from trainwright.run.ending.requests import Deadline, deadline_of
+from trainwright.run.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
+from trainwright.run.group.environment import LaunchEnvironment, read_environment
+from trainwright.run.group.report_once import should_report
+from trainwright.run.group.waiting import Waiting
+from trainwright.run.limits import check_limits
+from trainwright.run.process import die_with_parent, enter_process, lossy_text, prepare_environment, threads_allowed
+from trainwright.run.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
+from trainwright.run.stored_runs import is_url
+from trainwright.utils.paths import appears
+from trainwright.utils.text import quoted, say
+
+if TYPE_CHECKING:
+    from trainwright.compatibility.accelerate.translation import Translation
+    from trainwright.parallel.world import RankInfo
+    from trainwright.recipe.yaml_text import Tree
+    from trainwright.run.group.device_slots import DeviceSlot
+    from trainwright.run.group.failure_report import FailureReport
+    from trainwright.run.group.rendezvous import Rendezvous
+
+
+# How long rank 0, which may host the store, waits for the others at the end; after a rejected request some may never
+# arrive.
+_LEAVE_SECONDS, _REPORT_SECONDS = 20.0, 3.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What rank 0 has decided. `directory` is the run directory as rank 0 wrote it.
+
+    `firsts`: the first rank of each machine but rank 0's, which prepares the run there.
+    """
+
+    directory: str
+    working_directory: str
+    recipe: str
+    resume: bool
+    firsts: list[int]
+
+    @property
+    def path(self) -> Path:
+        """Return the run directory; the process may have been started in another working directory."""
+        return Path(self.working_directory) / self.directory
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """The request to every process of the run.
+
+    Attributes:
+        resume: None, a run directory, or "" for the newest.
+        seconds: how long to wait for the other processes.
+        force: start even if the plan says that the run does not fit.
+        number: of earlier runs that the same processes trained in sequence.
+        launcher: pid of the launcher or of the process it started; None: this process's parent.
+        until, time_limit: when the run has to have stopped, see ``deadline_of``.
+    """
+
+    recipe: Path | Tree | None
+    overrides: tuple[str, ...]
+    resume: str | None = None
+    seconds: float = 600.0
+    force: bool = False
+    number: int = 0
+    launcher: int | None = None
+    until: str | None = None
+    time_limit: str | None = None
+
+
+def run_joined(
+    options: JoinRequest, tell: Callable[[int, str], None] = lambda code, message: None
+) -> tuple[int, Path | None]:
+    """Run this process's part in a run; return its exit code, and the run directory unless it could not start.
+
+    A failure is printed once in the whole run.
+
+    Args:
+        tell: called in every process with the exit code and the message of a failure, before the process ends.
+    """
+    terminal = lossy_text(os.dup(2), None, "replace")
+    record_start()
+    environment = read_environment(parent=options.launcher)
+    if options.number:
+        environment = replace(environment, job=f"{environment.job}-{options.number}")
+    translation = _accelerate()
+    os.environ.update(environment.torch_variables())
+    if (parent := _parent(environment)) is not None:
+        die_with_parent(parent)
+    check_limits(environment.local_size, environment.size)
+    own_threads = "OMP_NUM_THREADS" in os.environ
+    prepare_environment(detect().cpu_cores, environment.local_size)
+    # Imports torch from here on.
+    from trainwright.run.group.failure_report import FailureReport
+
+    try:
+        rendezvous = _meet(environment, options)
+    except TrainwrightError as error:
+        tell(error.exit_code, str(error))
+        # Without rank 0, rank 1 reports for the other ranks of its job.
+        job = f"{environment.address}:{environment.port} {_words(options)}"
+        if environment.rank <= 1 and should_report(environment.rank, job):
+            say(f"error: {error}", file=terminal)
+        return error.exit_code, None
+    failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, tell)
+    participant = _Participant(options, environment, rendezvous, failures, tell)
+    with ExitStack() as stack:
+        try:
+            deadline = None
+            if environment.rank == 0:
+                stack.enter_context(_interruptible(failures))
+                seconds_before = seconds_since_launch(options.launcher, options.number)
+                deadline = deadline_of(options.until, options.time_limit, 0.0 if options.number else seconds_before)
+                opened, slot = participant.open(translation, stack, seconds_before, deadline)
+            else:
+                opened, slot = participant.follow()
+        except Exception as error:
+            return participant.refuse(error), None
+        if not own_threads:
+            os.environ["OMP_NUM_THREADS"] = str(_threads(slot))
+        follow_signals()
+        stop_without_launcher(environment.launcher)
+        if environment.rank == 0 and (warning := signal_warning(environment.launcher)) is not None:
+            say(f"warning: {warning}", file=terminal)
+        failures.interrupting(None)
+        rank_info = participant.rank_info(slot)
+        run = Path(opened.directory) if environment.rank == 0 else opened.path
+        try:
+            from trainwright.faults.hangs.beside import watching
+            from trainwright.run.ending.failure import run_to_end
+            from trainwright.run.group.rendezvous import prepare_each_machine
+            from trainwright.run.run_worker import Worker, prepare, train
+
+            prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
+            with watching(run, rank_info, terminal, lambda: failures.text):
+                worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=environment.launcher)
+                code = run_to_end(functools.partial(train, worker), rank_info.rank)
+        except Exception as error:
+            code = failures.fail(error)
+            if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
+                run_directory.discard_unstarted(run, keep=options.resume == AUTO)
+            participant.end(code)
+        participant.leave_together()
+        if environment.rank == 0 and code == EXIT_STOPPED:
+            say(f"{describe_stop(run)}; continue with --resume {quoted(run)}", file=terminal)
+        return code, run
+
+
+def _words(options: JoinRequest) -> list[str]:
+    """Return the request as words of a command line; the same in all processes of a run."""
+    recipe = [] if options.recipe is None else [str(options.recipe)]
+    return [*recipe, *options.overrides, *([] if options.resume is None else ["--resume", options.resume])]
+
+
+def _accelerate() -> Translation | None:
+    """Return what `accelerate launch` read from its file; hide the GPUs that the file excludes."""
+    from trainwright.compatibility.accelerate.environment import from_environment
+
+    translation = from_environment()
+    if translation is not None:
+        os.environ.update(translation.device_environment())
+    return translation
+
+
+def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
+    from trainwright.run.group.addresses import LOOPBACK, set_interfaces
+    from trainwright.run.group.device_slots import Member
+    from trainwright.run.group.meeting import meet_ranks
+
+    if environment.size == 1:
+        return None
+    address = LOOPBACK if environment.nodes == 1 else environment.address
+    if address is not None:
+        set_interfaces(address)
+    member = Member.here(environment)  # before the others arrive, as they expect an answer at once
+    shared = run_directory.RUNS if environment.nodes == 1 else _shared(options)
+    rendezvous = meet_ranks(environment, _words(options), options.seconds, shared)
+    rendezvous.post(member.posted())
+    return rendezvous
+
+
+def _shared(options: JoinRequest) -> Path:
+    """Return the folder of the run's directory, which all machines see."""
+    if options.resume not in (None, "", AUTO) and not is_url(options.resume):
+        return Path(options.resume).absolute().parent
+    with suppress(TrainwrightError):  # rank 0 reports it
+        if options.recipe is not None:
+            return run_directory.folder_of(load_recipe(options.recipe, options.overrides).logging.run_directory)
+    return run_directory.RUNS
+
+
+@dataclass(frozen=True)
+class _Participant:
+    """This process as a participant of the run.
+
+    Attributes:
+        rendezvous: with the other processes; None if there are none.
+        failures: of this process and of others.
+        tell: called with the exit code and the message of a failure.
+    """
+
+    options: JoinRequest
+    environment: LaunchEnvironment
+    rendezvous: Rendezvous | None
+    failures: FailureReport
+    tell: Callable[[int, str], None]
+
+    def open(
+        self, translation: Translation | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
+    ) -> tuple[Opened, DeviceSlot]:
+        """Do on rank 0 everything before the first step that has to be done once."""
+        from trainwright.run.group.device_slots import Member, device_slots, first_ranks
+
+        environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
+        if rendezvous is None:
+            members = [Member.here(environment)]
+        else:
+            members = [Member.read(posted) for posted in rendezvous.gather(self.options.seconds).values()]
+        request = self._request(translation)
+        if request.recipe.parallel.device == "cpu":
+            members = [replace(member, gpus=()) for member in members]
+        everyone = device_slots(members)
+        machines = len({(member.host, member.node) for member in members})
+        check_request(request)
+        resolved = resolve_request(request, detect(), machines, check_gpus=False)
+        if not self.options.force:
+            resolved.plan.refuse_shortage()
+        run = stack.enter_context(request.opened(resolved))
+        with request.undone_on_error(run):
+            refuse_stopped(run, seconds_before, deadline, resumed=request.run is not None)
+            text = request.record(run, resolved)
+            logs = run / "logs"
+            logs.mkdir(exist_ok=True)
+            failures.clear(logs, environment.size)
+            enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
+            from trainwright.run.run_worker import prepare
+
+            prepare(run)
+            failures.begin(logs)
+        opened = Opened(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
+        if rendezvous is not None:
+            shown = [[slot.gpu, slot.own_cores, slot.local_size] for slot in everyone]
+            rendezvous.publish("opened", {"opened": vars(opened), "places": shown})
+        return opened, everyone[0]
+
+    def _request(self, translation: Translation | None) -> RunRequest:
+        if translation is not None:
+            from trainwright.compatibility.accelerate.machine import require
+
+            if translation.one_of_several:
+                raise MachineError(
+                    f"{translation.source}: accelerate launch starts one process for {translation.distributed_type} "
+                    "on a CPU, whatever num_processes says; start the recipe with trainwright train RECIPE "
+                    "--accelerate-config FILE, or with torchrun --nproc-per-node"
+                )
+            translation.refuse_problems()
+            require(translation, detect())
+        options = self.options
+        request = request_of(options.recipe, list(options.overrides), options.resume, translation)
+        return for_started(request, self.environment.size, self.environment.launcher)
+
+    def follow(self) -> tuple[Opened, DeviceSlot]:
+        """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
+        from trainwright.run.group.addresses import in_words
+        from trainwright.run.group.device_slots import DeviceSlot
+
+        assert self.rendezvous is not None, "a world of one is rank 0"
+        follow_signals()
+        rendezvous, waiting = self.rendezvous, Waiting(f"rank {self.environment.rank}")
+        where = in_words(rendezvous.address, rendezvous.port)
+        decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {where} to begin the run"))
+        if "refused" in decision:
+            raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
+        opened = Opened(**decision["opened"])
+        if not appears(opened.path / run_directory.RECIPE, opened.recipe):
+            raise MachineError(
+                f"rank {self.environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, "
+                "which rank 0 created; set logging.run_directory to a file system that all machines share"
+            )
+        log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
+        enter_process(log, parent=_parent(self.environment), keep_console=False)
+        self.failures.begin(log.parent)
+        return opened, DeviceSlot(*decision["places"][self.environment.rank])
+
+    def refuse(self, error: Exception) -> int:
+        """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
+        if isinstance(error, _PeerRefused):
+            self.tell(error.exit_code, str(error))
+            self.leave_together(_REPORT_SECONDS)
+            return error.exit_code
+        if self.environment.rank != 0:
+            self.end(self.failures.exit_code if self.failures.heard.is_set() else self.failures.fail(error))
+        code, message = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, TrainwrightError):
+            code, message = error.exit_code, str(error)
+        self.failures.interrupting(lambda: None)
+        if self.rendezvous is not None:
+            self.rendezvous.publish("opened", {"refused": code, "why": message})
+        self.tell(code, message)
+        say(f"{'' if code == EXIT_STOPPED else 'error: '}{message}", file=self.failures.terminal)
+        self.leave_together(_REPORT_SECONDS)
+        return code
+
+    def rank_info(self, slot: DeviceSlot) -> RankInfo:
+        """Return this process's rank and its device."""
+        from torch.distributed import PrefixStore
+
+        from trainwright.parallel.world import RankInfo
+
+        environment, rendezvous = self.environment, self.rendezvous
+        return RankInfo(
+            environment.rank,
+            environment.size,
+            environment.local_rank,
+            slot.local_size,
+            slot.gpu,
+            None if rendezvous is None else PrefixStore(f"job{rendezvous.prefix}", rendezvous.store),
+        )
+
+    def leave_together(self, seconds: float = _LEAVE_SECONDS) -> None:
+        """End in order: the others wait until rank 0 is done.
+
+        Rank 0, which may host the store, waits until they have left.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # sent by a launcher that ends the others after the first has ended
+        rendezvous = self.rendezvous
+        if rendezvous is None:
+            return
+        try:
+            if self.environment.rank == 0:
+                rendezvous.publish("done", True)
+                rendezvous.wait_until_left(seconds)
+            else:
+                rendezvous.wait_for("done", seconds=None)
+                rendezvous.leave()
+        except (TrainwrightError, RuntimeError, TimeoutError):
+            pass  # it has ended already
+        rendezvous.close()
+
+    def end(self, code: int) -> NoReturn:
+        """Exit immediately: the other ranks wait for this one, and its threads may not be joinable any more."""
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(record_exit_code(code))
+
+
+class _PeerRefused(TrainwrightError):
+    """Rank 0 has rejected the request and reports it itself."""
+
+    def __init__(self, exit_code: int, why: str) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
+@contextmanager
+def _interruptible(failures: FailureReport) -> Iterator[None]:
+    """Let a stop signal, or the failure of another rank, end the preparation on rank 0 at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if failures.heard.is_set():
+            error = TrainingError(failures.text)
+            error.exit_code = failures.exit_code
+            raise error
+        raise Stopped()
+
+    for number in heeded_signals():
+        signal.signal(number, interrupt)
+    failures.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
+    yield
+
+
+def _parent(environment: LaunchEnvironment) -> int | None:
+    # If started by hand, the parent is a shell, which the process may be meant to outlive.
+    return None if environment.launcher == "python" else os.getppid()
+
+
+def _threads(slot: DeviceSlot) -> int:
+    cores = detect().cpu_cores
+    return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else threads_allowed()
+
+
+_SUPERVISING_LAUNCHERS = ("torchrun", "accelerate launch")
+_PARENT_CHECK_SECONDS = 1.0
+# How long a worker may take for its step and the checkpoint; one that hangs must not keep its GPU.
+_ORPHAN_SECONDS = 600.0
+
+
+def stop_without_launcher(launcher: str) -> None:
+    """Let the death of this process's launcher request a stop, instead of killing this process at once.
+
+    SIGTERM must request a stop already, as after ``follow_signals``.
+    """
+    parent = os.getppid()
+    if launcher not in _SUPERVISING_LAUNCHERS:
+        return
+    die_with_parent(parent, signal.SIGTERM)
+    threading.Thread(target=_end_after, args=(parent,), daemon=True, name="launcher").start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    time.sleep(_ORPHAN_SECONDS)
+    os._exit(record_exit_code(EXIT_FAULT))
+
+
+def signal_warning(launcher: str) -> str | None:
+    """Return a warning for a job of Slurm whose launcher would die of SIGUSR1 or SIGUSR2; otherwise None."""
+    if launcher not in _SUPERVISING_LAUNCHERS or "SLURM_JOB_ID" not in os.environ:
+        return None
+    handled = _handled(os.getppid())
+    fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not handled >> (number - 1) & 1]
+    if not fatal:
+        return None
+    return (
+        f"{launcher} (process {os.getppid()}) dies of {' and '.join(fatal)}: with #SBATCH --signal=USR1@SECONDS, Slurm "
+        "may end this run before its last checkpoint is written; start it with trainwright under, or export "
+        "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 in the job script"
+    )
+
+
+def _handled(pid: int) -> int:
+    """Return the signals that a process handles or ignores as bits (proc(5)); all if that is unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return -1
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
+    return masks[0] | masks[1] if len(masks) == 2 else -1

@@ -1,0 +1,105 @@
+"""Write a run's events to TensorBoard's own files."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.engine.event_reader import EventRecord, resumed_step
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_STEP_SCALARS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "tokens_per_second",
+    "step_time",
+    "memory_bytes",
+    "resident_bytes",
+)
+_FLUSH_SECONDS = 10
+
+
+class TensorBoardObserver:
+    """Observer that writes TensorBoard files in a thread, which also imports TensorBoard, so that no step waits for
+    it.
+
+    The thread starts after the first step, so as not to slow down the imports that the step needs.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._events: queue.SimpleQueue[EventRecord | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._purge_step = 0
+        self._closed = False
+
+    @classmethod
+    def of_run(cls, run: Path) -> TensorBoardObserver:
+        """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
+        return cls(run / "tensorboard")
+
+    def __call__(self, event: EventRecord) -> None:
+        """Write the curves of an event."""
+        if self._closed:
+            return
+        if event["event"] == "start":
+            resumed = resumed_step(event)
+            # A launch that ended before its first checkpoint is repeated from the start.
+            self._purge_step = 0 if resumed is None else resumed + 1
+        self._events.put(event)
+        if event["event"] == "step" and self._thread is None:
+            self._start()
+        if event["event"] == "finish":
+            self.close()
+
+    def close(self) -> None:
+        """Write what is pending and wait for it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is None:
+            self._start()
+        self._events.put(None)
+        assert self._thread is not None
+        self._thread.join()
+
+    def _start(self) -> None:
+        # A daemon thread: a run that fails without closing must be able to end.
+        self._thread = threading.Thread(target=self._write, name="tensorboard", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self._directory), purge_step=self._purge_step, flush_secs=_FLUSH_SECONDS)
+        while (event := self._events.get()) is not None:
+            write_event(writer, event)
+        writer.close()
+
+
+def write_event(writer: SummaryWriter, event: EventRecord) -> None:
+    """Write the scalars and texts of one event; other events write nothing."""
+    kind, step = event["event"], event.get("step")
+    if kind == "step":
+        for name in _STEP_SCALARS:
+            _scalar(writer, f"train/{name}", event.get(name), step)
+        for name, value in event.get("metrics", {}).items():
+            _scalar(writer, f"train/{name}", value, step)
+    elif kind == "evaluate":
+        for name, value in event["metrics"].items():
+            _scalar(writer, f"evaluate/{name}", value, step)
+    elif kind == "generate":
+        # TensorBoard renders Markdown; indented text is shown literally.
+        body = "\n".join(f"    {line}" for line in str(event["text"]).splitlines())
+        writer.add_text(f"generate/{event['prompt'][:60]}", body, step)
+
+
+def _scalar(writer: SummaryWriter, name: str, value: Any, step: int | None) -> None:
+    if isinstance(value, (int, float)):
+        writer.add_scalar(name, value, step)

@@ -1,0 +1,432 @@
+"""The request of a command line: a recipe, or a run to continue; read, resolved and checked without torch.
+
+`trainwright train` and all processes that another launcher starts share it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.machine.machine import Machine
+from trainwright.planning.processes import in_words, usable_processes
+from trainwright.recipe.extensions import Registry, check_named, modules_of_user
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.process_range import with_processes
+from trainwright.recipe.registries import KEYS
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.parallel import ProcessRange
+from trainwright.recipe.yaml_text import Tree, parse_value
+from trainwright.run import run_directory
+from trainwright.run.ending.requests import Deadline
+from trainwright.run.resuming import resumed_recipe
+from trainwright.run.stored_runs import is_url
+from trainwright.utils.installation import FIRST, install_command
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import say
+
+if TYPE_CHECKING:
+    from trainwright.compatibility.accelerate.translation import Translation
+    from trainwright.planning.resolve import Resolved
+
+AUTO = "auto"  # of --resume
+_DIRECTORY = f"{run_directory.DIRECTORY_KEY}="
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
+
+    `chosen`: the keys of the recipe whose values were chosen automatically when the run began, and not set since.
+    `started`: the number of processes that another launcher has started, if the recipe has a range. `deadline`: when
+    the run has to have stopped. `in_place`: a new run takes its directory even if it exists already, as long as no run
+    has begun there. `url`: where a run that another machine began is stored. `fetched`: whether its directory was
+    written for this request.
+    """
+
+    recipe: Recipe
+    stem: str
+    run: Path | None
+    reasons: tuple[str, ...] = field(default=())
+    chosen: tuple[str, ...] = field(default=())
+    started: int | None = None
+    deadline: Deadline | None = None
+    in_place: bool = False
+    url: str | None = None
+    fetched: bool = False
+
+    @contextmanager
+    def opened(self, resolved: Resolved, stopped: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+        """Lock the run's directory, created if the run is new; take what it has done on other machines since.
+
+        Args:
+            stopped: whether a stop is requested.
+
+        Raises:
+            RequestError: the directory cannot be used, or another process trains there.
+            FaultError: a machine that may be lost has locked it.
+            Stopped: as requested; or ``in_place``, and another process has begun the run meanwhile.
+        """
+        key = resolved.recipe.logging.run_directory
+        run = self.run or run_directory.create(key, self.stem, in_place=self.in_place)
+        with run_directory.only_launch(run, stopped):
+            if self.in_place and (run / run_directory.RECIPE).is_file():
+                raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
+            if self.run is not None:
+                self._bring_up_to_date(run, resolved.recipe)
+            yield run
+
+    def _bring_up_to_date(self, run: Path, recipe: Recipe) -> None:
+        from trainwright.run.stored_runs import bring_up_to_date, store_of, stores_of
+
+        places = [*([store_of(self.url)] if self.url else []), *stores_of(recipe.checkpoint.copies, run)]
+        if places:
+            bring_up_to_date(run, places)
+
+    def discard_fetched(self) -> None:
+        """Remove what was fetched for a request that trains nothing."""
+        if self.fetched and self.run is not None:
+            from trainwright.run.stored_runs import discard_fetched
+
+            discard_fetched(self.run)
+
+    def undone_on_error(self, run: Path) -> AbstractContextManager[None]:
+        """Undo what is written into the run's directory on an exception in the context."""
+        return run_directory.undone_on_error(run, created=self.run is None, keep=self.in_place)
+
+    def discard_unstarted(self, run: Path) -> None:
+        """Remove the directory of a new run in which nothing was trained."""
+        if self.run is None:
+            run_directory.discard_unstarted(run, keep=self.in_place)
+
+    def record(self, run: Path, resolved: Resolved) -> str:
+        """Write the resolved recipe and its plan into the run's directory; return the recipe's text."""
+        processes, recipe = self.recipe.parallel.num_processes, resolved.recipe
+        text = run_directory.recipe_text(
+            with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
+        )
+        run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+        if self.run is None:
+            named = [name for names in _named(recipe).values() for name in names]
+            run_directory.keep_modules(run, modules_of_user(named))
+        return text
+
+
+def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
+    files = [a for a in arguments if not is_override(a)]
+    if len(files) > 1:
+        raise RequestError(
+            f"expected one recipe, not {len(files)} ({', '.join(files)}); overrides have the form section.key=value"
+        )
+    return Path(files[0]) if files else None, [a for a in arguments if is_override(a)]
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word of a command line has the form ``section.key=value``, and is not a path with "=" in it."""
+    key, equals, _ = word.partition("=")
+    # Without "=", ~key is an override of Hydra, which is answered like one.
+    return (bool(equals) or key.startswith("~")) and "/" not in key and not os.path.exists(word)
+
+
+def request_of(
+    recipe: Path | Tree | None, overrides: list[str], resume: str | None, translation: Translation | None = None
+) -> RunRequest:
+    """Return the request for ``recipe``; an Accelerate file overrides it, and ``overrides`` override both.
+
+    `resume` is None for a new run, else the run directory or its URL in a place for copies, "" for the recipe's newest
+    run, or "auto" for the run in the recipe's own directory if it has begun there or has copies, otherwise a new one.
+    Raises RequestError, or FaultError if a place cannot be read now.
+    """
+    if recipe is None and not resume:
+        raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
+    if resume == AUTO:
+        return _started_or_new(recipe, overrides, translation)
+    if resume is None:
+        assert recipe is not None
+        overrides, reasons = _under(overrides, translation, recipe, resumed=False)
+        return RunRequest(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons)
+    if is_url(resume):
+        return _fetched(resume, recipe, overrides, translation)
+    run = _run_of(resume, recipe, overrides)
+    run_directory.check_files(run)
+    own = run / run_directory.RECIPE
+    overrides, reasons = _under(overrides, translation, recipe or own, resumed=recipe is None)
+    resumed = resumed_recipe(run, recipe, overrides)
+    everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
+    return RunRequest(resumed.recipe, run_directory.stem_of(own), run, everything, resumed.chosen)
+
+
+def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
+    """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
+    from trainwright.run.stored_runs import fetch, store_of
+
+    store = store_of(url)
+    path = ("logging", "run_directory")
+    directory_overrides = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
+    directories = [str(parse_value(each, "the command line", path)[0]) for each in directory_overrides]
+    name = url.rstrip("/").rpartition("/")[2]
+    run = user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
+    fetched = fetch([store], run, name)
+    if not (run / run_directory.RECIPE).is_file():
+        raise RequestError(f"--resume: {url} has no complete copy of a run; correct it, or start a new run")
+    rest = [each for each in overrides if not each.startswith(_DIRECTORY)]
+    return _discarded_on_error(fetched, run, recipe, rest, translation, url)
+
+
+def _started_or_new(recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
+    if recipe is None:
+        raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
+    loaded = load_recipe(recipe, overrides)
+    run = run_directory.own_directory(loaded.logging.run_directory, _stem_of(recipe))
+    there = run_directory.with_directory(overrides, run)
+    has_started, fetched = (run / run_directory.RECIPE).is_file(), False
+    if not has_started and loaded.checkpoint.copies:
+        from trainwright.run.stored_runs import fetch, stores_of
+
+        has_started = fetched = fetch(stores_of(loaded.checkpoint.copies, run), run)
+    if not has_started:
+        return replace(request_of(recipe, there, None, translation), in_place=True)
+    return _discarded_on_error(fetched, run, recipe, there, translation)
+
+
+def _discarded_on_error(
+    fetched: bool,
+    run: Path,
+    recipe: Path | Tree | None,
+    overrides: list[str],
+    translation: Translation | None,
+    url: str | None = None,
+) -> RunRequest:
+    try:
+        return replace(request_of(recipe, overrides, str(run), translation), fetched=fetched, url=url)
+    except TrainwrightError:
+        if fetched:
+            from trainwright.run.stored_runs import discard_fetched
+
+            discard_fetched(run)
+        raise
+
+
+def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
+    """Return the run that --resume refers to: the one named, that of its own recipe, or the recipe's newest."""
+    if recipe is None or resume:
+        return run_directory.find(resume, "auto", "")
+    loaded, file = load_recipe(recipe, overrides), _file(recipe)
+    own = None if file is None else run_directory.run_of(file)
+    return own or run_directory.find("", loaded.logging.run_directory, _stem_of(recipe))
+
+
+def _stem_of(recipe: Path | Tree) -> str:
+    """Return the name stem for runs of a recipe."""
+    file = _file(recipe)
+    return "recipe" if file is None else run_directory.stem_of(file)
+
+
+def _file(recipe: Path | Tree) -> Path | None:
+    return recipe.file if isinstance(recipe, Tree) else recipe
+
+
+def for_started(request: RunRequest, processes: int, launcher: str) -> RunRequest:
+    """Return the request for the number of processes that a launcher has started.
+
+    Raises MachineError if the recipe sets another number, RequestError if its strategy does not support this number.
+    """
+    parallel = request.recipe.parallel
+    reasons = request.reasons
+    if processes > 1 and parallel.is_one_process:
+        raise RequestError(
+            f"parallel.strategy: {parallel.strategy} runs one process, but {launcher} started {processes}; start one, "
+            "or set parallel.strategy to auto"
+        )
+    written = parallel.num_processes
+    if isinstance(written, ProcessRange):
+        usable = usable_processes(request.recipe, written)
+        if processes not in usable:
+            raise MachineError(
+                f"parallel.num_processes: the recipe allows {in_words(usable)} processes, but {launcher} started "
+                f"{processes}; start as many as it allows, or change its range ({written})"
+            )
+        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {written}",)
+        return replace(request, started=processes, reasons=reasons)
+    if written == "auto":
+        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started",)
+    elif written != processes:
+        raise MachineError(
+            f"parallel.num_processes: the recipe asks for {written} process"
+            f"{'es' * (written > 1)}, but {launcher} started {processes}; start "
+            f"{written}, or set it to {processes} or auto"
+        )
+    return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
+
+
+def check_nodes(recipe: Recipe, nodes: int) -> None:
+    """Raise RequestError if the processes, which are those of all nodes, cannot be divided over ``nodes`` equally.
+
+    Or if the strategy is for one process.
+    """
+    parallel = recipe.parallel
+    if nodes == 1:
+        return
+    if parallel.is_one_process:
+        raise RequestError(
+            f"parallel.strategy: {parallel.strategy} runs one process, but --nodes is {nodes}; set it to auto, or "
+            "remove --nodes"
+        )
+    processes = parallel.num_processes
+    if isinstance(processes, ProcessRange):
+        if processes.max % nodes:
+            raise RequestError(
+                f"parallel.num_processes: the largest number of {processes} processes cannot be divided over --nodes "
+                f"{nodes} equally; set max to {max(1, processes.max // nodes) * nodes}"
+            )
+    elif processes != "auto" and processes % nodes:
+        raise RequestError(
+            f"parallel.num_processes: {processes} processes cannot be divided over --nodes {nodes} equally; set it to "
+            f"{max(1, processes // nodes) * nodes} or auto"
+        )
+
+
+def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
+    """Resolve the values left to auto, for `nodes` machines like this one.
+
+    `check_gpus` is False if the processes' GPUs are counted elsewhere: a launcher may show each process only its own.
+    Raises RequestError; for a run that goes on it names the file of its recipe, which may be damaged.
+    """
+    from trainwright.models.resolve_model import check_available
+    from trainwright.planning.resolve import resolve
+
+    recipe = request.recipe if request.started is None else with_processes(request.recipe, request.started)
+    try:
+        if recipe.has_texts:
+            check_available(recipe.model)  # a plan of a model that cannot be trained here would mislead
+        resolved = resolve(recipe, machine, nodes, check_gpus)
+    except RequestError as error:
+        if request.run is None:
+            raise
+        raise RequestError(f"{error} (the recipe is {request.run / run_directory.RECIPE})") from error
+    chosen = tuple(dict.fromkeys((*request.chosen, *resolved.chosen)))
+    reasons = tuple(dict.fromkeys((*request.reasons, *resolved.reasons)))
+    return replace(resolved, reasons=reasons, chosen=chosen)
+
+
+def check_request(request: RunRequest, creates: bool = True) -> None:
+    """Check everything that can be checked without torch, before the machine is measured and anything is written.
+
+    Extensions are imported last, as that can take seconds. `creates` is False if another node creates the run
+    directory, and may have done so already. Raises RequestError, or MachineError for a missing library of the strategy.
+    """
+    from importlib.util import find_spec
+
+    from trainwright.data.check import check_data
+    from trainwright.models.adapters.files import check_libraries
+    from trainwright.parallel.zero import deepspeed_config
+    from trainwright.recipe.parallel_checks import implied_strategy
+    from trainwright.recipe.strategy_spec import check_library
+
+    recipe = request.recipe
+    if recipe.logging.report is True and find_spec("vl_convert") is None:
+        raise RequestError(
+            f"logging.report: vl-convert-python is not installed; {install_command('report')}, or set auto"
+        )
+    if recipe.logging.tensorboard and find_spec("tensorboard") is None:
+        raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
+    if creates:
+        from trainwright.observe.trackers.base import check_installed
+
+        for tracker in (*recipe.logging.observers, *["prometheus"] * (recipe.logging.prometheus is not None)):
+            check_installed(tracker)
+    if creates and request.run is None and recipe.logging.run_directory != "auto":
+        check_directory = run_directory.check_not_started if request.in_place else run_directory.check_new
+        check_directory(user_path(recipe.logging.run_directory))
+    if creates and recipe.push is not None:
+        from trainwright.models.resolve_model import hub_token
+
+        hub_token("push.repository: ")
+    strategy, _ = implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
+    if strategy != AUTO:  # the plan chooses only strategies whose library is installed
+        check_library(strategy)
+    deepspeed_config.check_keys(recipe)
+    check_libraries(recipe.model.adapter)
+    check_data(recipe)
+    if creates:
+        _check_copies(recipe, request.run, new=request.run is None)
+    check_extensions(recipe, runs=True)
+
+
+def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
+    """Write and remove a file in the places for copies, where a new run may not replace the copies of another.
+
+    A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
+    """
+    from trainwright.engine.checkpoints.remote_store import RemoteStore
+    from trainwright.engine.checkpoints.stored_run import default_name, name_in_stores
+
+    directory = recipe.logging.run_directory
+    new_name = "" if directory == AUTO else default_name(user_path(directory))
+    name = new_name if run is None else name_in_stores(run)
+    for where in recipe.checkpoint.copies:
+        store = RemoteStore(where, name)
+        try:
+            store.check()
+            with store.in_words():
+                copied = bool(new and name and store.steps())
+        except MachineError as error:
+            if new:
+                raise
+            say(f"warning: {error}; the run goes on without it", file=sys.stderr)
+            continue
+        if copied:
+            raise RequestError(
+                f"checkpoint.copies: {where} has copies of a run named {name}; choose another "
+                "logging.run_directory, remove them, or go on with that run: --resume auto"
+            )
+
+
+def check_extensions(recipe: Recipe, *, runs: bool) -> None:
+    """Import extensions, so that a wrong name or class is rejected before anything is written; look for all of them
+    before that, as an import can take seconds.
+
+    If the recipe is not going to run, those at a place are only looked for, unless the command imports them.
+    """
+    if recipe.model.is_own:
+        check_named(recipe.model.implementation, f"model.implementation {recipe.model.implementation}")
+    for check in (Registry.look_for, Registry.get) if runs else (Registry.check,):
+        for key, names in _named(recipe).items():
+            for name in names:
+                try:
+                    check(KEYS[key], name)
+                except RequestError as error:
+                    raise RequestError(f"{key}: {error}") from error
+
+
+def _named(recipe: Recipe) -> dict[str, list[str]]:
+    """Return the extensions that only training and evaluation need, by key."""
+    return {
+        "train.step_policies": recipe.train.step_policies,
+        "logging.observers": recipe.logging.observers,
+        "evaluate.metrics": recipe.evaluate.metrics,
+    }
+
+
+def is_bare_resume(following: str | None) -> bool:
+    """Return whether `--resume`, followed by this argument, has no value and so means the newest run."""
+    return following is None or following.startswith("-") or is_override(following) or Path(following).is_file()
+
+
+def _under(
+    overrides: list[str], translation: Translation | None, path: Path | Tree, *, resumed: bool
+) -> tuple[list[str], tuple[str, ...]]:
+    if translation is None:
+        return overrides, ()
+    from trainwright.compatibility.accelerate.recipe import join
+
+    joined = join(translation, path, overrides, resumed=resumed)
+    notes = (f"{translation.source}: {', '.join(note.keys)}: {note.reason}" for note in translation.notes)
+    return joined.overrides, (*joined.reasons, *notes)

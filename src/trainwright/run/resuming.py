@@ -1,0 +1,223 @@
+"""Continue a run: compare the given recipe and overrides with the run's own recipe.
+
+What determines the losses is fixed for a run. What only distributes, measures or saves it may change.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from trainwright.errors import RequestError
+from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins, read_merged
+from trainwright.recipe.registries import STRATEGIES
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+from trainwright.run import run_directory
+from trainwright.utils.paths import user_path
+from trainwright.utils.text import quoted
+
+# Sections and keys that may change when a run is resumed.
+_FREE = (
+    ("parallel",),
+    ("checkpoint",),
+    ("evaluate",),
+    ("faults",),
+    ("logging",),
+    ("launch",),
+    ("train", "micro_batch_size"),
+    ("train", "gradient_accumulation_steps"),
+    ("train", "activation_checkpointing"),
+    ("train", "activation_offload"),
+    ("train", "compile"),
+    ("train", "deterministic"),
+    ("train", "replan"),
+)
+_MAY_GROW = (("train", "max_steps"), ("train", "epochs"), ("train", "max_tokens"))
+_DIRECTORY = ("logging", "run_directory")
+_PROCESSES = ("parallel", "num_processes")
+_STRATEGY = ("parallel", "strategy")
+_ACCUMULATION = ("train", "gradient_accumulation_steps")
+# Keys that depend on the strategy and the number of processes.
+_LAYOUT = tuple(
+    ("parallel", key) for key in ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
+)
+_ABSENT = object()
+
+
+class ResumedRecipe(NamedTuple):
+    """The recipe a run continues with, the reason for each of its values, and the keys that the user did not write."""
+
+    recipe: Recipe
+    reasons: tuple[str, ...]
+    chosen: tuple[str, ...]
+
+
+def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> ResumedRecipe:
+    """Return the run's own recipe, changed by ``overrides`` and the recipe at ``path``, if given.
+
+    A value that the recipe leaves to auto keeps the run's value; an override with auto chooses it again.
+
+    Raises:
+        RequestError: a difference would make it another run; lists every such key, both values, and how to continue.
+    """
+    own = run / run_directory.RECIPE
+    before = load_recipe(own)
+    chosen = run_directory.chosen(run)
+    reset = dict(_chosen_again(before, read_merged(path, overrides), chosen))
+    anew = [f"{dotted(key)}={json.dumps(value)}" for key, value in reset.items()]
+    changed = load_with_origins(own if path is None else path, [*anew, *overrides])
+    changes = _changes(before, changed)
+    _refuse(run, path, [change for change in changes if not change.allowed(run)])
+    tree = read_merged(own, ())
+    for change in changes:
+        if change.path != _DIRECTORY:
+            tree.values[change.path[0]][change.path[1]] = change.new
+            tree.origins[change.path] = change.origin
+    for section, key in reset.keys() & set(_LAYOUT):
+        del tree.values[section][key]  # a default that is written counts as asked for
+    recipe = checked(tree, Origin(str(own))).recipe
+    shown = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
+    lines = [change.line() for change in shown if change.new != "auto"]
+    still_true = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
+    asked_for = {dotted(change.path) for change in shown}
+    still_chosen = tuple(key for key in chosen if key not in asked_for)
+    return ResumedRecipe(recipe, (*still_true, *(line for line in lines if line not in still_true)), still_chosen)
+
+
+class _Change(NamedTuple):
+    path: KeyPath
+    old: object
+    new: object
+    origin: Origin
+
+    def allowed(self, run: Path) -> bool:
+        if self.path == _DIRECTORY:
+            return user_path(str(self.new)).resolve() == run.resolve()
+        if self.path in _MAY_GROW:
+            numbers = isinstance(self.old, int | float) and isinstance(self.new, int | float)
+            return numbers and self.new > self.old  # type: ignore[operator]
+        return any(self.path[: len(free)] == free for free in _FREE)
+
+    def differences(self, run: Path) -> Iterator[str]:
+        origin = f"({self.origin})"
+        if self.path == _DIRECTORY:
+            yield f"{dotted(self.path)}: {run} in the run, now {self.new} {origin}"
+        elif self.path in _MAY_GROW:
+            longer = "; a run can only become longer, by the key that its recipe sets"
+            yield f"{dotted(self.path)}: {_text(self.old)} in the run, now {_text(self.new)} {origin}{longer}"
+        else:
+            for path, old, new in _parts(self.path, self.old, self.new):
+                yield f"{dotted(path)}: {_text(old)} in the run, now {_text(new)} {origin}"
+
+    def line(self) -> str:
+        key, new = dotted(self.path), _text(self.new)
+        return f"{key} {new}: {_text(self.old)} until the run was resumed ({self.origin})"
+
+
+def _changes(before: Recipe, changed: LoadedRecipe) -> list[_Change]:
+    old, new = _keys(before), _keys(changed.recipe)
+    changes = []
+    for path in dict.fromkeys([*new, *old]):
+        was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
+        origin = changed.origins.get(path)
+        typed = origin is not None and origin.line is None
+        if was != now and (now != "auto" or typed):
+            changes.append(_Change(path, was, now, origin or Origin("the default")))
+    return changes
+
+
+def _keys(recipe: Recipe) -> dict[KeyPath, object]:
+    sections: dict[KeyPath, object] = {}
+    for section, values in recipe.model_dump().items():
+        if isinstance(values, dict):
+            sections.update({(section, key): value for key, value in values.items()})
+        else:
+            sections[section,] = values
+    return sections
+
+
+def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, object, object]]:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        yield path, old, new
+        return
+    for key in dict.fromkeys([*new, *old]):
+        was, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if was != now:
+            yield from _parts((*path, key), was, now)
+
+
+def _chosen_again(before: Recipe, stated: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the values that depended on the run's strategy and number of processes, if these change and ``stated`` does
+    not set them; each with the value that leaves it open.
+
+    Args:
+        chosen: the keys whose values nobody wrote when the run began.
+    """
+    parallel = before.parallel
+    spread = _is_requested(stated, _PROCESSES, _keys(before)[_PROCESSES])
+    strategy = _is_requested(stated, _STRATEGY, parallel.strategy)
+    if spread:
+        # Without sharding the choice depends only on the number of processes, so it is made again for another number.
+        if not spec_of(parallel.strategy).shards and _value(stated, _STRATEGY) == "auto":
+            yield _STRATEGY, "auto"
+        if _value(stated, _ACCUMULATION) == "auto":
+            yield _ACCUMULATION, "auto"
+    from_or_to_one = any(_is_one_process(name) for name in (parallel.strategy, _value(stated, _STRATEGY)))
+    if strategy and not spread and from_or_to_one and dotted(_PROCESSES) in chosen:
+        yield _PROCESSES, "auto"
+    if not (spread or strategy):
+        return
+    for key in _LAYOUT:
+        if dotted(key) in chosen and key not in stated.origins:
+            yield key, type(parallel).model_fields[key[1]].default
+
+
+def _is_one_process(strategy: object) -> bool:
+    return strategy in STRATEGIES.names() and spec_of(str(strategy)).is_one_process
+
+
+def _is_requested(stated: Tree, key: KeyPath, before: object) -> bool:
+    """Return whether a value other than ``before`` is set; auto counts as set in an override, but not in a recipe."""
+    origin, value = stated.origins.get(key), _value(stated, key)
+    left_open = origin is None or (value == "auto" and origin.line is not None)
+    return not left_open and value != before
+
+
+def _value(tree: Tree, path: KeyPath) -> object:
+    section = tree.values.get(path[0])
+    return section.get(path[1], "auto") if isinstance(section, dict) else "auto"
+
+
+def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None:
+    if not changes:
+        return
+    resume = f"trainwright train --resume {quoted(run)}"
+    if path is None:
+        first, fix = f"--resume {quoted(run)}: these values cannot change when a run is resumed", "remove the override"
+    else:
+        first = f"{path}: differs from {run}, the run to resume"
+        fix = f"restore the value, or leave out the recipe ({resume})"
+    lines = "".join(f"\n  {line}" for change in changes for line in change.differences(run))
+    raise RequestError(f"{first}{lines}\n{fix}, or start a new run (without --resume)")
+
+
+def _holds(reason: str, recipe: Recipe) -> bool:
+    """Return whether a line of the run's plan still gives the reason for a value of its recipe."""
+    key, _, rest = reason.partition(" ")
+    section, _, name = key.rstrip(":").partition(".")
+    values = getattr(recipe, section, None)
+    if not hasattr(values, name):
+        return True  # of a value set over the recipe
+    return not key.endswith(":") and re.match(rf"{re.escape(_text(getattr(values, name)))}(?!\w)", rest) is not None
+
+
+def _text(value: object) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

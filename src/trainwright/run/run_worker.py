@@ -1,0 +1,408 @@
+"""What the processes of a run do: one prepares, then each worker trains, from the recipe in the run directory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from trainwright.engine.checkpoints.checkpoint import Checkpoints
+from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import Event, Notice, Observer
+from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.optimizer import Schedule, optimizer_factory
+from trainwright.engine.policies.base import Training
+from trainwright.engine.policies.profiling import Profiling
+from trainwright.engine.task import Task
+from trainwright.engine.trainer import Trainer
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
+from trainwright.faults.hangs.evidence import keep_collectives, write_stacks_on_signal
+from trainwright.machine.cache import cache_root
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Gpu, Machine
+from trainwright.machine.numa import bind
+from trainwright.machine.usage.sample import OwnProcess, UsageSampler
+from trainwright.models.adapters.files import check_libraries
+from trainwright.models.causal_lm import compile_blocks
+from trainwright.models.quantization import count_parameters
+from trainwright.models.recompute import save_activation_memory
+from trainwright.observe.ledger import LedgerWriter
+from trainwright.observe.stalls import Stalls
+from trainwright.parallel.collectives import report_collectives
+from trainwright.parallel.layout import ModelLayout
+from trainwright.parallel.openmp import limit_spinning
+from trainwright.parallel.strategy import Setup, Strategy, build_strategy
+from trainwright.parallel.world import RankInfo, World, join, leave
+from trainwright.parallel.zero import deepspeed_config
+from trainwright.planning.plan_watch import PlanWatch, WatchedPlan
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.process_range import with_processes
+from trainwright.recipe.registries import OBSERVERS, STEP_POLICIES, STOP_WARNINGS
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.fields import Auto, seconds_of
+from trainwright.recipe.sections.parallel import ProcessRange
+from trainwright.recipe.strategy_spec import check_library
+from trainwright.run import run_directory
+from trainwright.run.ending.exit_code import ATTEMPT, torchrun_warning
+from trainwright.run.ending.requests import STATE_BYTES, Deadline, StopRequests
+from trainwright.run.ending.stop import resize_requested, take_save_to_resize
+from trainwright.run.group.contract import agree, check_layout, usable_device
+from trainwright.run.group.start_event import DTYPES, start_event
+from trainwright.run.limits import open_files_in_words
+from trainwright.run.process import (
+    console,
+    keep_freed_memory,
+    limit_product_caches,
+    request_stop,
+    set_fresh,
+    stop_requested,
+    threads_allowed,
+)
+from trainwright.run.relaunch import is_replan_requested
+from trainwright.tasks.registry import task_module
+from trainwright.utils import heartbeat
+from trainwright.utils.activity import Activity, doing
+from trainwright.utils.beats import heartbeat_directory
+from trainwright.utils.text import say
+
+_NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
+
+
+def prepare(run: Path) -> None:
+    """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
+    with Activity(console(), "preparing the model and the data") as activity:
+        if console() is not None:  # long operations are shown
+            logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
+            logging.getLogger("trainwright").setLevel(logging.INFO)
+        recipe = load_recipe(run / run_directory.RECIPE)
+        task_module(recipe).prepare_once(recipe, cache_root())
+
+
+class _ActivityHandler(logging.Handler):
+    def __init__(self, activity: Activity) -> None:
+        super().__init__()
+        self._activity = activity
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._activity.say(self.format(record))
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a process does in a run.
+
+    Attributes:
+        run: the run directory; its recipe is resolved.
+        resume: from the newest checkpoint.
+        rank_info: which part is this process's; None: read torchrun's variables.
+        cache: of the machine.
+        reported: why the run was relaunched, recorded as it is.
+        may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
+        deadline: when the run has to have stopped. Rank 0's counts.
+        launcher: what started this process.
+    """
+
+    run: Path
+    resume: bool = False
+    rank_info: RankInfo | None = None
+    cache: Path = field(default_factory=cache_root)
+    reported: Event | None = None
+    may_change: bool = False
+    deadline: Deadline | None = None
+    launcher: str = "trainwright"
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """A run of a few steps, of which only the events are kept; ``largest``: of the largest micro-batch each."""
+
+    steps: int
+    largest: bool = False
+
+
+def train(worker: Worker) -> int:
+    """Train this process's share of the run, observed as its recipe asks for and with heartbeats for the launcher.
+
+    Returns and raises as ``run_worker``.
+    """
+    run = worker.run
+    rank_info = worker.rank_info or RankInfo.from_variables()
+    directory = heartbeat_directory(run)
+    heartbeat.begin(directory, rank_info.rank)
+    report_collectives()
+    keep_collectives(run / "logs", directory)
+    write_stacks_on_signal(run / "logs", rank_info.rank)
+    with Activity(console(), "looking at the machine"):
+        own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
+    assert own is not None, "it has begun"
+    sampler = UsageSampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
+    alone, warn = rank_info.size == 1, functools.partial(_stop_warning, worker.launcher)
+
+    def requests(state_bytes: int) -> StopRequests:
+        return StopRequests(run, worker.deadline, state_bytes, request_stop, _say_to_user, warn=warn)
+
+    with LedgerWriter(run, rank_info.rank, own, sampler), nullcontext() if alone else Stalls(own):
+        return run_worker(worker, observers=functools.partial(_observers, run), requests=requests)
+
+
+def _stop_warning(launcher: str, needed: float) -> str | None:
+    warnings = (torchrun_warning(needed, launcher), *(warning(needed) for warning in STOP_WARNINGS.present()))
+    return next((warning for warning in warnings if warning is not None), None)
+
+
+def _say_to_user(line: str) -> None:
+    say(f"\n{line}", file=console() or sys.stderr)
+
+
+def _observers(run: Path, recipe: Recipe) -> list[Observer]:
+    from trainwright.observe.report import ReportObserver
+    from trainwright.observe.trackers.base import show_on
+    from trainwright.run.observers.console import ConsoleObserver
+    from trainwright.run.observers.registry import observers_named
+
+    section, stream = recipe.logging, console()
+    show_on(stream)
+    observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
+    if section.prometheus is not None:
+        from trainwright.observe.trackers.prometheus import PrometheusObserver
+
+        observers.append(PrometheusObserver(run, section.prometheus))
+    if section.tensorboard:
+        observers.append(OBSERVERS.get("tensorboard")(run))
+    if section.report is True or (section.report == "auto" and ReportObserver.is_available()):
+        observers.append(ReportObserver(run, always=section.report is True))
+    if recipe.push is not None and recipe.push.checkpoints:
+        from trainwright.observe.trackers.hub import HubObserver
+
+        report = functools.partial(say, file=stream or sys.stderr, wrap=False)
+        observers.append(HubObserver(run, recipe.push.repository, recipe.push.private, report))
+    if stream is not None:
+        observers.append(ConsoleObserver(stream))  # last, so that its final output comes after the others have finished
+    return observers
+
+
+def run_worker(
+    worker: Worker,
+    *,
+    observers: Callable[[Recipe], Sequence[Observer]] = lambda recipe: (),
+    requests: Callable[[int], StopRequests] | None = None,
+    stop_requested: Callable[[], bool] = stop_requested,
+    trial: TrialRun | None = None,
+    watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
+) -> int:
+    """Train this process's share of a run until it ends or a stop is requested.
+
+    Args:
+        observers: called with the recipe, on rank 0 only; returns the observers of the events.
+        requests: called on rank 0 with the bytes of a checkpoint; looks for stop requests other than signals.
+        trial: take a few steps instead.
+        watch: called with the task and its strategy before they are used.
+
+    Returns:
+        The exit code: finished, or stopped on a signal after a checkpoint.
+
+    Raises:
+        RequestError: the run that is resumed is at the step of the deadline already.
+    """
+    run = worker.run
+    set_fresh(True)
+    recipe_text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
+    rank_info, machine = worker.rank_info or RankInfo.from_variables(), detect()
+    recipe = load_recipe(run / run_directory.RECIPE)
+    elastic = recipe.parallel.num_processes
+    if isinstance(elastic, ProcessRange):
+        recipe = with_processes(recipe, rank_info.size)
+    _configure(recipe, machine, rank_info)
+    # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
+    with Activity(console(), "mapping the data and building the model"):
+        heartbeat.phase("loading")
+        task = task_module(recipe).build(recipe, worker.cache)
+        if task.weights is not None:
+            doing("loading the weights")
+            task.weights.load(rank_info.rank)
+        sizes = count_parameters(task.module)  # before they are sharded
+        doing("waiting for the other processes")
+        heartbeat.phase("joining")
+        world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, _timeout(recipe))
+        world = replace(world, stop_requested=stop_requested)
+    with Activity(console(), f"setting up {recipe.parallel.strategy}"):
+        heartbeat.phase("setup")
+        _follow_device(world)
+        agree(recipe, task, world)
+        strategy, layout = _strategy(recipe, task, world)
+        watch(task, strategy)
+    with Activity(console(), "starting the trackers"):
+        events = EventLog(run / "events.jsonl", observers(recipe)) if world.is_main else EventLog(None)
+    resized = resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
+    may_change = worker.may_change and recipe.train.replan == "auto"
+    if trial is None and world.is_main:
+        gpu = None if world.device.type == "cpu" else world.device.index
+        own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
+        watched = WatchedPlan.of(run, run_directory.plan_of(run), may_change)
+        if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
+            events.follow(PlanWatch(watched, events.emit, own_process))
+    stop_requests = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
+    if stop_requests is not None:
+        events.follow(stop_requests)
+        stop_requests.watch()
+    checkpoints = Checkpoints(
+        run / "checkpoints",
+        keep_last=recipe.checkpoint.keep_last,
+        keep_best=recipe.checkpoint.keep_best is True,
+    )
+    keep_recipe = functools.partial(_keep_recipe, run, world, elastic)
+    profiled = recipe.train.profile is not None and trial is None
+    profiling = [functools.partial(Profiling, run)] if profiled else []
+    trainer = Trainer(
+        Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
+        schedule=Schedule(recipe.optimizer, len(task.stream)),
+        checkpoints=checkpoints,
+        stop_requested=stop_requested,
+        updating=lambda: set_fresh(False),
+        change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
+        policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
+        save_requested=(lambda: False) if stop_requests is None else functools.partial(_take_save, stop_requests),
+        stop_after=world.broadcast(None if worker.deadline is None else worker.deadline.step),
+    )
+    events.announce("preparing the training")
+    task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
+    checkpoint = trainer.newest_checkpoint() if worker.resume else None
+    if checkpoint is not None:
+        events.announce(f"loading {checkpoint.path}")
+        trainer.resume(checkpoint)
+    if (
+        trainer.is_over
+        and not trainer.progress.pending
+        and world.broadcast(worker.reported is None and os.environ.get(ATTEMPT, "0") == "0")
+    ):
+        raise RequestError(
+            f"--until step {trainer.stop_after}: {run} is at step {trainer.progress.step} already; give a later step, "
+            "or leave out --until to train it to its end"
+        )
+    events.announce("comparing the processes")
+    events.emit(start_event(trainer, run, sizes, layout, worker.launcher))
+    if worker.reported is not None:
+        events.emit(worker.reported)
+    with open_files_in_words():
+        finished = (
+            trainer.run(run / "final") if trial is None else trainer.run_steps(trial.steps, largest=trial.largest)
+        )
+    if trainer.is_over:
+        request_stop()  # so that the launcher does not go on with other processes
+    with Activity(console(), "ending the processes"):
+        events.close()
+        heartbeat.finish()
+        leave()  # not after a failure: it would wait for the other ranks before the error is reported
+    return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+def _take_save(stop_requests: StopRequests) -> bool:
+    return stop_requests.take_save() | take_save_to_resize()  # each of them forgets what was asked
+
+
+def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
+    """Set what holds for the whole process: visible GPUs, kernels, threads and cores; check the libraries."""
+    if recipe.parallel.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
+    if recipe.train.deterministic:
+        _use_deterministic_kernels()
+    _set_precision_of_fp32_products(recipe.train.tf32)
+    torch.set_num_threads(threads_allowed())
+    keep_freed_memory()
+    limit_product_caches()
+    if not machine.gpus or recipe.parallel.device == "cpu":
+        limit_spinning()
+    check_library(recipe.parallel.strategy)
+    deepspeed_config.check_file(recipe)
+    check_libraries(recipe.model.adapter)
+    _bind(machine, rank_info)
+
+
+def _timeout(recipe: Recipe) -> timedelta:
+    return timedelta(seconds=seconds_of(recipe.parallel.timeout))
+
+
+def _use_deterministic_kernels() -> None:
+    """Make torch use deterministic kernels only, and raise an error at operations without one."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when the first product is computed
+    torch.use_deterministic_algorithms(True)
+    # Filling new memory shows errors in programs, and takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
+    """Return the GPU of this process, if it has one."""
+    return machine.gpus[rank_info.gpu] if machine.is_here and rank_info.gpu < len(machine.gpus) else None
+
+
+def _follow_device(world: World) -> None:
+    """Count the seconds of phases on the clock of the GPU, if there is one."""
+    own = heartbeat.own()
+    if own is not None and world.device.type == "cuda":
+        own.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
+
+
+def _report_compilation() -> None:
+    """Report compilation as a phase of its own; it runs inside the first passes and whenever shapes change."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start  # takes seconds
+
+    if (own := heartbeat.own()) is not None:
+        on_compile_start(lambda _: own.begin_within("compilation"))
+        on_compile_end(lambda _: own.end_within())
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _bind(machine: Machine, rank_info: RankInfo) -> None:
+    """Bind this process to the NUMA node of its GPU, if it has one; its log says so."""
+    gpu = _gpu(machine, rank_info)
+    if gpu is not None and (done := bind(gpu.address)) is not None:
+        say(f"rank {rank_info.rank}: {done}", file=sys.stderr)
+
+
+def _set_precision_of_fp32_products(tf32: bool) -> None:
+    """Compute fp32 products in TF32, or not, whatever the environment presets (NVIDIA's containers allow it).
+
+    Through the setting that torch's older and newer functions both read; its newer one breaks the older ones.
+    """
+    if tf32 and os.environ.get(_NO_TF32) == "0":
+        raise MachineError(f"train.tf32: {_NO_TF32} is 0, which turns TF32 off; unset it, or set train.tf32 to false")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
+    """Return the task's model distributed by the recipe's strategy, and its layout on this process."""
+    save_activation_memory(
+        task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
+    )
+    if recipe.train.compile is True:
+        _report_compilation()
+        compile_blocks(task.blocks())
+    dtype = DTYPES[recipe.train.mixed_precision]
+    optimizer = optimizer_factory(recipe.optimizer)
+    setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
+    strategy = build_strategy(setup)
+    return strategy, check_layout(recipe, dtype, strategy)
+
+
+def _keep_recipe(run: Path, world: World, processes: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
+    """Write the recipe that the run continues with to the run directory, with the processes it asks for; return its
+    text.
+    """
+    text = run_directory.recipe_text(
+        with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
+    )
+    if world.is_main:
+        with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
+            run_directory.change(run, text, reason)
+    return text

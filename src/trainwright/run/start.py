@@ -1,0 +1,443 @@
+"""One run from its plan to the end of its workers, on this machine or as one node of several.
+
+It changes the process that calls it: workers are forked from it, its threads are limited, and it handles stop signals
+while the run lasts. Before the first launch a trial of a few steps shows whether the plan fits (`fit`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.engine.event_reader import read_events
+from trainwright.errors import (
+    EXIT_FINISHED,
+    EXIT_REQUEST,
+    EXIT_STOPPED,
+    MachineError,
+    Stopped,
+    TrainingError,
+    TrainwrightError,
+)
+from trainwright.machine.usage.sample import process_age
+from trainwright.recipe.loading import load_recipe
+from trainwright.run import run_directory
+from trainwright.run.ending.failed import record_failure
+from trainwright.run.ending.left import describe_stop
+from trainwright.run.ending.oom_killer import raise_oom_score
+from trainwright.run.ending.requests import check_before_steps, forget_stops
+from trainwright.run.ending.stop import Stopping, job_script_warning
+from trainwright.run.group.addresses import in_words
+from trainwright.run.group.device_slots import show_answering_gpus
+from trainwright.run.group.elastic import Elastic, devices_for
+from trainwright.run.limits import check_limits
+from trainwright.run.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
+from trainwright.run.run_directory import folder_of
+from trainwright.utils.activity import Activity
+from trainwright.utils.text import quoted, say
+
+if TYPE_CHECKING:
+    from trainwright.engine.events import Event
+    from trainwright.machine.machine import Machine
+    from trainwright.planning.resolve import Resolved
+    from trainwright.run.group.environment import NodeRendezvous
+    from trainwright.run.nodes.launches import Crew
+    from trainwright.run.nodes.nodes import LinkedStopping, Nodes
+    from trainwright.run.request import RunRequest
+
+
+def start(
+    request: RunRequest,
+    resolved: Resolved,
+    machine: Machine,
+    rendezvous: NodeRendezvous | None = None,
+    counted: Callable[[], Resolved] | None = None,
+) -> Path:
+    """Train to the end; return the run directory.
+
+    Args:
+        counted: plans again once the data is prepared; given if the plan is from estimated lengths. Several nodes keep
+            the first plan.
+
+    Raises:
+        Stopped: a stop was requested; the message says what was saved and how to continue.
+        TrainwrightError: the run could not start, or failed.
+    """
+    processes = _max_processes(resolved)
+    here = -(-processes // (rendezvous.nodes if rendezvous else 1))
+    ignore_closed_output()
+    check_limits(here, processes)
+    prepare_environment(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
+    end_orphaned_step()
+    if (warning := job_script_warning()) is not None:
+        say(f"warning: {warning}", file=sys.stderr)
+    if rendezvous is None:
+        with Stopping() as stopping:
+            return _Launch(request, resolved, stopping, here, machine, counted=counted).train()
+    # Imports torch, so it comes after the thread limit.
+    from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped
+
+    with LinkedStopping() as linked:
+        while True:
+            try:
+                return _as_node(request, resolved, machine, rendezvous, linked, here)
+            except NodeDropped:
+                say("the other nodes go on without this one, which did not answer; joining them again", file=sys.stderr)
+
+
+def _as_node(
+    request: RunRequest,
+    resolved: Resolved,
+    machine: Machine,
+    rendezvous: NodeRendezvous,
+    linked: LinkedStopping,
+    here: int,
+) -> Path:
+    """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
+    from trainwright.recipe.loading import dump_recipe
+    from trainwright.run.nodes.launches import taking_part
+    from trainwright.run.nodes.nodes import NodeInfo, NodeRules, Nodes
+
+    mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
+    rules = NodeRules(may_lose=bool(resolved.usable), on_hang=resolved.recipe.faults.on_hang)
+
+    def enough(number: int) -> bool:
+        return bool(resolved.usable) and number * here >= resolved.usable[0]
+
+    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
+        directory = request.recipe.logging.run_directory
+        shared = folder_of(directory) if request.run is None else request.run.absolute().parent
+        nodes = Nodes.meet(rendezvous, mine, linked, rules, enough, shared)
+    with taking_part(nodes):
+        return _Launch(request, resolved, linked, here, machine, nodes).train()
+
+
+@dataclass
+class _Launch:
+    """One launch of a run on this machine.
+
+    Attributes:
+        resolved: the recipe and its plan; replaced if the plan is made again once the data is prepared.
+        processes: on this machine.
+        nodes: all nodes of the run, if there are several.
+        elastic: chooses the number of processes, if the recipe leaves it open.
+        crew: chooses the nodes of each launch, if there are several.
+    """
+
+    request: RunRequest
+    resolved: Resolved
+    stopping: Stopping
+    processes: int
+    machine: Machine
+    nodes: Nodes | None = None
+    counted: Callable[[], Resolved] | None = None
+    elastic: Elastic | None = field(default=None, init=False)
+    crew: Crew | None = field(default=None, init=False)
+
+    def train(self) -> Path:
+        """Prepare the run directory, and run the workers of this machine to their end."""
+        is_first = self.nodes is None or self.nodes.index == 0
+        with ExitStack() as stack:
+            try:
+                run = self._prepare(stack)
+            except Stopped:
+                if self.request.run is None:
+                    raise
+                reason = "stopped before the first step; the existing run was not changed"
+                raise Stopped(f"{reason}; {_next(self.request.run)}") from None
+            if is_first:
+                from trainwright.planning.output import summary
+
+                say(summary(self.resolved.plan))
+            try:
+                code = self._run_workers(run)
+            except TrainwrightError as error:
+                if error.exit_code == EXIT_REQUEST and is_first:
+                    self.request.discard_unstarted(run)
+                if is_first:
+                    record_failure(run, str(error))
+                raise
+        if code == EXIT_STOPPED:
+            if is_first:
+                record_failure(run, None)
+            stopped = Stopped(f"{describe_stop(run, self.stopping.left)}; {_next(run)}")
+            stopped.run = run
+            raise stopped
+        if not (run / "final").is_dir():
+            raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
+        return run
+
+    def _prepare(self, stack: ExitStack) -> Path:
+        """Return the run directory, locked by this launch, with everything in the cache that its workers need."""
+        request, nodes = self.request, self.nodes
+        with ExitStack() as until_prepared:
+
+            def make() -> tuple[Path, str]:
+                run = stack.enter_context(request.opened(self.resolved, lambda: self.stopping.requested))
+                if forget_stops(run, process_age()):
+                    raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
+                until_prepared.enter_context(request.undone_on_error(run))
+                (run / "logs").mkdir(exist_ok=True)
+                return run, request.record(run, self.resolved)
+
+            if nodes is not None:
+                run = nodes.open(make)
+                nodes.reporting_failure(functools.partial(self._get_ready, run))
+                self._gather(run, nodes)
+                return run
+            run = make()[0]
+            self._get_ready(run)
+            if self.counted is not None:
+                with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
+                    resolved = self.counted()
+                self._replan(run, resolved)
+            if self.resolved.usable:
+                self.elastic = Elastic(run, self.resolved.usable, devices_for(self._devices()), self.stopping)
+                self.processes = self.elastic.first()
+            if request.run is None and self.resolved.plan.is_close:
+                fit(run, self.stopping, self.processes)
+        return run
+
+    def _gather(self, run: Path, nodes: Nodes) -> None:
+        """Wait for the other nodes, and begin the first launch with them."""
+        from trainwright.run.nodes.launches import Crew
+
+        limit, usable, devices = self.processes, self.resolved.usable, self._devices()
+
+        def room() -> int:
+            count = devices() if usable else None
+            return limit if count is None else count
+
+        self.crew = Crew(run, nodes, usable or (_max_processes(self.resolved),), room, self.stopping)
+        self.processes = self.crew.first()
+        self.elastic = self.crew.elastic
+
+    def _get_ready(self, run: Path) -> None:
+        preload_worker(self.resolved.recipe)
+        from trainwright.run.run_worker import prepare
+
+        node = 0 if self.nodes is None else self.nodes.index
+        log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
+        with self._looking(run):
+            run_in_child(functools.partial(prepare, run), log, self.stopping)
+            if self.stopping.requested:
+                raise Stopped()
+
+    def _looking(self, run: Path) -> AbstractContextManager[None]:
+        """Look for requests to stop while no process trains, which would look for them otherwise."""
+        return self.stopping.looking(functools.partial(check_before_steps, run, self.request.deadline))
+
+    def _replan(self, run: Path, resolved: Resolved) -> None:
+        before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
+        self.processes = _max_processes(resolved)
+        self.request.record(run, resolved)
+        _set_threads(before, resolved.plan.chosen.choice.threads)
+        check_limits(self.processes, self.processes)
+
+    def _run_workers(self, run: Path) -> int:
+        """Run the workers until the run has ended or stopped, launch after launch: after a failure that a restart or a
+        smaller micro-batch may mend, with another number of processes, or with another plan.
+        """
+        from trainwright.faults.hangs.watcher import WatchedRun
+        from trainwright.run.ending.failure import Failure
+        from trainwright.run.relaunch import Relaunch
+        from trainwright.run.run_worker import Worker, train
+        from trainwright.run.supervisor import run_workers
+
+        crew, recipe = self.crew, self.resolved.recipe
+        watched = WatchedRun(run, recipe.faults.on_hang, recipe.train.compile is True)
+        relaunch = Relaunch(run, recipe.faults.restarts)
+        resume = self.request.run is not None or (crew is not None and crew.has_launched)
+        reported: Event | None = None
+        while self.processes:
+            may_change = crew is None or crew.changes
+            worker = Worker(run, resume, reported=reported, may_change=may_change, deadline=self.request.deadline)
+            ended = run_workers(
+                functools.partial(train, worker),
+                processes=self.processes,
+                logs=run / "logs",
+                stopping=self.stopping,
+                nodes=self.nodes,
+                watched=watched,
+                elastic=self.elastic,
+            )
+            resume, reported = True, None
+            if not isinstance(ended, Failure):
+                if ended == EXIT_FINISHED or self.stopping.requested or not may_change:
+                    return ended
+            elif crew is None or crew.leads:
+                goes_on = not self.stopping.flag.value and (crew is None or crew.may_go_on)
+                reported = relaunch.decide(ended, goes_on)
+            with self._looking(run):
+                self.processes = self._next_processes(run, failed=isinstance(ended, Failure))
+        return EXIT_STOPPED if crew is None else crew.code
+
+    def _next_processes(self, run: Path, *, failed: bool) -> int:
+        """Return the number of processes here of the next launch; 0: there is none."""
+        from trainwright.run.relaunch import take_replan
+
+        if self.crew is not None:
+            return self.crew.next()
+        if self.elastic is not None:
+            return self.elastic.next()
+        if failed:
+            return self.processes
+        if (changed := take_replan(run)) is None:
+            return 0
+        recipe, threads = changed
+        processes = int(recipe.parallel.processes)
+        say(f"continuing with {recipe.parallel.strategy} on {processes}")
+        _set_threads(self.resolved.plan.chosen.choice.threads, threads)
+        return processes
+
+    def _devices(self) -> Callable[[], int | None]:
+        """Return what counts the devices that work now; a CPU has room for any number of processes."""
+        return show_answering_gpus if self.machine.gpus else lambda: None
+
+
+def _max_processes(resolved: Resolved) -> int:
+    """Return the number of processes, or the largest of those that the recipe allows."""
+    processes = resolved.recipe.parallel.num_processes
+    assert isinstance(processes, int), "a resolved recipe has no auto left"
+    return processes
+
+
+def _set_threads(before: int | None, threads: int | None) -> None:
+    """Set the threads per process for another plan than the one with ``before``, unless the user has set them."""
+    if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(before):
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def _next(run: Path) -> str:
+    return f"continue with: trainwright train --resume {quoted(run)}"
+
+
+_TRIAL_STEPS = 2  # the second step also has the optimizer state in memory
+_FIRST_TO_BE_KILLED = 1000
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The result of a probe. `memory_bytes` is the largest peak of any rank and `step_time` that of the last step, in
+    seconds; both None if no step was finished. `error` describes why not, whether memory ran out or for another reason.
+    """
+
+    fits: bool
+    memory_bytes: int | None = None
+    step_time: float | None = None
+    out_of_memory: bool = False
+    error: str | None = None
+
+
+def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> ProbeResult:
+    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
+
+    Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
+
+    Args:
+        processes: number of workers; by default, as many as the recipe has.
+
+    Raises:
+        Stopped: a stop was requested meanwhile.
+    """
+    from trainwright.run.supervisor import run_workers
+
+    run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
+    try:
+        run_directory.record(run, recipe, run.name, [])
+        processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
+        work = functools.partial(_trial_run, run)
+        ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
+        if stopping.requested:
+            raise Stopped()
+        memory_bytes, step_time = _trial_figures(run)
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+    if not isinstance(ended, int):
+        ran_out = ended.ran_out is not None
+        return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
+    assert ended == EXIT_FINISHED, "a trial run that nobody stops is finished"
+    return ProbeResult(True, memory_bytes, step_time)
+
+
+def fit(run: Path, stopping: Stopping, processes: int) -> None:
+    """Try the largest step of a new run in `processes`, and halve its micro-batch until it fits.
+
+    Data and weights must be in the cache and the libraries imported, as before `launch`. Other failures are left to the
+    run itself to report.
+
+    Raises:
+        MachineError: even one row per micro-batch does not fit.
+        Stopped: a stop was requested meanwhile.
+    """
+    from trainwright.engine.policies.halving import halved, with_rows  # torch, which a refusal does not wait for
+
+    while True:
+        text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
+        probed = probe(text, stopping, processes)
+        if probed.fits or not probed.out_of_memory:
+            return
+        recipe = load_recipe(run / run_directory.RECIPE)
+        rows = recipe.train.micro_batch_size
+        if not isinstance(rows, int) or rows == 1:
+            raise MachineError(
+                f"the run's largest step was tested and does not fit: {probed.error}; `trainwright plan` shows what "
+                "would fit"
+            )
+        why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
+        run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
+
+
+def _trial_run(run: Path) -> int:
+    """Run in every worker."""
+    from trainwright.run.run_worker import TrialRun, Worker, run_worker
+
+    raise_oom_score(_FIRST_TO_BE_KILLED)
+    return run_worker(Worker(run), trial=TrialRun(_TRIAL_STEPS, largest=True))
+
+
+def _trial_figures(run: Path) -> tuple[int | None, float | None]:
+    """Return the peak memory in bytes and the time in seconds of the last finished step."""
+    try:
+        steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
+    except OSError:
+        return None, None
+    return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)
+
+
+_SUPERVISOR = "slurmstepd"
+_SCANCEL_SECONDS = 60  # for Slurm's answer
+
+
+def end_orphaned_step() -> None:
+    """When this process ends, have Slurm end its job step if what supervises it has died by then."""
+    job, step, parent = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), os.getppid()
+    if job and step and _program_name(parent) == _SUPERVISOR:
+        atexit.register(_end_step, f"{job}.{step}", os.getpid(), parent)
+
+
+def _end_step(step: str, process: int, parent: int) -> None:
+    if os.getpid() != process or os.getppid() == parent:  # a child of it, or all is well
+        return
+    say(f"{_SUPERVISOR} of step {step} has died on this node, so the step is ended by scancel", file=sys.stderr)
+    try:
+        subprocess.run(["scancel", step], capture_output=True, timeout=_SCANCEL_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        say(f"scancel {step} failed: {error}", file=sys.stderr)
+
+
+def _program_name(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

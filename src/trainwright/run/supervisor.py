@@ -1,0 +1,140 @@
+"""Workers on this machine, alone or as one of several: started, watched, and ended when one of them fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, error_of, writes_to
+from trainwright.faults.hangs.judge import Conflict
+from trainwright.faults.hangs.watcher import HangWatcher, RunHangs, WatchedRun
+from trainwright.observe.ledger import count_ends
+from trainwright.run.ending.failure import (
+    Cause,
+    Failure,
+    error_file,
+    error_record,
+    error_records,
+    first_failure,
+    slot_records,
+)
+from trainwright.run.ending.oom_killer import count_memory_kills
+from trainwright.run.ending.stop import Stopping, StopWatcher
+from trainwright.run.group.addresses import LOOPBACK
+from trainwright.run.group.elastic import Elastic
+from trainwright.run.group.rendezvous import host_store
+from trainwright.run.nodes.nodes import Nodes, NodesLost
+from trainwright.run.worker_processes import WorkerRanks, Workers
+
+_LOOK_SECONDS = 0.05
+
+
+def launch(entry: Callable[[], int], *, processes: int, logs: Path, stopping: Stopping) -> int:
+    """Run ``entry`` in workers on this machine alone; return EXIT_FINISHED or EXIT_STOPPED. See ``run_workers``.
+
+    Raises:
+        TrainwrightError: the first failure, of the class of its exit code.
+    """
+    ended = run_workers(entry, processes=processes, logs=logs, stopping=stopping)
+    if isinstance(ended, Failure):
+        raise_failure(ended)
+    return ended
+
+
+def run_workers(
+    entry: Callable[[], int],
+    *,
+    processes: int,
+    logs: Path,
+    stopping: Stopping,
+    nodes: Nodes | None = None,
+    watched: WatchedRun | None = None,
+    elastic: Elastic | None = None,
+) -> int | Failure:
+    """Run ``entry`` in ``processes`` workers until all have ended; return EXIT_FINISHED, EXIT_STOPPED or the failure.
+
+    Args:
+        entry: of ``Workers``.
+        stopping: entered by the caller.
+        nodes: they have begun this launch, and each has as many workers.
+        watched: the run that the workers train, to notice a hang.
+        elastic: looks whether the run is to go on with another number of processes.
+    """
+    if nodes is None:
+        store = host_store(LOOPBACK, 0, "")  # at a port that the kernel picks, so that ports cannot collide
+        ranks = WorkerRanks(0, processes, processes, int(store.port))
+    else:
+        ranks, nodes.running = nodes.ranks(), True
+    with writes_to(logs):
+        logs.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            error_file(logs, rank).unlink(missing_ok=True)
+    stopping.flags.fresh.value = stopping.flags.resize.value = 0
+    killed_for_memory = count_memory_kills()
+    hang: dict[int, dict[str, Any]] = {}
+    with stopping.workers_run():
+        workers = Workers(entry, ranks, logs, stopping.flags)
+        hangs = None if watched is None else HangWatcher.of(watched, lambda: workers.alive, ranks)
+        watchers = [each for each in (StopWatcher(stopping, lambda: workers.alive), hangs, elastic) if each is not None]
+        try:
+            while workers.alive and not (workers.have_failed or stopping.killed):
+                workers.wait(_LOOK_SECONDS)
+                if nodes is not None:
+                    nodes.poll()
+                for watcher in watchers:
+                    watcher.check()
+            codes = workers.exit_codes
+            if not (workers.have_failed or stopping.killed):
+                if watched is not None:
+                    count_ends(watched.run, ranks)
+                own = [int(code or 0) for code in codes.values()]
+                return _joint_code(own + (nodes.finish(codes) if nodes else []))
+        except RunHangs as hanging:
+            cause = Cause.HANG if watched is not None and watched.on_hang == "restart" else None
+            hang = {hanging.verdict.ranks[0]: {**error_record(FaultError(str(hanging))), "cause": cause}}
+        except NodesLost:
+            pass
+        finally:
+            workers.kill()
+            conflict = None if hangs is None else hangs.close()
+    if stopping.killed:
+        if nodes is not None:
+            nodes.kill()
+        return EXIT_STOPPED
+    out_of_memory = count_memory_kills() > killed_for_memory
+    early = {rank: error_record(error) for rank, error in workers.early_ends.items()}
+    records = error_records(logs, ranks) | slot_records(workers.slots) | early | hang
+    if nodes is None:
+        failure = first_failure(logs, processes, workers.exit_codes, out_of_memory, records=records)
+    else:
+        failure = nodes.fail(logs, workers.exit_codes, records, out_of_memory)
+    return EXIT_STOPPED if stopping.killed else _explained(failure, conflict)
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise a failure that ends the run."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\r")  # a killed worker may have hidden the cursor for its progress bar
+    raise error_of(failure.exit_code, failure.message)
+
+
+def _explained(failure: Failure, conflict: Conflict | None) -> Failure:
+    """Return the failure with the different collectives that ranks have entered, which break their connections.
+
+    They are what the run does, and not its machine: it would happen again.
+    """
+    if conflict is None:
+        return failure
+    more = [] if conflict.detail in failure.message else [conflict.detail]
+    cause = None if failure.cause is None else Cause.ERROR
+    return replace(failure, message="\n".join([*more, failure.message]), exit_code=EXIT_TRAINING, cause=cause)
+
+
+def _joint_code(codes: list[int]) -> int:
+    failures = [code for code in codes if code not in (EXIT_FINISHED, EXIT_STOPPED)]
+    if failures:
+        return failures[0]
+    return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_FINISHED

@@ -1,0 +1,369 @@
+"""The heartbeat of a worker: what it does now, in a small file that a watcher outside the process reads.
+
+A thread of the worker could not tell that its interpreter is blocked, so another process watches. The file is mapped
+into memory, normally under /dev/shm; writing costs a few microseconds and never waits. A reader that meets a write
+reads again. The worker also sums the seconds of its phases, which it writes to the ledger of its run.
+
+Each mark comes after other work, so that most of what it touches is in no cache of the processor: it only sets a few
+words, and notes the time. What follows from the times is counted later, for many marks at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from trainwright.utils.beats import (
+    CALL,
+    CALLS,
+    COLLECTIVES,
+    COLLECTIVES_AT,
+    ENTERED,
+    FINISHED,
+    IS_WAITING,
+    MARKS,
+    MICRO_BATCH,
+    PHASE,
+    PHASES,
+    PID,
+    SIZE,
+    STEP,
+    WAITING,
+    Times,
+    heartbeat_file,
+    write_call,
+    write_phase,
+    write_start,
+    write_times,
+)
+from trainwright.utils.spent import DeviceEvent, Spent, Use
+
+_OTHERS = "another phase"  # all that the file has no space for
+# The share of the longest time that is left after another of the first times, which may include compilation.
+_FIRST_TIMES, _FIRST_DECAY = 4, 0.5
+# The longest time of this period and of the one before is kept. A period has at least these times and seconds: slow
+# times may be rare, in a phase that is short or seldom too, but a time of hours must not count as usual for days.
+_PERIOD_TIMES, _PERIOD_SECONDS = 1000, 2 * 3600.0
+# A longest time that falls is written when it is less than what was written by this part.
+_FALLEN = 0.05
+# Marks are counted at least this often, in seconds; those of the first times at once, as there are no others.
+_COUNT_SECONDS = 1.0
+
+
+class _Phase:
+    """A phase that has been seen: where the file has it, what its seconds count as, and how long it has taken.
+
+    ``now``: the most seconds between two marks since the phase began; ``recent``, ``earlier``: in this period and in
+    the one before; ``longest``: of these; ``written``: the longest that the file has.
+    """
+
+    __slots__ = (
+        *("count", "earlier", "inside", "longest", "name", "now", "outside", "period_started", "period_count"),
+        *("index", "recent", "seconds_inside", "seconds_outside", "written"),
+    )
+
+    def __init__(self, name: str, index: int, started: float) -> None:
+        self.name, self.index = name, index
+        self.outside, self.inside = Use(name, waiting=False), Use(name, waiting=True)
+        self.count = self.period_count = 0
+        self.period_started = started
+        self.longest = self.recent = self.earlier = self.now = self.written = 0.0
+        self.seconds_outside = self.seconds_inside = 0.0  # on the clock of the host, see `Spent`
+
+    def took(self, seconds: float, at: float, phase_ended: bool) -> bool:
+        """Add the time between two marks, the second ``at``, to the history; return whether it has to be written.
+
+        Until a phase has ended, it may have parts that are not like those before: what it does after its first
+        collective may compile, or evaluate with another metric.
+        """
+        if seconds > self.now:
+            self.now = seconds
+        if phase_ended:
+            if self.count < _FIRST_TIMES:
+                self.recent *= _FIRST_DECAY
+            if self.now > self.recent:
+                self.recent = self.now
+            self.now = 0.0
+            self.count += 1
+            if self.count - self.period_count >= _PERIOD_TIMES and at - self.period_started >= _PERIOD_SECONDS:
+                self.earlier, self.recent = self.recent, 0.0
+                self.period_started, self.period_count = at, self.count
+        self.longest = longest = max(self.now, self.recent, self.earlier)
+        is_new = phase_ended and self.count <= _FIRST_TIMES
+        return is_new or not longest <= self.written <= longest * (1 + _FALLEN)
+
+
+class Heartbeat:
+    """Write what this process does to ``file``, which is made anew.
+
+    Args:
+        file: None: nobody watches; only seconds are summed.
+
+    Raises:
+        OSError: there is no space.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._memory = mmap.mmap(-1, SIZE) if file is None else self._mapped(file)
+        self._words = memoryview(self._memory).cast("q")
+        self._marks = self._entered = 0
+        self._waiting = False
+        self._calls: dict[tuple[str, str, str], int] = {}
+        self._phases: dict[str, _Phase] = {}
+        self._waits, _ = self._phase_named(WAITING), self._phase_named(FINISHED)  # they always have a place
+        self._phase = self._outer = self._phase_named("start")
+        self._spent = Spent()
+        self.started = self._since = self._counted = time.monotonic()
+        # By mark: the phase, whether this rank waited in it, whether it has ended, when, and how far a device was.
+        self._uncounted: deque[tuple[_Phase, bool, bool, float, DeviceEvent | None]] = deque()
+        self._waited = 0.0  # on the clock of the host
+        self._thread = threading.get_ident()  # of training, which makes the marks and counts them
+        self._record: Callable[[], DeviceEvent] | None = None
+        self._inside = _Inside(self)
+        write_start(self._memory, self.started)
+        self.newest_step = -1
+        self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
+        self.slowed = 0.0  # seconds of passes and updates that checkpoints beside them have taken
+        self.stalled = 0.0  # seconds inside collectives in which this process did not run, see `Stalls`
+        self.changed: Callable[[Use, int, int], None] | None = None  # told each use with its step and micro-batch
+        self._words[PID], self._words[CALL] = os.getpid(), -1
+        self._show(-1, -1)
+        if file is not None:
+            self._scratch(file).replace(file)  # readers see it complete
+
+    @staticmethod
+    def _scratch(file: Path) -> Path:
+        return file.with_name(f".{file.name}.{os.getpid()}")
+
+    def _mapped(self, file: Path) -> mmap.mmap:
+        scratch = self._scratch(file)
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            # Without space, writing to the mapping would kill the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, SIZE)
+            else:
+                os.write(descriptor, bytes(SIZE))
+            return mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+
+    def _phase_named(self, name: str) -> _Phase:
+        if name not in self._phases:
+            if len(self._phases) >= PHASES - 1:
+                name = _OTHERS
+            phase = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
+            write_phase(self._memory, phase.index, name)
+        return self._phases[name]
+
+    @property
+    def use(self) -> Use:
+        """What this process does now."""
+        return self._phase.inside if self._waiting else self._phase.outside
+
+    def phase(self, name: str, step: int = -1, micro_batch: int = -1) -> None:
+        """Begin a phase; the one before ends."""
+        self._end(True)
+        self._phase = self._phases.get(name) or self._phase_named(name)
+        if step >= 0:
+            self.newest_step = step
+        self._show(step, micro_batch)
+
+    def progress(self) -> None:
+        """Report that the phase goes on, from work in it that may take long without a collective."""
+        self._end()
+        self._mark()
+
+    def begin_within(self, name: str) -> None:
+        """Begin a phase within the present one, which goes on with `end_within`."""
+        self._end()
+        self._outer, self._phase = self._phase, self._phase_named(name)
+        self._show(self._words[STEP], self._words[MICRO_BATCH])
+
+    def end_within(self) -> None:
+        """End the inner phase."""
+        self.phase(self._outer.name, self._words[STEP], self._words[MICRO_BATCH])
+
+    def enter(self, name: str, tensor: str, line: str, *, counted: bool, same_shape: bool) -> None:
+        """Enter a collective; ``counted``: all ranks take part."""
+        self._end()
+        words = self._words
+        words[MARKS] = 0
+        call = self._calls.get((name, tensor, line))
+        if call is None:
+            call = self._new_call(name, tensor, line)
+        if counted:
+            self._entered = entered = self._entered + 1
+            place = COLLECTIVES_AT + 2 * (entered % COLLECTIVES)
+            words[place], words[place + 1], words[ENTERED] = entered, 2 * call + same_shape, entered
+        words[CALL] = call
+        self._wait()
+
+    def _new_call(self, name: str, tensor: str, line: str) -> int:
+        """Write a call, if need be in place of one that none of the last collectives refers to."""
+        if len(self._calls) < CALLS:
+            place = len(self._calls)
+        else:
+            calls = self._words[COLLECTIVES_AT + 1 : COLLECTIVES_AT + 2 * COLLECTIVES : 2].tolist()
+            used = {call // 2 for call in calls}
+            place = self._calls.pop(next(key for key, place in self._calls.items() if place not in used))
+        self._calls[name, tensor, line] = place
+        write_call(self._memory, place, name, tensor, line)
+        return place
+
+    def leave(self) -> None:
+        """Leave the collective."""
+        self._end()
+        self._waiting = False
+        self._words[IS_WAITING] = 0
+        self._mark()
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Report that this rank waits for collectives that it has entered before, while the context is entered."""
+        return self._inside
+
+    def _wait(self) -> None:
+        self._waiting = True
+        self._words[IS_WAITING] = 1
+        self._mark()
+
+    def _end(self, phase_ended: bool = False) -> None:
+        """Note that what this process did since the last mark has ended."""
+        now, waiting = time.monotonic(), self._waiting
+        phase, event, seconds = self._phase, None, now - self._since
+        if self._record is not None:
+            event = self._record()
+        elif waiting:
+            phase.seconds_inside += seconds
+            self._waited += seconds
+        else:
+            phase.seconds_outside += seconds
+        self._uncounted.append((phase, waiting, phase_ended, now, event))
+        self._since = now  # after the sum, so that `waited` in another thread never goes back
+        if phase.count < _FIRST_TIMES or now - self._counted > _COUNT_SECONDS:
+            self._count()
+
+    def _show(self, step: int, micro_batch: int) -> None:
+        words = self._words
+        words[MARKS] = 0
+        words[PHASE], words[STEP], words[MICRO_BATCH] = self._phase.index, step, micro_batch
+        self._mark()
+
+    def _mark(self) -> None:
+        self._marks = self._words[MARKS] = self._marks + 1
+        if self.changed is not None:
+            self.changed(self.use, self._words[STEP], self._words[MICRO_BATCH])
+
+    def _count(self) -> None:
+        """Add the times of all marks to the histories, and what a device has done to its seconds."""
+        while self._uncounted:
+            phase, waited, phase_ended, now, event = self._uncounted.popleft()
+            seconds, self._counted = now - self._counted, now
+            if event is not None:
+                self._spent.end(phase.inside if waited else phase.outside, event)
+            of = self._waits if waited else phase
+            if of.took(seconds, now, phase_ended or waited):
+                of.written = of.longest
+                write_times(self._memory, of.index, Times(of.count, of.longest))
+
+    def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
+        """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
+        self._count()
+        self._spent.follow_device(record())
+        self._record = record
+
+    def seconds(self) -> dict[Use, float]:
+        """Return the seconds of this process by use; what a device has not done yet is left out.
+
+        Other threads than that of training get what it has counted: they must not use its device.
+        """
+        if threading.get_ident() == self._thread:
+            self._count()
+        seconds_by_use = self._spent.read()
+        for phase in list(self._phases.values()):
+            for use, seconds in ((phase.outside, phase.seconds_outside), (phase.inside, phase.seconds_inside)):
+                if seconds:
+                    seconds_by_use[use] = seconds_by_use.get(use, 0.0) + seconds
+        return seconds_by_use
+
+    def seconds_outside(self, names: Iterable[str]) -> float:
+        """Return the seconds of these phases outside collectives, from the thread of training."""
+        if self._record is not None:
+            seconds_by_use = self.seconds()
+            return sum(seconds_by_use.get(Use(name, waiting=False), 0.0) for name in names)
+        phases = (self._phases.get(name) for name in names)
+        return sum(phase.seconds_outside for phase in phases if phase is not None)
+
+    @property
+    def in_collectives(self) -> float:
+        """Seconds inside collectives that have ended."""
+        return self._waited + self._spent.in_collectives
+
+    def waited(self) -> float:
+        """Return the seconds inside collectives so far, with those of the present one; for another thread."""
+        since, waiting, ended = self._since, self._waiting, self.in_collectives
+        return ended + (time.monotonic() - since if waiting else 0.0)
+
+
+class _Inside(AbstractContextManager[None]):
+    """Wait for collectives while it is entered."""
+
+    def __init__(self, own: Heartbeat) -> None:
+        self._own = own
+
+    def __enter__(self) -> None:
+        self._own._end()
+        self._own._wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._own.leave()
+
+
+_own: Heartbeat | None = None
+
+
+def begin(directory: Path | None, rank: int) -> None:
+    """Begin this worker's heartbeat, in a file in ``directory``; without space there, the worker is not watched."""
+    global _own
+    try:
+        _own = Heartbeat(None if directory is None else heartbeat_file(directory, rank))
+    except OSError:
+        _own = Heartbeat(None)
+
+
+def own() -> Heartbeat | None:
+    """Return the heartbeat of this process; None if it is not a worker of a run."""
+    return _own
+
+
+def in_collectives() -> float:
+    """Return the seconds that this process has spent in collectives so far."""
+    return 0.0 if _own is None else _own.in_collectives
+
+
+def phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
+    """Report that a phase begins."""
+    if _own is not None:
+        _own.phase(name, step, micro_batch)
+
+
+def progress() -> None:
+    """Report that the phase goes on, from work in it that may take long without a collective."""
+    if _own is not None:
+        _own.progress()
+
+
+def inside() -> AbstractContextManager[None]:
+    """Report that this rank waits for collectives that it has entered before, while the context is entered."""
+    return nullcontext() if _own is None else _own.inside()
+
+
+def finish() -> None:
+    """Report that this worker has no more work, so that it is not watched any longer."""
+    phase(FINISHED)
