@@ -7,17 +7,23 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from trainwright.engine.event_reader import EventRecord
+from trainwright.observe.specs import REPORT
+from trainwright.run.observers.observed import ObservedRun
 
-NEEDS = "vl_convert"
 ENDED = "TRAINWRIGHT_RUN_ENDED"  # set for the process that writes the last page, while the launch still locks the run
 _PAUSE = 300.0  # seconds between two pages of a run that trains
 _SHORT = 60.0  # shorter runs get a page only if it is asked for
 _LAST_SECONDS = 60.0
 _NICE = 10
+
+
+def of_run(run: ObservedRun, setting: bool | str) -> ReportObserver | None:
+    """Return the observer of a run; None with auto if the package with the script of charts is not installed."""
+    always = setting is True
+    return ReportObserver(run.directory, always=always) if always or REPORT.is_installed else None
 
 
 class ReportObserver:
@@ -32,11 +38,6 @@ class ReportObserver:
         self._always = always
         self._started_at = self._written = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
-
-    @classmethod
-    def is_available(cls) -> bool:
-        """Return whether the package with the script of charts is installed."""
-        return find_spec(NEEDS) is not None
 
     def __call__(self, event: EventRecord) -> None:
         """Begin to write the page if it is time; at the end of the run, wait for it."""
@@ -59,16 +60,15 @@ class ReportObserver:
         _wait(self._process)
 
 
-def write_after_failure(run: Path, setting: bool | str, seconds: float, *, waits: bool) -> None:
+def write_after_failure(run: Path, setting: bool | str, seconds: float, waits: bool) -> None:
     """Write the page of a run whose processes have failed, so that it does not say that the run trains.
 
     Args:
-        setting: ``logging.report``.
         seconds: how long the launch has lasted.
         waits: until the page is written.
     """
-    is_auto = setting == "auto" and ReportObserver.is_available()
-    if setting is True or (is_auto and (seconds >= _SHORT or (run / "report.html").is_file())):
+    is_long = seconds >= _SHORT or (run / "report.html").is_file()
+    if setting is True or (REPORT.is_installed and is_long):
         process = _start_process(run, ended=True)
         _wait(process if waits else None)
 

@@ -150,7 +150,11 @@ class Registry(Generic[T]):
 
     def present(self) -> list[T]:
         """Return all objects but those of built-in names whose module is not there, as its folder was deleted."""
-        return [self.get(name) for name in self.names() if name not in self._builtin or _is_there(self._builtin[name])]
+        return [self.get(name) for name in self.names() if self.is_there(name)]
+
+    def is_there(self, name: str) -> bool:
+        """Return False for a built-in name whose module is not there, as its folder was deleted."""
+        return name not in self._builtin or _is_there(self._builtin[name])
 
     def find(self, name: str) -> T | None:
         """Return the object like ``get``; None if ``name`` is not registered and not a place in an existing module."""

@@ -137,18 +137,25 @@ STEP_POLICIES: Registry[Any] = Registry(
     "trainwright.step_policies", {}, kind="step policy", required=("before", "again", "metrics", "skips", "after")
 )
 
-# Each is called with a run directory and returns a function that gets every event of the run, as the console does.
+# Each is a recipe.observer_spec.ObserverSpec, or a function that is called with a run directory and with its options,
+# and returns a function that gets every event of the run. Those from `hub` on have no key and are always on.
 OBSERVERS: Registry[Any] = Registry(
     "trainwright.observers",
     {
-        "tensorboard": "trainwright.run.observers.tensorboard:TensorBoardObserver.of_run",
-        "wandb": "trainwright.observe.trackers.wandb:wandb",
-        "mlflow": "trainwright.observe.trackers.mlflow:mlflow",
-        "trackio": "trainwright.observe.trackers.trackio:trackio",
-        "opentelemetry": "trainwright.observe.trackers.opentelemetry:opentelemetry",
+        "tensorboard": "trainwright.run.observers.specs:TENSORBOARD",
+        "report": "trainwright.observe.specs:REPORT",
+        "prometheus": "trainwright.observe.specs:PROMETHEUS",
+        "wandb": "trainwright.observe.specs:WANDB",
+        "mlflow": "trainwright.observe.specs:MLFLOW",
+        "trackio": "trainwright.observe.specs:TRACKIO",
+        "opentelemetry": "trainwright.observe.specs:OPENTELEMETRY",
+        "hub": "trainwright.run.observers.specs:HUB",
+        "console": "trainwright.run.observers.specs:CONSOLE",
+        "plan": "trainwright.planning.specs:PLAN_WATCH",
+        "ledger": "trainwright.observe.specs:LEDGER",
+        "stalls": "trainwright.observe.specs:STALLS",
     },
     kind="observer",
-    required=("__call__",),
     marked=True,
 )
 

@@ -18,6 +18,7 @@ from trainwright.machine.machine import Machine
 from trainwright.planning.processes import in_words, usable_processes
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
 from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.observer_spec import check_installed
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.registries import KEYS
 from trainwright.recipe.schema import Recipe
@@ -27,7 +28,7 @@ from trainwright.run import run_directory
 from trainwright.run.ending.requests import Deadline
 from trainwright.run.resuming import resumed_recipe
 from trainwright.run.stored_runs import is_url
-from trainwright.utils.installation import FIRST, install_command
+from trainwright.utils.installation import FIRST
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import say
 
@@ -322,8 +323,6 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     Extensions are imported last, as that can take seconds. `creates` is False if another node creates the run
     directory, and may have done so already. Raises RequestError, or MachineError for a missing library of the strategy.
     """
-    from importlib.util import find_spec
-
     from trainwright.data.check import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
@@ -331,17 +330,8 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     from trainwright.recipe.strategy_spec import check_library
 
     recipe = request.recipe
-    if recipe.logging.report is True and find_spec("vl_convert") is None:
-        raise RequestError(
-            f"logging.report: vl-convert-python is not installed; {install_command('report')}, or set auto"
-        )
-    if recipe.logging.tensorboard and find_spec("tensorboard") is None:
-        raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
     if creates:
-        from trainwright.observe.trackers.base import check_installed
-
-        for tracker in (*recipe.logging.observers, *["prometheus"] * (recipe.logging.prometheus is not None)):
-            check_installed(tracker)
+        check_installed(recipe.logging.observers)
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         check_directory = run_directory.check_not_started if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
@@ -410,7 +400,7 @@ def _named(recipe: Recipe) -> dict[str, list[str]]:
     """Return the extensions that only training and evaluation need, by key."""
     return {
         "train.step_policies": recipe.train.step_policies,
-        "logging.observers": recipe.logging.observers,
+        "logging.observers": [name for name, setting in recipe.logging.observers.items() if setting is not False],
         "evaluate.metrics": recipe.evaluate.metrics,
     }
 

@@ -32,11 +32,11 @@ from trainwright.errors import (
 from trainwright.machine.usage.sample import process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.run import run_directory
-from trainwright.run.ending.failed import record_failure
 from trainwright.run.ending.left import describe_stop
 from trainwright.run.ending.oom_killer import raise_oom_score
 from trainwright.run.ending.requests import check_before_steps, forget_stops
 from trainwright.run.ending.stop import Stopping, job_script_warning
+from trainwright.run.failed import record_failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
 from trainwright.run.group.elastic import Elastic, devices_for

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, error_of, writes_to
 from trainwright.faults.hangs.judge import Conflict
 from trainwright.faults.hangs.watcher import HangWatcher, RunHangs, WatchedRun
-from trainwright.observe.ledger import count_ends
 from trainwright.run.ending.failure import (
     Cause,
     Failure,
@@ -27,6 +26,7 @@ from trainwright.run.group.addresses import LOOPBACK
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes.nodes import Nodes, NodesLost
+from trainwright.run.observers.observed import after_workers
 from trainwright.run.worker_processes import WorkerRanks, Workers
 
 _LOOK_SECONDS = 0.05
@@ -89,7 +89,7 @@ def run_workers(
             codes = workers.exit_codes
             if not (workers.have_failed or stopping.killed):
                 if watched is not None:
-                    count_ends(watched.run, ranks)
+                    after_workers(watched.run, ranks)
                 own = [int(code or 0) for code in codes.values()]
                 return _joint_code(own + (nodes.finish(codes) if nodes else []))
         except RunHangs as hanging:

@@ -160,7 +160,7 @@ class _Simulating:
         recipe = filled(possible(requested, self._cluster)[0], plan)
         train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
         train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
-        logging = {"tensorboard": False, "observers": []}
+        logging = {"observers": dict[str, Any]()}
         return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging)
 
 

@@ -12,6 +12,8 @@ from trainwright.engine.event_reader import EventRecord, resumed_step
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from trainwright.run.observers.observed import ObservedRun
+
 _STEP_SCALARS = (
     "loss",
     "grad_norm",
@@ -23,6 +25,11 @@ _STEP_SCALARS = (
     "resident_bytes",
 )
 _FLUSH_SECONDS = 10
+
+
+def of_run(run: ObservedRun, _: object) -> TensorBoardObserver:
+    """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
+    return TensorBoardObserver(run.directory / "tensorboard")
 
 
 class TensorBoardObserver:
@@ -38,11 +45,6 @@ class TensorBoardObserver:
         self._thread: threading.Thread | None = None
         self._purge_step = 0
         self._closed = False
-
-    @classmethod
-    def of_run(cls, run: Path) -> TensorBoardObserver:
-        """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
-        return cls(run / "tensorboard")
 
     def __call__(self, event: EventRecord) -> None:
         """Write the curves of an event."""
