@@ -44,8 +44,8 @@ def main() -> None:
 
 # What runs import by and by, on the way to their first step; transformers' own modules are loaded when they are used.
 _OWN = (
-    *("cli.main", "launch.supervisor", "launch.run_worker", "tasks.sft.task", "worker"),
-    *("observe.tensorboard", "observe.console", "planning.output", "data.check"),
+    *("cli.main", "run.supervisor", "run.run_worker", "tasks.sft.task", "worker"),
+    *("run.observers.tensorboard", "run.observers.console", "planning.output", "data.check"),
 )
 _MODULES = (
     *(f"transformers.models.{name}" for name in ("llama.modeling_llama", "gpt2.modeling_gpt2")),
