@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ from trainwright.utils.installation import FIRST
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
-    from trainwright.planning.resolve import Resolved
+    from trainwright.run.resolve import Resolved
 
 
 class TrainCommand(NamesInHelp):
@@ -150,6 +149,7 @@ def train(
         rendezvous,
         rendezvous_timeout,
         accelerate_config,
+        force,
         until=until,
         time_limit=time_limit,
         on_simulated=simulate,
@@ -159,7 +159,7 @@ def train(
 
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
-        if code := train_on_hosts(replace(request, force=force), hosts, hostfile):
+        if code := train_on_hosts(request, hosts, hostfile):
             raise typer.Exit(code)
         return
     with Activity(sys.stderr):
@@ -167,7 +167,7 @@ def train(
     for line in prepared.notes:
         say(f"note: {line}", file=sys.stderr)
     if not dry_run:
-        prepared.start(force)
+        prepared.start()
         return
     prepared.request.discard_fetched()
     _show(prepared.resolved)
@@ -179,9 +179,7 @@ def _show(resolved: Resolved) -> None:
     from trainwright.recipe.loading import dump_recipe
 
     say(dump_recipe(resolved.recipe), end="")
-    from trainwright.planning.output import summary
-
-    for reason in (*resolved.reasons, summary(resolved.plan)):
+    for reason in (*resolved.reasons, resolved.plan.summary):
         say(f"# {reason}", wrap=False)
 
 

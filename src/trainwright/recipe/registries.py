@@ -152,6 +152,15 @@ OBSERVERS: Registry[Any] = Registry(
     marked=True,
 )
 
+# Each is called with a recipe, the machine and the number of such machines, and returns a run.resolve.Planned. The last
+# one chooses; without any, values follow from rules.
+PLANNERS: Registry[Callable[..., Any]] = Registry(
+    "trainwright.planners",
+    {"trainwright": "trainwright.planning.planner:plan_recipe"},
+    kind="planner",
+    required=("__call__",),
+)
+
 # Each is called with the seconds that a stop of the run takes, and returns a warning if what runs this job gives it
 # less time, or None.
 STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
