@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.command import command
 from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.compatibility.launch_commands import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.errors import RequestError
@@ -28,6 +29,7 @@ class TrainCommand(NamesInHelp):
         return super().parse_args(ctx, [_bare_resume(args, i) for i in range(len(args))])
 
 
+@command(cls=TrainCommand)
 def train(
     arguments: Annotated[
         list[str] | None,
@@ -155,11 +157,11 @@ def train(
         on_simulated=simulate,
     )
     if hosts is not None or hostfile is not None:
-        from trainwright.clusters.operations import train_on_hosts
+        from trainwright.recipe.registries import HOST_LAUNCHERS
 
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
-        if code := train_on_hosts(request, hosts, hostfile):
+        if code := HOST_LAUNCHERS.get("ssh")(request, hosts, hostfile):
             raise typer.Exit(code)
         return
     with Activity(sys.stderr):
