@@ -154,6 +154,15 @@ OBSERVERS: Registry[Any] = Registry(
     marked=True,
 )
 
+# Each is called with a recipe, the machine and the number of such machines, and returns a run.resolve.Planned. The last
+# one chooses; without any, values follow from rules.
+PLANNERS: Registry[Callable[..., Any]] = Registry(
+    "trainwright.planners",
+    {"trainwright": "trainwright.planning.planner:plan_recipe"},
+    kind="planner",
+    required=("__call__",),
+)
+
 # Each is called with the seconds that a stop of the run takes, and returns a warning if what runs this job gives it
 # less time, or None.
 STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
@@ -189,6 +198,51 @@ STOP_HOOKS: Registry[Callable[[Path, float], str | None]] = Registry(
     {"slurm": "trainwright.clusters.slurm.stopping:stop_jobs"},
     kind="stop hook",
     required=("__call__",),
+)
+
+# Each is a function, or a typer.Typer with commands of its own; a function's attribute `command_options` has arguments
+# for typer's `command`. "machine calibrate" is a command of the group "machine".
+COMMANDS: Registry[Any] = Registry(
+    "trainwright.commands",
+    {
+        "train": "trainwright.cli.train:train",
+        "under": "trainwright.cli.under:under",
+        "submit": "trainwright.clusters.commands:submit",
+        "jobs": "trainwright.clusters.commands:jobs",
+        "stop": "trainwright.cli.stopping:stop",
+        "checkpoint": "trainwright.cli.stopping:checkpoint",
+        "runs": "trainwright.observe.commands:runs",
+        "watch": "trainwright.observe.commands:watch",
+        "gpus": "trainwright.observe.commands:gpus",
+        "report": "trainwright.observe.commands:report",
+        "compare": "trainwright.observe.commands:compare",
+        "ablate": "trainwright.observe.commands:ablate",
+        "collect": "trainwright.cli.data:collect",
+        "plan": "trainwright.planning.commands:plan",
+        "verify": "trainwright.doctor.commands:verify",
+        "doctor": "trainwright.doctor.commands:doctor",
+        "drill": "trainwright.faults.commands:drill",
+        "eval": "trainwright.cli.models:evaluate",
+        "unlearn-study": "trainwright.cli.unlearning:unlearn_study",
+        "generate": "trainwright.cli.models:generate",
+        "merge": "trainwright.cli.models:merge",
+        "export": "trainwright.cli.models:export",
+        "push": "trainwright.cli.models:push",
+        "tensorboard": "trainwright.observe.commands:tensorboard",
+        "setup": "trainwright.compatibility.commands:setup",
+        "launch": "trainwright.compatibility.launch_commands:launch",
+        "data": "trainwright.cli.data:app",
+        "recipe": "trainwright.cli.recipe:app",
+        "machine": "trainwright.cli.machine:app",
+        "machine calibrate": "trainwright.doctor.commands:calibrate",
+    },
+    kind="command",
+)
+
+# Each is called with an api.training.TrainingRequest, hosts and the path of a file with hosts, and returns the exit
+# code of the run that it has started on them.
+HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
+    "trainwright.host_launchers", {"ssh": "trainwright.clusters.operations:train_on_hosts"}, kind="host launcher"
 )
 
 # The keys of a recipe that name a registered object.

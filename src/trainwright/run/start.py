@@ -46,6 +46,8 @@ from trainwright.run.process import (
     run_in_child,
     warn_of_launcher,
 )
+from trainwright.run.request import RunRequest, resolve_request
+from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
 from trainwright.utils.activity import Activity
 from trainwright.utils.text import quoted, say
@@ -53,11 +55,9 @@ from trainwright.utils.text import quoted, say
 if TYPE_CHECKING:
     from trainwright.engine.events import Event
     from trainwright.machine.machine import Machine
-    from trainwright.planning.resolve import Resolved
     from trainwright.run.group.environment import NodeRendezvous
     from trainwright.run.nodes.launches import Crew
     from trainwright.run.nodes.nodes import LinkedStopping, Nodes
-    from trainwright.run.request import RunRequest
 
 
 def start(
@@ -65,27 +65,26 @@ def start(
     resolved: Resolved,
     machine: Machine,
     rendezvous: NodeRendezvous | None = None,
-    counted: Callable[[], Resolved] | None = None,
 ) -> Path:
     """Train to the end; return the run directory.
 
-    Args:
-        counted: plans again once the data is prepared; given if the plan is from estimated lengths. Several nodes keep
-            the first plan.
+    A plan from estimated lengths is made again once the data is prepared; several nodes keep the first plan.
 
     Raises:
         Stopped: a stop was requested; the message says what was saved and how to continue.
         TrainwrightError: the run could not start, or failed.
     """
+    if not request.force:
+        resolved.plan.refuse_shortage()
     processes = _max_processes(resolved)
     here = -(-processes // (rendezvous.nodes if rendezvous else 1))
     ignore_closed_output()
     check_limits(here, processes)
-    prepare_environment(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
+    prepare_environment(machine.cpu_cores, here, resolved.plan.threads)
     warn_of_launcher("trainwright", sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
-            return _Launch(request, resolved, stopping, here, machine, counted=counted).train()
+            return _Launch(request, resolved, stopping, here, machine).train()
     # Imports torch, so it comes after the thread limit.
     from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped
 
@@ -142,7 +141,6 @@ class _Launch:
     processes: int
     machine: Machine
     nodes: Nodes | None = None
-    counted: Callable[[], Resolved] | None = None
     elastic: Elastic | None = field(default=None, init=False)
     crew: Crew | None = field(default=None, init=False)
 
@@ -158,9 +156,7 @@ class _Launch:
                 reason = "stopped before the first step; the existing run was not changed"
                 raise Stopped(f"{reason}; {_next(self.request.run)}") from None
             if is_first:
-                from trainwright.planning.output import summary
-
-                say(summary(self.resolved.plan))
+                say(self.resolved.plan.summary)
             try:
                 code = self._run_workers(run)
             except TrainwrightError as error:
@@ -199,10 +195,8 @@ class _Launch:
                 return run
             run = make()[0]
             self._get_ready(run)
-            if self.counted is not None:
-                with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
-                    resolved = self.counted()
-                self._replan(run, resolved)
+            if self.resolved.plan.estimated:
+                self._replan(run)
             if self.resolved.usable:
                 self.elastic = Elastic(run, self.resolved.usable, devices_for(self._devices()), self.stopping)
                 self.processes = self.elastic.first()
@@ -239,11 +233,16 @@ class _Launch:
         """Look for requests to stop while no process trains, which would look for them otherwise."""
         return self.stopping.looking(functools.partial(check_before_steps, run, self.request.deadline))
 
-    def _replan(self, run: Path, resolved: Resolved) -> None:
-        before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
+    def _replan(self, run: Path) -> None:
+        """Plan with the lengths of the prepared rows."""
+        with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
+            resolved = resolve_request(self.request, self.machine)
+            if not self.request.force:
+                resolved.plan.refuse_shortage()
+        before, self.resolved = self.resolved.plan.threads, resolved
         self.processes = _max_processes(resolved)
         self.request.record(run, resolved)
-        _set_threads(before, resolved.plan.chosen.choice.threads)
+        _set_threads(before, resolved.plan.threads)
         check_limits(self.processes, self.processes)
 
     def _run_workers(self, run: Path) -> int:
@@ -297,7 +296,7 @@ class _Launch:
         recipe, threads = changed
         processes = int(recipe.parallel.processes)
         say(f"continuing with {recipe.parallel.strategy} on {processes}")
-        _set_threads(self.resolved.plan.chosen.choice.threads, threads)
+        _set_threads(self.resolved.plan.threads, threads)
         return processes
 
     def _devices(self) -> Callable[[], int | None]:
