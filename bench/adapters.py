@@ -26,8 +26,8 @@ from support.runs import print_table, write_results
 
 from trainwright.data.sources.reading import iterate_source
 from trainwright.machine.detect import detect
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
+from trainwright.run.resolve import resolve
 
 RESULTS = results_directory() / "adapters.json"
 ROWS, VALIDATION = 200, 24
@@ -72,16 +72,16 @@ def measure(rows: Path, way: str, arguments: argparse.Namespace, work: Path) -> 
     losses = [event["metrics"]["loss"] for event in events if event["event"] == "evaluate"]
     (rank,) = found["ranks"]
     # Anew: the lengths of the examples are known now, as they are to every run but the first on its data.
-    memory = resolve(load_recipe(directory / "written.json"), detect()).plan.chosen.memory
+    memory = resolve(load_recipe(directory / "written.json"), detect()).plan.document["chosen"]["memory"]
     return {
         "data": rows.name,
         "way": way,
         "loss_before": losses[0],
         "loss_after": losses[-1],
         "measured": _peak(rank["phases"]),
-        "predicted": _peak(memory.phases),
+        "predicted": _peak(memory["phases"]),
         "measured_phases": rank["phases"],
-        "predicted_phases": dict(memory.phases),
+        "predicted_phases": memory["phases"],
         "trainable_parameters": next(e["trainable_parameters"] for e in events if e["event"] == "start"),
         "seconds": found["seconds"],
     }

@@ -14,8 +14,8 @@ from tests.support.runs import ON_ROWS, TINY
 from trainwright.machine.accelerators import Build, Nvml, unusable
 from trainwright.machine.allocator import peak_resident
 from trainwright.machine.detect import detect
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
+from trainwright.run.resolve import resolve
 
 TWO = (ON_ROWS, "parallel.num_processes=2", "parallel.strategy=ddp")
 SPAWNING = Path(__file__).parent / "support" / "spawning.py"

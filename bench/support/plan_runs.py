@@ -24,12 +24,12 @@ from support.live_memory import LiveMemory, live_memory
 from trainwright.engine import trainer as engine
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.detect import detect
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
 from trainwright.run.ending.stop import Stopping
 from trainwright.run.process import prepare_environment, run_in_child
+from trainwright.run.resolve import resolve
 from trainwright.run.supervisor import launch
 from trainwright.tasks.registry import task_module
 

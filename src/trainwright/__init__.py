@@ -19,6 +19,8 @@ if sys.platform == "win32":
     )
     sys.exit(3)
 
+from trainwright.utils import moved_modules
+
 if TYPE_CHECKING:
     from trainwright.api.agents import Collected, collect
     from trainwright.api.alternates import alternates
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from trainwright.observe.operations.runs import RunSummary, runs
     from trainwright.planning.requests import Plan, plan, simulate
     from trainwright.planning.simulation.report import Simulation
+    from trainwright.recipe.extensions import extension
+
+moved_modules.install()
 
 __version__ = "0.1.0"
 __all__ = [
@@ -75,6 +80,7 @@ __all__ = [
     "evaluate",
     "explain",
     "export",
+    "extension",
     "generate",
     "jobs",
     "merge",
@@ -90,63 +96,39 @@ __all__ = [
     "unlearn_study",
     "verify",
 ]
-# The module of each, imported when it is first used.
+# The names of each module, which is imported when one of them is first used.
 _MODULES = {
-    "Ablation": "api.ablation",
-    "Collected": "api.agents",
-    "Comparison": "api.doctor",
-    "Diagnosis": "api.doctor",
-    "Drill": "api.drilling",
-    "Evaluation": "api.evaluation",
-    "MachineError": "errors",
-    "MachineReport": "api.doctor",
-    "Merged": "api.publishing",
-    "Plan": "api.planning",
-    "Recipe": "api.recipe",
-    "RequestError": "errors",
-    "Run": "api.run",
-    "RunState": "api.clusters",
-    "RunSummary": "api.runs",
-    "RunsCompared": "api.comparing",
-    "Simulation": "simulation.report",
-    "Stopped": "errors",
-    "Submission": "api.clusters",
-    "TrainingError": "errors",
-    "TrainwrightError": "errors",
-    "Upload": "api.publishing",
-    "ablate": "api.ablation",
-    "alternates": "api.alternates",
-    "check_machine": "api.doctor",
-    "collect": "api.agents",
-    "compare": "api.comparing",
-    "drill": "api.drilling",
-    "evaluate": "api.evaluation",
-    "explain": "api.doctor",
-    "export": "api.publishing",
-    "generate": "api.generation",
-    "jobs": "api.clusters",
-    "merge": "api.publishing",
-    "plan": "api.planning",
-    "push": "api.publishing",
-    "report": "api.reporting",
-    "resume": "api.training",
-    "runs": "api.runs",
-    "simulate": "api.planning",
-    "checkpoint": "api.stopping",
-    "stop": "api.stopping",
-    "submit": "api.clusters",
-    "train": "api.training",
-    "unlearn_study": "api.unlearning",
-    "verify": "api.doctor",
+    "trainwright.api.agents": ("Collected", "collect"),
+    "trainwright.api.alternates": ("alternates",),
+    "trainwright.api.evaluation": ("Evaluation", "evaluate"),
+    "trainwright.api.generation": ("generate",),
+    "trainwright.api.publishing": ("Merged", "Upload", "export", "merge", "push"),
+    "trainwright.api.recipe": ("Recipe",),
+    "trainwright.api.run": ("Run",),
+    "trainwright.api.stopping": ("checkpoint", "stop"),
+    "trainwright.api.training": ("resume", "train"),
+    "trainwright.api.unlearning": ("unlearn_study",),
+    "trainwright.clusters.operations": ("RunState", "Submission", "jobs", "submit"),
+    "trainwright.doctor.operations": ("Comparison", "Diagnosis", "MachineReport", "check_machine", "explain", "verify"),
+    "trainwright.errors": ("MachineError", "RequestError", "Stopped", "TrainingError", "TrainwrightError"),
+    "trainwright.faults.drills.operations": ("Drill", "drill"),
+    "trainwright.observe.operations.ablation": ("Ablation", "ablate"),
+    "trainwright.observe.operations.comparing": ("RunsCompared", "compare"),
+    "trainwright.observe.operations.reporting": ("report",),
+    "trainwright.observe.operations.runs": ("RunSummary", "runs"),
+    "trainwright.planning.requests": ("Plan", "plan", "simulate"),
+    "trainwright.planning.simulation.report": ("Simulation",),
+    "trainwright.recipe.extensions": ("extension",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return globals().setdefault(name, getattr(import_module(f"{__name__}.{_MODULES[name]}"), name))
+    for module, names in _MODULES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(module), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

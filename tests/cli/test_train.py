@@ -266,9 +266,7 @@ def test_a_metric_beside_the_recipe_is_found_from_elsewhere_and_goes_with_the_ru
     module = here / ("package/beside.py" if named.startswith("package") else "beside.py")
     module.parent.mkdir(exist_ok=True)
     (module.parent / "__init__.py").touch()
-    module.write_text(
-        "from trainwright.recipe.extensions import extension\n@extension('metric')\ndef score(a, b): return 0.25\n"
-    )
+    module.write_text("from trainwright import extension\n@extension('metric')\ndef score(a, b): return 0.25\n")
     elsewhere, far = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("far")
     text = (here / "recipe.yaml").read_text().replace("rows.jsonl", str(here / "rows.jsonl"))
     (here / "recipe.yaml").write_text(f"{text}evaluate: {{metrics: ['{named}'], max_new_tokens: 4}}\n")

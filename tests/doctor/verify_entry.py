@@ -13,8 +13,8 @@ def on_a_machine_with(memory: int, recipe: str, overrides: Sequence[str], output
     from trainwright.doctor.verify import verify
     from trainwright.errors import MachineError
     from trainwright.machine.detect import detect
-    from trainwright.planning.resolve import resolve
     from trainwright.recipe.loading import load_recipe
+    from trainwright.run.resolve import resolve
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # this is the launcher and no worker

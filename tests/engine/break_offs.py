@@ -16,9 +16,9 @@ from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
 from trainwright.machine.detect import detect
 from trainwright.parallel.world import RankInfo
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.run import run_directory
+from trainwright.run.resolve import resolve
 from trainwright.run.run_worker import Worker, run_worker
 
 

@@ -27,9 +27,9 @@ from trainwright.models.load import load_config
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World, join, leave
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
+from trainwright.run.resolve import resolve
 from trainwright.tasks.registry import task_module
 
 K = TypeVar("K", bound=Hashable)

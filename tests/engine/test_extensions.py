@@ -17,7 +17,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 MODULE = """
     import json
     from trainwright.engine.policies.base import StepPolicy
-    from trainwright.recipe.extensions import extension
+    from trainwright import extension
 
 
     class EverySecond(StepPolicy):

@@ -24,8 +24,8 @@ from trainwright.engine.event_reader import EventRecord
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.policies.halving import remedy
 from trainwright.machine.detect import detect
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
+from trainwright.run.resolve import resolve
 from trainwright.run.run_directory import reasons, record
 
 # A few large tensors, which the C library maps one by one. In addition to what a forked process begins with, a run in

@@ -37,10 +37,10 @@ from trainwright.parallel.fsdp.fully_sharded import _mesh
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import backends, join, leave
 from trainwright.parallel.zero.partitions import ParameterPiece, chunks, row_blocks
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
+from trainwright.run.resolve import resolve
 from trainwright.run.run_worker import Worker, run_worker
 from trainwright.utils import heartbeat
 from trainwright.utils.beats import heartbeat_file, read

@@ -13,8 +13,8 @@ from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
-from trainwright.planning.resolve import Resolved, resolve
 from trainwright.recipe.schema import Recipe
+from trainwright.run.resolve import Resolved, resolve
 
 GIB = 2**30
 
@@ -50,7 +50,7 @@ def test_processes_are_chosen_for_the_machine(here: Machine, count: int) -> None
 
 def test_a_gpu_that_no_catalog_has_is_planned_all_the_same() -> None:
     here = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Some GPU", 80 * GIB, (9, 0)),) * 2)
-    assert resolve(recipe(), here).plan.fits
+    assert resolve(recipe(), here).plan.shortage is None
 
 
 def test_a_machine_without_a_compiler_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_processes_without_rows_hold_shards_on_nodes_and_in_a_range(
 
 def test_a_plan_names_the_attention_kernel_and_why_no_faster_one() -> None:
     def lines(here: Machine, train: dict[str, Any], **data: Any) -> tuple[str, ...]:
-        return resolve(recipe(train, **data), here).plan.attention
+        return tuple(resolve(recipe(train, **data), here).plan.document["attention"])
 
     (line,) = lines(machine(1), {"mixed_precision": "bf16"}, pack_length=1024)
     assert line.startswith("torch's varlen flash attention (FlashAttention-3: is not assumed to be installed); ")

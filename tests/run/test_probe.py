@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.machine.detect import detect
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
+from trainwright.run.resolve import resolve
 
 # Activations of 8 rows of 128 tokens take some 600 MiB.
 WIDE = (

@@ -44,8 +44,9 @@ def main() -> None:
 
 # What runs import by and by, on the way to their first step; transformers' own modules are loaded when they are used.
 _OWN = (
-    *("cli.main", "launch.supervisor", "launch.run_worker", "tasks.sft.task", "worker"),
-    *("observe.tensorboard", "observe.console", "planning.output", "data.check"),
+    *("trainwright.cli.main", "trainwright.run.supervisor", "trainwright.run.run_worker", "trainwright.tasks.sft.task"),
+    *("trainwright.worker", "trainwright.run.observers.tensorboard", "trainwright.run.observers.console"),
+    *("trainwright.planning.output", "trainwright.data.check"),
 )
 _MODULES = (
     *(f"transformers.models.{name}" for name in ("llama.modeling_llama", "gpt2.modeling_gpt2")),
@@ -59,7 +60,7 @@ def _import_everything() -> None:
 
     preload_libraries()
     for name in _OWN:
-        importlib.import_module(f"trainwright.{name}")
+        importlib.import_module(name)
     for name in _MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
             importlib.import_module(name)

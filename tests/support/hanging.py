@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainwright import extension
 from trainwright.engine.policies.base import StepPolicy, Training
-from trainwright.recipe.extensions import extension
 
 LONG = 600
 

@@ -27,9 +27,9 @@ from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import World, join, leave
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.run.resolve import resolve
 from trainwright.tasks.registry import task_module
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))  # without a process group

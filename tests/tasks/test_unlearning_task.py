@@ -13,8 +13,8 @@ import torch
 from tests.support.unlearning import write_rows
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
-from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
+from trainwright.run.resolve import resolve
 from trainwright.tasks.unlearn.losses import simnpo
 from trainwright.tasks.unlearn.task import Unlearning, build, negated, negated_adapter
 

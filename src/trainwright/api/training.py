@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import sys
@@ -30,11 +29,11 @@ from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
-    from trainwright.planning.resolve import Resolved
     from trainwright.recipe.yaml_text import Tree
     from trainwright.run.group.environment import NodeRendezvous
     from trainwright.run.joined import JoinRequest
     from trainwright.run.request import RunRequest
+    from trainwright.run.resolve import Resolved
 
 
 def train(
@@ -204,8 +203,8 @@ class PreparedTraining:
     notes: tuple[str, ...]
     rendezvous: NodeRendezvous | None
 
-    def start(self, force: bool = False) -> Path:
-        """Train, with ``force`` even if it does not fit; return the run directory. Changes this process.
+    def start(self) -> Path:
+        """Train; return the run directory. Changes this process.
 
         Raises:
             As `train`.
@@ -213,22 +212,10 @@ class PreparedTraining:
         from trainwright.api.publishing import push_finished
         from trainwright.run.start import start
 
-        if not force:
-            self.resolved.plan.refuse_shortage()
-        counted = functools.partial(self._replanned, force) if self.resolved.estimated else None
-        run = start(self.request, self.resolved, self.machine, self.rendezvous, counted)
+        run = start(self.request, self.resolved, self.machine, self.rendezvous)
         if self.rendezvous is None or self.rendezvous.node_rank == 0:
             push_finished(run)
         return run
-
-    def _replanned(self, force: bool) -> Resolved:
-        """Plan with the lengths of the prepared data."""
-        from trainwright.run.request import resolve_request
-
-        resolved = resolve_request(self.request, self.machine)
-        if not force:
-            resolved.plan.refuse_shortage()
-        return resolved
 
 
 def prepare(options: TrainingRequest) -> PreparedTraining:
@@ -267,7 +254,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     request = request_of(options.recipe, overrides, options.resume, translation)
     try:
         check_nodes(request.recipe, count)
-        request = replace(request, deadline=deadline_of(options.until, options.time_limit))
+        request = replace(request, deadline=deadline_of(options.until, options.time_limit), force=options.force)
         check_request(request, creates=not node_rank)
         machine = with_device(detect(), request.recipe.parallel.device)
         doing("planning")
@@ -290,7 +277,7 @@ def _train(options: TrainingRequest) -> Path:
                 prepared = prepare(options)
             for line in prepared.notes:
                 say(f"note: {line}", file=sys.stderr)
-            return prepared.start(options.force)
+            return prepared.start()
     except Interrupted:
         consequence = "nothing was kept" if options.resume is None else "the existing run was not changed"
         raise Stopped(f"stopped before the first step; {consequence}") from None

@@ -72,41 +72,6 @@ def show(
 
 
 @app.command()
-def calibrate(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Measure this machine in under a minute, for plans to use; cached until torch or the driver changes.
-
-    Matrix products, memory, attention, the optimizer and collectives, in one process and in as many as training may
-    use. Measurements that other programs disturb are left out; if there are too many, nothing is saved, and an earlier
-    calibration stays.
-
-    Ends with 0: measured and saved, 3: not reliable, and not saved.
-    """
-    import json
-
-    from trainwright.doctor.calibrate import calibrate as measure
-    from trainwright.doctor.calibrate_table import lines
-    from trainwright.errors import MachineError
-    from trainwright.machine.detect import detect
-    from trainwright.machine.measured.calibration import as_json as values
-    from trainwright.machine.measured.calibration import calibration_file
-    from trainwright.machine.measured.contradictions import save_if_reliable
-
-    machine = detect()
-    calibration = measure(machine, say=lambda text: say(text, file=sys.stderr))
-    refused = save_if_reliable(calibration, machine)
-    if as_json:
-        say(json.dumps(values(calibration), indent=1), wrap=False)
-    else:
-        for line in lines(calibration):
-            say(line)
-    if refused is not None:
-        raise MachineError(refused)
-    say(f"kept in {calibration_file(machine)}", file=sys.stderr if as_json else sys.stdout)
-
-
-@app.command()
 def cards() -> None:
     """List the cards of the catalog with their datasheets."""
     from trainwright.machine.catalog import cards as all_cards

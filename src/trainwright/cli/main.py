@@ -9,20 +9,14 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli import data, machine, models, names_in_help, recipe, train, words_of_others
-from trainwright.clusters import commands as jobs
-from trainwright.compatibility import commands as setup
-from trainwright.compatibility import launch_commands as launch
-from trainwright.doctor import commands as doctor
+from trainwright.cli.words_of_others import Commands
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
-from trainwright.observe import commands as runs
-from trainwright.observe import study_commands as studies
-from trainwright.planning import commands as plan
+from trainwright.recipe.registries import COMMANDS
 from trainwright.utils.text import say
 
 app = typer.Typer(
     name="trainwright",
-    cls=words_of_others.Commands,
+    cls=Commands,
     help="Plan, run and verify training from a recipe.",
     # Options of every command may be typed with underscores, as other tools spell theirs.
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
@@ -31,35 +25,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("train", cls=train.TrainCommand)(train.train)
-app.command("under", context_settings=launch.UNDER_SETTINGS)(launch.under)
-app.command("submit")(jobs.submit)
-app.command("jobs")(jobs.jobs)
-app.command("stop")(jobs.stop)
-app.command("checkpoint")(jobs.checkpoint)
-app.command("runs")(runs.runs)
-app.command("watch")(runs.watch)
-app.command("gpus")(runs.gpus)
-app.command("report")(runs.report)
-app.command("compare")(runs.compare)
-app.command("ablate")(studies.ablate)
-app.command("collect")(data.collect)
-app.command("plan", cls=names_in_help.NamesInHelp)(plan.plan)
-app.command("verify")(doctor.verify)
-app.command("doctor")(doctor.doctor)
-app.command("drill")(doctor.drill)
-app.command("eval")(models.evaluate)
-app.command("unlearn-study")(studies.unlearn_study)
-app.command("generate")(models.generate)
-app.command("merge")(models.merge)
-app.command("export")(models.export)
-app.command("push")(models.push)
-app.command("tensorboard", cls=runs.TensorboardCommand, context_settings=runs.CONTEXT_SETTINGS)(runs.tensorboard)
-app.command("setup")(setup.setup)
-app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
-app.add_typer(data.app, name="data")
-app.add_typer(recipe.app, name="recipe")
-app.add_typer(machine.app, name="machine")
+
+
+def _add_commands() -> None:
+    groups = {"": app}
+    for name in filter(COMMANDS.is_present, COMMANDS.names()):
+        group, _, word = name.rpartition(" ")
+        command = COMMANDS.get(name)
+        if isinstance(command, typer.Typer):
+            groups[name] = command
+            groups[group].add_typer(command, name=word)
+        else:
+            groups[group].command(word, **getattr(command, "command_options", {}))(command)
+
+
+_add_commands()
 
 
 def _version(is_requested: bool) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.command import command
 from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.compatibility.launch_commands import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.errors import RequestError
@@ -18,7 +18,7 @@ from trainwright.utils.installation import FIRST
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
-    from trainwright.planning.resolve import Resolved
+    from trainwright.run.resolve import Resolved
 
 
 class TrainCommand(NamesInHelp):
@@ -29,6 +29,7 @@ class TrainCommand(NamesInHelp):
         return super().parse_args(ctx, [_bare_resume(args, i) for i in range(len(args))])
 
 
+@command(cls=TrainCommand)
 def train(
     arguments: Annotated[
         list[str] | None,
@@ -150,16 +151,17 @@ def train(
         rendezvous,
         rendezvous_timeout,
         accelerate_config,
+        force,
         until=until,
         time_limit=time_limit,
         on_simulated=simulate,
     )
     if hosts is not None or hostfile is not None:
-        from trainwright.clusters.operations import train_on_hosts
+        from trainwright.recipe.registries import HOST_LAUNCHERS
 
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
-        if code := train_on_hosts(replace(request, force=force), hosts, hostfile):
+        if code := HOST_LAUNCHERS.get("ssh")(request, hosts, hostfile):
             raise typer.Exit(code)
         return
     with Activity(sys.stderr):
@@ -167,7 +169,7 @@ def train(
     for line in prepared.notes:
         say(f"note: {line}", file=sys.stderr)
     if not dry_run:
-        prepared.start(force)
+        prepared.start()
         return
     prepared.request.discard_fetched()
     _show(prepared.resolved)
@@ -179,9 +181,7 @@ def _show(resolved: Resolved) -> None:
     from trainwright.recipe.loading import dump_recipe
 
     say(dump_recipe(resolved.recipe), end="")
-    from trainwright.planning.output import summary
-
-    for reason in (*resolved.reasons, summary(resolved.plan)):
+    for reason in (*resolved.reasons, resolved.plan.summary):
         say(f"# {reason}", wrap=False)
 
 

@@ -1,11 +1,13 @@
-"""``trainwright launch`` and ``under``, and the options that say which machines train together."""
+"""``trainwright launch``, and the options that say which machines train together."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from trainwright.cli.command import command
 
 Nodes = Annotated[
     int | None,
@@ -37,9 +39,7 @@ HostFile = Annotated[
 
 
 # Options after the script are the script's: the first word that is not an option of ours ends our own.
-CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
-
-
+@command(context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or a module with --module.")],
     arguments: Annotated[
@@ -101,23 +101,3 @@ def launch(
         logs=logs,
     )
     raise typer.Exit(code)
-
-
-UNDER_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-
-
-def under(
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="COMMAND...", help="The launcher's command, such as torchrun ... -m trainwright.worker RECIPE."
-        ),
-    ],
-) -> None:
-    """Run torchrun, accelerate launch or another launcher, and end with the exit code of the run.
-
-    These launchers end with 1 whatever their processes end with. Signals are passed on to the run.
-    """
-    from trainwright.run.program import run_launcher
-
-    raise typer.Exit(run_launcher(command))

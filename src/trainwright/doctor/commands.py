@@ -11,7 +11,7 @@ import typer
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.cli.trust import TrustCode
 from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
-from trainwright.utils.text import plural, say, table_width
+from trainwright.utils.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.doctor.diagnosis.explain import Diagnosis, LogError
@@ -230,66 +230,35 @@ def verify(
         raise typer.Exit(EXIT_TRAINING)
 
 
-def drill(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Must not exist. Default: drills/<recipe>.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the drill in the output directory.")] = False,
-    seed: Annotated[int, typer.Option(help="Draws the kinds, moments, ranks and places of the faults.")] = 0,
-    tries: Annotated[
-        int | None, typer.Option(help="How many faults. Default: one of each kind, or as many as --minutes allows.")
-    ] = None,
-    minutes: Annotated[float | None, typer.Option(help="Begin no fault after this time.")] = None,
-    kinds: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Only kinds of faults with such names; repeatable.")
-    ] = None,
-    strategies: Annotated[
-        str, typer.Option(metavar="NAME,NAME…", help="Default: the recipe's, or all that need no other library.")
-    ] = "",
-    processes: Annotated[str, typer.Option(metavar="N,N…", help="Numbers of processes. Default: 1,2.")] = "",
-    jobs: Annotated[int, typer.Option(help="How many faults at once.")] = 1,
+def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Inject faults into short runs of a recipe, and compare each run with the undisturbed one.
+    """Measure this machine in under a minute, for plans to use; cached until torch or the driver changes.
 
-    Processes are killed and signalled at every phase, disks fill up, checkpoints are damaged, numbers go wrong. Ends
-    with 0: everything that could be tried held, 4: a trial is broken or missed, or none could be tried, 2: wrong
-    request, 3: this machine cannot do it, 75: stopped.
+    Matrix products, memory, attention, the optimizer and collectives, in one process and in as many as training may
+    use. Measurements that other programs disturb are left out; if there are too many, nothing is saved, and an earlier
+    calibration stays.
+
+    Ends with 0: measured and saved, 3: not reliable, and not saved.
     """
-    import trainwright as tw
+    import json
 
-    outcome = tw.drill(
-        recipe,
-        *(overrides or []),
-        output=output,
-        seed=seed,
-        tries=tries,
-        minutes=minutes,
-        kinds=kinds or (),
-        strategies=_words(strategies),
-        processes=_numbers(processes),
-        jobs=jobs,
-        resume=resume,
-        progress=True,
-    )
+    from trainwright.doctor.calibrate import calibrate as measure
+    from trainwright.doctor.calibrate_table import lines
+    from trainwright.errors import MachineError
+    from trainwright.machine.detect import detect
+    from trainwright.machine.measured.calibration import as_json as values
+    from trainwright.machine.measured.calibration import calibration_file
+    from trainwright.machine.measured.contradictions import save_if_reliable
+
+    machine = detect()
+    calibration = measure(machine, say=lambda text: say(text, file=sys.stderr))
+    refused = save_if_reliable(calibration, machine)
     if as_json:
-        import json
-
-        say(json.dumps(outcome.values(), indent=2), wrap=False)
+        say(json.dumps(values(calibration), indent=1), wrap=False)
     else:
-        say(f"{outcome.table(table_width(sys.stdout))}\n\n{outcome.directory}/", wrap=False)
-    if not outcome.held:
-        raise typer.Exit(EXIT_TRAINING)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in _words(text)]
-    except ValueError:
-        raise RequestError(f"--processes {text}: expected numbers separated by commas") from None
+        for line in lines(calibration):
+            say(line)
+    if refused is not None:
+        raise MachineError(refused)
+    say(f"kept in {calibration_file(machine)}", file=sys.stderr if as_json else sys.stdout)

@@ -1,9 +1,10 @@
-"""``trainwright runs``, ``report``, ``compare``, ``watch``, ``gpus`` and ``tensorboard``: look at runs."""
+"""``trainwright runs``, ``report``, ``compare``, ``watch``, ``gpus``, ``tensorboard`` and ``ablate``."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from trainwright.cli.command import command
+from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import RequestError
 from trainwright.utils.text import clear, is_terminal, say, table_width
 
@@ -147,9 +150,6 @@ def gpus(
     refuse_unusable(detect())
 
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the directory belongs to the other command
-
-
 class TensorboardCommand(TyperCommand):
     """Take the options between the directory and the other command too."""
 
@@ -161,6 +161,8 @@ class TensorboardCommand(TyperCommand):
         return super().parse_args(ctx, [*args[1:end], *args[:1], *args[end:]])
 
 
+# What follows the directory belongs to the other command.
+@command(cls=TensorboardCommand, context_settings={"allow_interspersed_args": False})
 def tensorboard(
     directory: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Directory of runs.")] = Path("runs"),
     command: Annotated[
@@ -175,3 +177,95 @@ def tensorboard(
     from trainwright.observe.tensorboard_server import serve
 
     raise typer.Exit(serve(directory, command, port))
+
+
+def ablate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary and its values; repeatable."),
+    ] = None,
+    combinations: Annotated[
+        bool | None,
+        typer.Option(
+            "--grid/--one-at-a-time",
+            help="All combinations of the values (the default), or the unchanged recipe and once every value.",
+        ),
+    ] = None,
+    number: Annotated[
+        int | None,
+        typer.Option("--sample", min=1, metavar="N", help="Train N random combinations; 1e-5..1e-3 is a range."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --sample.")] = 0,
+    halving: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Continue only the best of every N, for N times as many steps."),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Validation metric to compare by. Default: loss, if it shows how good a model is."),
+    ] = None,
+    highest: Annotated[
+        bool | None,
+        typer.Option("--highest/--lowest", help="Which value of the metric is the best. Default: by its name."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs at once. Default: as many as there are GPUs for, on a CPU one."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the runs. Default: runs/<recipe>-sweep.")
+    ] = None,
+) -> None:
+    """Train a recipe with other values of its keys; compare the final metrics.
+
+    Without --one-at-a-time or --sample: all combinations of the values. Variants with the same values are trained once.
+    If stopped, the same command continues: finished runs are kept, and an unfinished one is resumed. Ends like the
+    first run that does not finish.
+    """
+    import trainwright as tw
+
+    if combinations is not None and number is not None:
+        option = "--grid" if combinations else "--one-at-a-time"
+        raise RequestError(f"{option} and --sample choose the combinations in different ways; pass one of them")
+    ablation = tw.ablate(
+        recipe,
+        *(overrides or []),
+        over=_values(over or []),
+        combine="sample" if number is not None else "one at a time" if combinations is False else "grid",
+        number=number or 1,
+        seed=seed,
+        halving=halving,
+        metric=metric,
+        highest=highest,
+        jobs=jobs,
+        out=out,
+        progress=True,
+    )
+    say(f"{ablation}\n\n{ablation.directory}/")
+
+
+def _values(over: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of every key."""
+    if not over:
+        raise RequestError("--over: pass a key and its values, such as --over train.seed=0,1,2")
+    values_by_key: dict[str, list[str]] = {}
+    for variation in over:
+        key, equals, values = variation.partition("=")
+        if not equals or not key or not values:
+            raise RequestError(f"--over {variation}: expected KEY=VALUE,VALUE…")
+        values_by_key.setdefault(key, []).extend(_split(values))
+    return values_by_key
+
+
+def _split(values: str) -> list[str]:
+    """Split at the commas that are not inside brackets."""
+    parts, depth = [""], 0
+    for letter in values:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]

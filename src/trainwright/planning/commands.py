@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from trainwright.cli.command import command
+from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.cli.trust import TrustCode
 from trainwright.errors import EXIT_MACHINE
 from trainwright.utils.text import columns, say
 
 
+@command(cls=NamesInHelp)
 def plan(
     arguments: Annotated[
         list[str] | None,

@@ -208,14 +208,14 @@ def is_configured_here(model: ModelSection) -> bool:
     return _at_hand(model) is not None
 
 
-def experts_note(model: ModelSection) -> str | None:
-    """Return a message about experts that the recipe's adapter leaves out, or None."""
+def experts_notes(model: ModelSection) -> list[str]:
+    """Return a message about experts that the recipe's adapter leaves out, if there are some."""
     if (
         model.adapter.type == "none"
         or (config_and_origin := _at_hand(model)) is None
         or not any("expert" in key for key in config_and_origin[0])
     ):
-        return None
+        return []
     from transformers import AutoConfig
 
     from trainwright.models.adapters.config import experts_left_out
@@ -223,9 +223,10 @@ def experts_note(model: ModelSection) -> str | None:
     from trainwright.models.files import skeleton
 
     try:
-        return experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(config_and_origin[0]))))
+        note = experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(config_and_origin[0]))))
     except (RequestError, *NOT_MADE):  # which the check of the model reports
-        return None
+        return []
+    return [] if note is None else [note]
 
 
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:

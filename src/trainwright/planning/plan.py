@@ -15,7 +15,6 @@ from trainwright.machine.measured.own_runs import Correction
 from trainwright.machine.processor import why_not_compiled
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
 from trainwright.planning.errors import SHARE, Errors
-from trainwright.planning.processes import in_range
 from trainwright.planning.reasons import attention_of, reasons_of, shortage
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.basis import Basis, corrections_of, model_of, way_of
@@ -24,7 +23,7 @@ from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions
 from trainwright.recipe.parallel_checks import implied_strategy
-from trainwright.recipe.process_range import with_processes
+from trainwright.recipe.process_range import usable_processes, with_processes
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange
 from trainwright.recipe.strategy_spec import spec_of
@@ -271,8 +270,17 @@ def constraints_of(recipe: Recipe) -> Constraints:
         lambda processes, given_up: not why_not(processes, given_up),
         frozenset() if implied is None else frozenset(["strategy"]),
         why_not=why_not,
-        worlds=in_range(recipe, elastic) if isinstance(elastic, ProcessRange) else (),
+        worlds=_in_range(recipe, elastic) if isinstance(elastic, ProcessRange) else (),
     )
+
+
+def _in_range(recipe: Recipe, process_range: ProcessRange) -> tuple[int, ...]:
+    """Return the numbers of processes of a range to try: the largest with which each has an example, then the largest.
+
+    Raises RequestError as ``usable_processes``.
+    """
+    usable, rows = usable_processes(recipe, process_range), recipe.train.global_batch_size
+    return tuple(dict.fromkeys((max((n for n in usable if n <= rows), default=usable[0]), usable[-1])))
 
 
 def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:

@@ -53,7 +53,7 @@ class Plan:
     @property
     def values(self) -> dict[str, dict[str, Any]]:
         """Return the values chosen for ``auto``, by section and key of a recipe."""
-        from trainwright.planning.resolve import chosen_values
+        from trainwright.planning.planner import chosen_values
 
         return chosen_values(self.details)
 
@@ -206,9 +206,11 @@ def _facts(recipe: schema.Recipe, full: bool) -> Facts:
 
 def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
     from trainwright.machine.describe import cluster_of
+    from trainwright.planning.facts import experts_notes
     from trainwright.planning.plan import constraints_of, installed, make_plan
-    from trainwright.planning.resolve import filled, possible
+    from trainwright.planning.planner import chosen_values
     from trainwright.planning.step_time.basis import Basis, basis_of
+    from trainwright.run.resolve import filled, possible
 
     here: dict[str, Any] = {}
     if on is not None:
@@ -223,8 +225,8 @@ def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details
         here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
     recipe, remarks = possible(recipe, cluster)
     run_plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, **here)
-    filled(recipe, run_plan)  # raises the errors that a run would raise
-    return replace(run_plan, reasons=(*run_plan.reasons, *remarks))
+    filled(recipe, chosen_values(run_plan), cluster.device)  # raises the errors that a run would raise
+    return replace(run_plan, reasons=(*run_plan.reasons, *remarks, *experts_notes(recipe.model)))
 
 
 def simulate(

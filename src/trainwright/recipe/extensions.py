@@ -139,6 +139,10 @@ class Registry(Generic[T]):
         if name not in self._loaded:
             entry = self._entry(name)
             if name in self._builtin:
+                if not self.is_present(name):
+                    raise RequestError(
+                        f"{entry.described} needs {_split(entry.entry_point)[0]}, which is not installed"
+                    )
                 extension = _at(entry.entry_point)
             elif entry.package:
                 extension = load(entry.entry_point, entry.described)
@@ -149,11 +153,11 @@ class Registry(Generic[T]):
         return self._loaded[name]
 
     def present(self) -> list[T]:
-        """Return all objects but those of built-in names whose module is not there, as its folder was deleted."""
-        return [self.get(name) for name in self.names() if self.is_there(name)]
+        """Return the objects of all names that are present."""
+        return [self.get(name) for name in self.names() if self.is_present(name)]
 
-    def is_there(self, name: str) -> bool:
-        """Return False for a built-in name whose module is not there, as its folder was deleted."""
+    def is_present(self, name: str) -> bool:
+        """Return whether the object's module is there; that of a built-in one is not if its folder was deleted."""
         return name not in self._builtin or _is_there(self._builtin[name])
 
     def find(self, name: str) -> T | None:
@@ -233,7 +237,7 @@ class Registry(Generic[T]):
         if self._marked and named and getattr(extension, _MARK, None) != self.kind:
             raise RequestError(
                 f'{entry.described} is not marked as one; write @extension("{self.kind}") above its definition (from '
-                f"trainwright.recipe.extensions import extension), or register it as an entry point of {self.group}"
+                f"trainwright import extension), or register it as an entry point of {self.group}"
             )
 
 

@@ -67,7 +67,7 @@ class ObserverSpec:
 def specs() -> Iterator[tuple[str, ObserverSpec]]:
     """Yield the built-in observers that are there, by name."""
     for name in OBSERVERS.names():
-        if OBSERVERS.is_built_in(name) and OBSERVERS.is_there(name):
+        if OBSERVERS.is_built_in(name) and OBSERVERS.is_present(name):
             yield name, OBSERVERS.get(name)
 
 

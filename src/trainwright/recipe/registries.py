@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.extensions import Registry
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
+    from trainwright.run.watchers import Watcher
 
 # Each is in a module that imports no torch.
 TASKS: Registry[TaskSpec] = Registry(
@@ -159,6 +161,15 @@ OBSERVERS: Registry[Any] = Registry(
     marked=True,
 )
 
+# Each is called with a recipe, the machine and the number of such machines, and returns a run.resolve.Planned. The last
+# one chooses; without any, values follow from rules.
+PLANNERS: Registry[Callable[..., Any]] = Registry(
+    "trainwright.planners",
+    {"trainwright": "trainwright.planning.planner:plan_recipe"},
+    kind="planner",
+    required=("__call__",),
+)
+
 # Each is called with the seconds that a stop of the run takes, and returns a warning if what runs this job gives it
 # less time, or None.
 STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
@@ -169,6 +180,76 @@ STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
     },
     kind="stop warning",
     required=("__call__",),
+)
+
+# Each is a run.watchers.Watcher.
+WATCHERS: Registry[Watcher] = Registry(
+    "trainwright.watchers",
+    {"hangs": "trainwright.faults.hangs.detection:HANGS"},
+    kind="watcher",
+    required=("install", "watch", "watch_beside"),
+)
+
+# Each is called with the name of the launcher as it begins a run in this process, and returns a warning or None.
+START_HOOKS: Registry[Callable[[str], str | None]] = Registry(
+    "trainwright.start_hooks",
+    {"slurm": "trainwright.clusters.slurm.job_step:begin"},
+    kind="start hook",
+    required=("__call__",),
+)
+
+# Each is called with a run directory and the seconds to wait at most. It stops the jobs in its queue that train the
+# run, or the runs of an array there, and returns what has become of them; None if there are none.
+STOP_HOOKS: Registry[Callable[[Path, float], str | None]] = Registry(
+    "trainwright.stop_hooks",
+    {"slurm": "trainwright.clusters.slurm.stopping:stop_jobs"},
+    kind="stop hook",
+    required=("__call__",),
+)
+
+# Each is a function, or a typer.Typer with commands of its own; a function's attribute `command_options` has arguments
+# for typer's `command`. "machine calibrate" is a command of the group "machine".
+COMMANDS: Registry[Any] = Registry(
+    "trainwright.commands",
+    {
+        "train": "trainwright.cli.train:train",
+        "under": "trainwright.cli.under:under",
+        "submit": "trainwright.clusters.commands:submit",
+        "jobs": "trainwright.clusters.commands:jobs",
+        "stop": "trainwright.cli.stopping:stop",
+        "checkpoint": "trainwright.cli.stopping:checkpoint",
+        "runs": "trainwright.observe.commands:runs",
+        "watch": "trainwright.observe.commands:watch",
+        "gpus": "trainwright.observe.commands:gpus",
+        "report": "trainwright.observe.commands:report",
+        "compare": "trainwright.observe.commands:compare",
+        "ablate": "trainwright.observe.commands:ablate",
+        "collect": "trainwright.cli.data:collect",
+        "plan": "trainwright.planning.commands:plan",
+        "verify": "trainwright.doctor.commands:verify",
+        "doctor": "trainwright.doctor.commands:doctor",
+        "drill": "trainwright.faults.commands:drill",
+        "eval": "trainwright.cli.models:evaluate",
+        "unlearn-study": "trainwright.cli.unlearning:unlearn_study",
+        "generate": "trainwright.cli.models:generate",
+        "merge": "trainwright.cli.models:merge",
+        "export": "trainwright.cli.models:export",
+        "push": "trainwright.cli.models:push",
+        "tensorboard": "trainwright.observe.commands:tensorboard",
+        "setup": "trainwright.compatibility.commands:setup",
+        "launch": "trainwright.compatibility.launch_commands:launch",
+        "data": "trainwright.cli.data:app",
+        "recipe": "trainwright.cli.recipe:app",
+        "machine": "trainwright.cli.machine:app",
+        "machine calibrate": "trainwright.doctor.commands:calibrate",
+    },
+    kind="command",
+)
+
+# Each is called with an api.training.TrainingRequest, hosts and the path of a file with hosts, and returns the exit
+# code of the run that it has started on them.
+HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
+    "trainwright.host_launchers", {"ssh": "trainwright.clusters.operations:train_on_hosts"}, kind="host launcher"
 )
 
 # The keys of a recipe that name a registered object.

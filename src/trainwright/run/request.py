@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
-from trainwright.planning.processes import in_words, usable_processes
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.observer_spec import check_installed
-from trainwright.recipe.process_range import with_processes
+from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import KEYS
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.yaml_text import Tree, parse_value
 from trainwright.run import run_directory
 from trainwright.run.ending.requests import Deadline
+from trainwright.run.resolve import Resolved, resolve
 from trainwright.run.resuming import resumed_recipe
 from trainwright.run.stored_runs import is_url
 from trainwright.utils.installation import FIRST
@@ -34,7 +34,6 @@ from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from trainwright.compatibility.accelerate.translation import Translation
-    from trainwright.planning.resolve import Resolved
 
 AUTO = "auto"  # of --resume
 _DIRECTORY = f"{run_directory.DIRECTORY_KEY}="
@@ -48,7 +47,7 @@ class RunRequest:
     `started`: the number of processes that another launcher has started, if the recipe has a range. `deadline`: when
     the run has to have stopped. `in_place`: a new run takes its directory even if it exists already, as long as no run
     has begun there. `url`: where a run that another machine began is stored. `fetched`: whether its directory was
-    written for this request.
+    written for this request. `force`: start even if the plan says that the run does not fit.
     """
 
     recipe: Recipe
@@ -61,6 +60,7 @@ class RunRequest:
     in_place: bool = False
     url: str | None = None
     fetched: bool = False
+    force: bool = False
 
     @contextmanager
     def opened(self, resolved: Resolved, stopped: Callable[[], bool] = lambda: False) -> Iterator[Path]:
@@ -112,7 +112,7 @@ class RunRequest:
         text = run_directory.recipe_text(
             with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
         )
-        run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+        run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.document, resolved.chosen)
         if self.run is None:
             named = [name for names in _named(recipe).values() for name in names]
             run_directory.keep_modules(run, modules_of_user(named))
@@ -301,7 +301,6 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     Raises RequestError; for a run that goes on it names the file of its recipe, which may be damaged.
     """
     from trainwright.models.resolve_model import check_available
-    from trainwright.planning.resolve import resolve
 
     recipe = request.recipe if request.started is None else with_processes(request.recipe, request.started)
     try:

@@ -6,11 +6,9 @@ while the run lasts. Before the first launch a trial of a few steps shows whethe
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -35,13 +33,21 @@ from trainwright.run import run_directory
 from trainwright.run.ending.left import describe_stop
 from trainwright.run.ending.oom_killer import raise_oom_score
 from trainwright.run.ending.requests import check_before_steps, forget_stops
-from trainwright.run.ending.stop import Stopping, job_script_warning
+from trainwright.run.ending.stop import Stopping
 from trainwright.run.failed import record_failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
 from trainwright.run.group.elastic import Elastic, devices_for
 from trainwright.run.limits import check_limits
-from trainwright.run.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
+from trainwright.run.process import (
+    ignore_closed_output,
+    preload_worker,
+    prepare_environment,
+    run_in_child,
+    warn_of_launcher,
+)
+from trainwright.run.request import RunRequest, resolve_request
+from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
 from trainwright.utils.activity import Activity
 from trainwright.utils.text import quoted, say
@@ -49,11 +55,9 @@ from trainwright.utils.text import quoted, say
 if TYPE_CHECKING:
     from trainwright.engine.events import Event
     from trainwright.machine.machine import Machine
-    from trainwright.planning.resolve import Resolved
     from trainwright.run.group.environment import NodeRendezvous
     from trainwright.run.nodes.launches import Crew
     from trainwright.run.nodes.nodes import LinkedStopping, Nodes
-    from trainwright.run.request import RunRequest
 
 
 def start(
@@ -61,29 +65,26 @@ def start(
     resolved: Resolved,
     machine: Machine,
     rendezvous: NodeRendezvous | None = None,
-    counted: Callable[[], Resolved] | None = None,
 ) -> Path:
     """Train to the end; return the run directory.
 
-    Args:
-        counted: plans again once the data is prepared; given if the plan is from estimated lengths. Several nodes keep
-            the first plan.
+    A plan from estimated lengths is made again once the data is prepared; several nodes keep the first plan.
 
     Raises:
         Stopped: a stop was requested; the message says what was saved and how to continue.
         TrainwrightError: the run could not start, or failed.
     """
+    if not request.force:
+        resolved.plan.refuse_shortage()
     processes = _max_processes(resolved)
     here = -(-processes // (rendezvous.nodes if rendezvous else 1))
     ignore_closed_output()
     check_limits(here, processes)
-    prepare_environment(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
-    end_orphaned_step()
-    if (warning := job_script_warning()) is not None:
-        say(f"warning: {warning}", file=sys.stderr)
+    prepare_environment(machine.cpu_cores, here, resolved.plan.threads)
+    warn_of_launcher("trainwright", sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
-            return _Launch(request, resolved, stopping, here, machine, counted=counted).train()
+            return _Launch(request, resolved, stopping, here, machine).train()
     # Imports torch, so it comes after the thread limit.
     from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped
 
@@ -140,7 +141,6 @@ class _Launch:
     processes: int
     machine: Machine
     nodes: Nodes | None = None
-    counted: Callable[[], Resolved] | None = None
     elastic: Elastic | None = field(default=None, init=False)
     crew: Crew | None = field(default=None, init=False)
 
@@ -156,9 +156,7 @@ class _Launch:
                 reason = "stopped before the first step; the existing run was not changed"
                 raise Stopped(f"{reason}; {_next(self.request.run)}") from None
             if is_first:
-                from trainwright.planning.output import summary
-
-                say(summary(self.resolved.plan))
+                say(self.resolved.plan.summary)
             try:
                 code = self._run_workers(run)
             except TrainwrightError as error:
@@ -197,10 +195,8 @@ class _Launch:
                 return run
             run = make()[0]
             self._get_ready(run)
-            if self.counted is not None:
-                with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
-                    resolved = self.counted()
-                self._replan(run, resolved)
+            if self.resolved.plan.estimated:
+                self._replan(run)
             if self.resolved.usable:
                 self.elastic = Elastic(run, self.resolved.usable, devices_for(self._devices()), self.stopping)
                 self.processes = self.elastic.first()
@@ -237,25 +233,28 @@ class _Launch:
         """Look for requests to stop while no process trains, which would look for them otherwise."""
         return self.stopping.looking(functools.partial(check_before_steps, run, self.request.deadline))
 
-    def _replan(self, run: Path, resolved: Resolved) -> None:
-        before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
+    def _replan(self, run: Path) -> None:
+        """Plan with the lengths of the prepared rows."""
+        with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
+            resolved = resolve_request(self.request, self.machine)
+            if not self.request.force:
+                resolved.plan.refuse_shortage()
+        before, self.resolved = self.resolved.plan.threads, resolved
         self.processes = _max_processes(resolved)
         self.request.record(run, resolved)
-        _set_threads(before, resolved.plan.chosen.choice.threads)
+        _set_threads(before, resolved.plan.threads)
         check_limits(self.processes, self.processes)
 
     def _run_workers(self, run: Path) -> int:
         """Run the workers until the run has ended or stopped, launch after launch: after a failure that a restart or a
         smaller micro-batch may mend, with another number of processes, or with another plan.
         """
-        from trainwright.faults.hangs.watcher import WatchedRun
         from trainwright.run.ending.failure import Failure
         from trainwright.run.relaunch import Relaunch
         from trainwright.run.run_worker import Worker, train
         from trainwright.run.supervisor import run_workers
 
         crew, recipe = self.crew, self.resolved.recipe
-        watched = WatchedRun(run, recipe.faults.on_hang, recipe.train.compile is True)
         relaunch = Relaunch(run, recipe.faults.restarts)
         resume = self.request.run is not None or (crew is not None and crew.has_launched)
         reported: Event | None = None
@@ -268,7 +267,7 @@ class _Launch:
                 logs=run / "logs",
                 stopping=self.stopping,
                 nodes=self.nodes,
-                watched=watched,
+                watched=run,
                 elastic=self.elastic,
             )
             resume, reported = True, None
@@ -297,7 +296,7 @@ class _Launch:
         recipe, threads = changed
         processes = int(recipe.parallel.processes)
         say(f"continuing with {recipe.parallel.strategy} on {processes}")
-        _set_threads(self.resolved.plan.chosen.choice.threads, threads)
+        _set_threads(self.resolved.plan.threads, threads)
         return processes
 
     def _devices(self) -> Callable[[], int | None]:
@@ -413,31 +412,3 @@ def _trial_figures(run: Path) -> tuple[int | None, float | None]:
     except OSError:
         return None, None
     return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)
-
-
-_SUPERVISOR = "slurmstepd"
-_SCANCEL_SECONDS = 60  # for Slurm's answer
-
-
-def end_orphaned_step() -> None:
-    """When this process ends, have Slurm end its job step if what supervises it has died by then."""
-    job, step, parent = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), os.getppid()
-    if job and step and _program_name(parent) == _SUPERVISOR:
-        atexit.register(_end_step, f"{job}.{step}", os.getpid(), parent)
-
-
-def _end_step(step: str, process: int, parent: int) -> None:
-    if os.getpid() != process or os.getppid() == parent:  # a child of it, or all is well
-        return
-    say(f"{_SUPERVISOR} of step {step} has died on this node, so the step is ended by scancel", file=sys.stderr)
-    try:
-        subprocess.run(["scancel", step], capture_output=True, timeout=_SCANCEL_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
-        say(f"scancel {step} failed: {error}", file=sys.stderr)
-
-
-def _program_name(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/comm").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

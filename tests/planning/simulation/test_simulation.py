@@ -15,10 +15,10 @@ from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.engine.policies.base import RankReport
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
-from trainwright.planning.resolve import resolve
 from trainwright.planning.simulation.start import simulated_machine
 from trainwright.recipe.loading import load_recipe
 from trainwright.run import run_directory
+from trainwright.run.resolve import resolve
 
 # The same run on one node of GPUs and on this machine's processor.
 SAME = (
@@ -177,7 +177,7 @@ def recorded(runs: Runs, name: str) -> dict[str, list[int]]:
     run = runs.new_directory("recorded")
     run.mkdir()
     text = run_directory.recipe_text(resolved.recipe)
-    run_directory.record(run, text, "tiny", resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+    run_directory.record(run, text, "tiny", resolved.reasons, resolved.plan.document, resolved.chosen)
     runs.function("tests.planning.simulation.entries:record", str(run), processes=ranks)
     counts: dict[str, list[int]] = json.loads((run / "collectives-0.json").read_text())
     return counts

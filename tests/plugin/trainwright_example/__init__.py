@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import Field
 
+from trainwright import extension
 from trainwright.data.sources.registry import Source
 from trainwright.parallel.replicated.spec import DDP
-from trainwright.recipe.extensions import extension
 from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
 from trainwright.recipe.sections.fields import NotNegative, Section
 from trainwright.recipe.task_spec import TaskSpec

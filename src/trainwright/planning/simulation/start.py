@@ -147,7 +147,7 @@ class _Simulating:
     def _planned(self, recipe: Recipe) -> RunPlan:
         from trainwright.planning.facts import facts_of
         from trainwright.planning.plan import constraints_of, make_plan
-        from trainwright.planning.resolve import possible
+        from trainwright.run.resolve import possible
 
         recipe, _ = possible(recipe, self._cluster)
         facts = facts_of(recipe)
@@ -155,9 +155,11 @@ class _Simulating:
 
     def _to_run(self, plan: RunPlan, requested: Recipe) -> Recipe:
         """Return the resolved recipe of a few steps, with an evaluation before and after them."""
-        from trainwright.planning.resolve import filled, possible
+        from trainwright.planning.planner import chosen_values
+        from trainwright.run.resolve import filled, possible
 
-        recipe = filled(possible(requested, self._cluster)[0], plan)
+        possible_recipe, _ = possible(requested, self._cluster)
+        recipe = filled(possible_recipe, chosen_values(plan), self._cluster.device)
         train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
         train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
         logging = {"observers": dict[str, Any]()}

@@ -100,7 +100,7 @@ def after_workers(run: Path, ranks: Iterable[int]) -> None:
 def after_failure(run: Path, settings: Settings, seconds: float, *, waits: bool) -> None:
     """Call this in the launcher when the run has failed, ``seconds`` after its launch; ``waits``: it may take long."""
     for name, setting in settings.items():
-        if setting is not False and OBSERVERS.is_there(name):
+        if setting is not False and OBSERVERS.is_present(name):
             spec = OBSERVERS.get(name)
             if isinstance(spec, ObserverSpec) and spec.after_failure is not None:
                 _function(name, spec, "after_failure")(run, setting, seconds, waits)

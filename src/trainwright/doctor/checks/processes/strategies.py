@@ -69,8 +69,8 @@ def check(context: CheckContext) -> CheckResult:
 def _side(context: CheckContext, strategy: str, processes: int) -> ComparedRun:
     """Return the run of the tiny recipe under a strategy."""
     from trainwright.doctor.verify import ComparedRun
-    from trainwright.planning.resolve import resolve
     from trainwright.recipe.loading import load_recipe
+    from trainwright.run.resolve import resolve
 
     file, rows = context.work / "recipe.yaml", context.work / "rows.jsonl"
     file.write_text(_RECIPE, encoding="utf-8")

@@ -1,16 +1,16 @@
-"""Choose a value for every `auto` of a recipe, give reasons, and reject what this machine cannot run.
+"""Give every `auto` of a recipe a value, with a reason, and refuse what this machine cannot run. Imports no torch.
 
-``class_errors.json`` is made by ``bench/plan_published.py --write`` from published runs, and for CPUs from runs that
-were measured there; nothing in it is written by hand.
+A planner chooses the values, if there is one (``recipe/registries.py``, PLANNERS); otherwise they follow from simple
+rules (``by_default``), which predict neither memory nor time.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,18 +21,46 @@ from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.planning.candidates import LAYOUT_KEYS, Constraints
-from trainwright.planning.facts import experts_note, facts_of
-from trainwright.planning.plan import RunPlan, constraints_of, installed, make_plan
-from trainwright.planning.processes import in_words, on_nodes, usable_processes
-from trainwright.planning.step_time.basis import basis_of
+from trainwright.recipe.checks import contradictions
 from trainwright.recipe.parallel_checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
-from trainwright.recipe.process_range import with_processes
+from trainwright.recipe.process_range import in_words, usable_processes, with_processes
+from trainwright.recipe.registries import PLANNERS
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.utils.activity import doing
-from trainwright.utils.text import say
+from trainwright.recipe.strategy_spec import all_specs
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a planner has chosen for a recipe on a machine.
+
+    Attributes:
+        values: for every ``auto``, by section and key of the recipe.
+        reasons: ``key value: why`` for every choice.
+        summary: the plan in one line.
+        document: the whole plan, as written to plan.json.
+        shortage: why the run does not fit; None if it does, or if nothing was predicted.
+        is_close: the largest step has to be tested before training.
+        threads: of a process on a CPU; None: its share of the cores.
+        estimated: the lengths of the examples were estimated; they are known once the data has been prepared.
+        fits: whether a resolved recipe with another number of processes fits.
+    """
+
+    values: Mapping[str, Mapping[str, Any]]
+    reasons: tuple[str, ...]
+    summary: str
+    document: Mapping[str, Any] = field(default_factory=dict)
+    shortage: str | None = None
+    is_close: bool = False
+    threads: int | None = None
+    estimated: bool = False
+    fits: Callable[[Recipe], bool] = lambda recipe: True
+
+    def refuse_shortage(self) -> None:
+        """Raise MachineError if the run does not fit."""
+        if self.shortage is not None:
+            raise MachineError(self.shortage)
 
 
 @dataclass(frozen=True)
@@ -41,23 +69,21 @@ class Resolved:
 
     Attributes:
         chosen: keys (``section.key``) whose value was not set in the recipe.
-        estimated: the lengths of the examples were estimated; they are known once the data has been prepared.
         usable: the numbers of processes that the run can go on with, in order, if the recipe leaves it open. The plan
             and the recipe here are for the largest.
     """
 
     recipe: Recipe
     reasons: tuple[str, ...]
-    plan: RunPlan
+    plan: Planned
     chosen: tuple[str, ...]
-    estimated: bool = False
     usable: tuple[int, ...] = ()
 
 
 def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
     """Fill in every `auto` for ``nodes`` machines like ``machine``.
 
-    If nothing fits, the recipe is resolved to the nearest candidate; ``plan.refuse_shortage`` raises the error.
+    If nothing fits, the recipe is resolved to the nearest candidate; ``Planned.refuse_shortage`` raises the error.
     ``check_gpus`` is False if GPUs are counted elsewhere: a launcher may show each process only its own.
 
     Raises:
@@ -67,24 +93,18 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     requested, elastic = recipe, recipe.parallel.num_processes
     machine = with_device(machine, recipe.parallel.device)
     recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
-    facts = facts_of(recipe)
-    cluster = _cluster(recipe, machine, nodes)
-    basis = basis_of(machine, facts.workload, doing)
-    if basis.message is not None:
-        say(basis.message, file=sys.stderr)
-    constraints = constraints_of(recipe)
-    if elastic == "auto" and nodes > 1:
-        constraints = replace(constraints, worlds=on_nodes(recipe, machine, nodes))
-    plan = make_plan(constraints, facts.workload, cluster, facts.assumptions, basis, installed)
+    planners = PLANNERS.present() or [by_default]
+    plan: Planned = planners[-1](recipe, machine, nodes)
     if sys.platform == "darwin" and machine.is_here:
         remarks.append("parallel.device cpu: macOS is experimental; training uses the CPU, and not Apple's GPU (MPS)")
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason(recipe.faults.mean_time_between))
-    resolved = filled(recipe, plan)
+    resolved = filled(recipe, plan.values, machine.device)
     usable: tuple[int, ...] = ()
     if isinstance(elastic, ProcessRange):
-        allowed = tuple(n for n in usable_processes(resolved, elastic) if n <= plan.chosen.choice.num_processes)
-        usable = _fitting(resolved, allowed, lambda one: make_plan(one, facts.workload, cluster, (), basis, installed))
+        largest = int(resolved.parallel.processes)
+        allowed = tuple(n for n in usable_processes(resolved, elastic) if n <= largest)
+        usable = _fitting(resolved, allowed, plan.fits)
         remarks.append(
             f"parallel.num_processes: the run has as many of {in_words(allowed)} processes as there are GPUs and slots"
         )
@@ -93,48 +113,115 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
             remarks.append(f"parallel.num_processes: with {few} the run does not fit, so it waits for {usable[0]}")
         requested = with_processes(requested, usable[-1])
     chosen = tuple(_different(requested, resolved))
-    return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, facts.estimated, usable)
+    return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, usable)
 
 
-def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constraints], RunPlan]) -> tuple[int, ...]:
+# Tokens of a micro-batch that is chosen without a plan, unless one row has more.
+_MICRO_BATCH_TOKENS = 8192
+
+
+def by_default(recipe: Recipe, machine: Machine, nodes: int) -> Planned:
+    """Choose values without predictions: the simplest strategy, one process per GPU or two on a CPU, the precision of
+    the device, and the largest micro-batch of a usual size, which is tested before training.
+
+    Raises:
+        RequestError: a value does not follow from the rest of the recipe; the message says what to write.
+    """
+    parallel = recipe.parallel
+    if isinstance(parallel.num_processes, ProcessRange):
+        processes = usable_processes(recipe, parallel.num_processes)[-1]
+    elif parallel.num_processes == "auto":
+        processes = 1 if parallel.is_one_process else on_nodes(recipe, machine, nodes)[0]
+    else:
+        processes = parallel.num_processes
+    strategy = _simplest_strategy(processes) if parallel.strategy == "auto" else parallel.strategy
+    precision = "bf16" if machine.gpus and machine.has_bf16 else "no"
+    choices: dict[str, dict[str, Any]] = {
+        "train": {
+            "micro_batch_size": _micro_batch_size(recipe, processes),
+            "mixed_precision": precision,
+            "activation_checkpointing": "none",
+            "compile": False,
+        },
+        "parallel": {"strategy": strategy, "num_processes": processes},
+    }
+    values = {
+        name: {key: value for key, value in section.items() if getattr(getattr(recipe, name), key) == "auto"}
+        for name, section in choices.items()
+    }
+    values["parallel"]["num_processes"] = processes  # also of a range
+    reasons = [
+        f"{name}.{key} {str(value).lower()}: the default, as no planner is installed"
+        for name, section in values.items()
+        for key, value in section.items()
+    ]
+    summary = f"no plan, as no planner is installed: {strategy} on {processes}; memory and time are not predicted"
+    return Planned(values, tuple(reasons), summary, is_close=True)
+
+
+def _simplest_strategy(processes: int) -> str:
+    for name, spec in all_specs().items():
+        if not spec.shards and spec.least_processes <= processes <= (spec.most_processes or processes):
+            return name
+    raise _ask("parallel.strategy", f"no strategy without shards runs {processes} processes; write its name")
+
+
+def _micro_batch_size(recipe: Recipe, processes: int) -> int | str:
+    train, share = recipe.train, math.ceil(recipe.train.global_batch_size / processes)
+    steps, packed = train.gradient_accumulation_steps, recipe.data.pack_length is not None
+    if packed:  # how many packs a batch has depends on the data
+        return 1 if steps == "auto" else "auto"
+    if steps == "auto":
+        return max(1, min(share, _MICRO_BATCH_TOKENS // recipe.data.max_length))
+    sizes = range(share, 0, -1)
+    batches = ((rows, math.ceil(math.ceil(train.global_batch_size / rows) / processes)) for rows in sizes)
+    if (rows := next((rows for rows, count in batches if count == steps), None)) is None:
+        raise _ask("train.micro_batch_size", f"no number of rows gives {steps} accumulation steps on {processes}")
+    return rows
+
+
+def _ask(key: str, why: str) -> RequestError:
+    return RequestError(f"{key}: auto has no value without a planner: {why}")
+
+
+def on_nodes(recipe: Recipe, machine: Machine, nodes: int) -> tuple[int, ...]:
+    """Return the numbers of processes to try on ``nodes`` machines like this one, as many on each.
+
+    First the number with which each process has an example, or if the rest of the recipe does not allow it, the nearest
+    smaller number that it does, or else the nearest larger one. Then all GPUs: those without examples can hold shards.
+    """
+    usual = len(machine.gpus) or min(2, machine.cpu_cores)  # more than two on a CPU gain nothing
+    busy = max(1, min(usual, recipe.train.global_batch_size // nodes))
+    others = chain(range(busy, 0, -1), range(busy + 1, (len(machine.gpus) or machine.cpu_cores) + 1))
+    each = next((n for n in others if not contradictions(with_processes(recipe, n * nodes))), busy)
+    idle = bool(machine.gpus) and not contradictions(with_processes(recipe, usual * nodes))
+    return tuple(dict.fromkeys((each * nodes, usual * nodes if idle else each * nodes)))
+
+
+def _fitting(recipe: Recipe, allowed: tuple[int, ...], fits: Callable[[Recipe], bool]) -> tuple[int, ...]:
     """Return the allowed numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
     spec = recipe.parallel.spec
     if spec is None or not spec.shards:
         return allowed
     largest, *fewer = reversed(allowed)
-    fit = takewhile(lambda n: planned(constraints_of(with_processes(recipe, n))).fits, fewer)
-    return (*sorted(fit), largest)
+    return (*sorted(takewhile(lambda n: fits(with_processes(recipe, n)), fewer)), largest)
 
 
-def filled(recipe: Recipe, plan: RunPlan) -> Recipe:
-    """Return the recipe with every `auto` replaced by the plan's choice.
+def filled(recipe: Recipe, chosen: Mapping[str, Mapping[str, Any]], device: str) -> Recipe:
+    """Return the recipe with every `auto` replaced by the value that was chosen, by section and key.
 
     Raises:
         RequestError: a choice contradicts the recipe or its DeepSpeed file.
     """
     values = recipe.model_dump()
-    for section, chosen in chosen_values(plan).items():
-        values[section].update(chosen)
-    values["parallel"]["device"] = plan.cluster.device
+    for section, choices in chosen.items():
+        values[section].update(choices)
+    values["parallel"]["device"] = device
     if recipe.checkpoint.keep_best == "auto":
         values["checkpoint"]["keep_best"] = recipe.spec.keeps_best and recipe.validates
     resolved = _checked(recipe, values)
     deepspeed_config.check_file(resolved)
     return resolved
-
-
-def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
-    """Return the plan's values for ``auto``, by section and key of the recipe."""
-    choice = plan.chosen.choice
-    train = {
-        "mixed_precision": choice.mixed_precision,
-        "activation_checkpointing": choice.activation_checkpointing,
-        "compile": choice.compile,
-    }
-    if not (plan.workload.packed and "gradient_accumulation_steps" in plan.constraints.fixed):
-        train["micro_batch_size"] = choice.micro_batch_size
-    parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *LAYOUT_KEYS)}
-    return {"train": train, "parallel": parallel}
 
 
 def _different(requested: Recipe, resolved: Recipe) -> Iterator[str]:
@@ -163,8 +250,6 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
     _check_tf32(recipe, cluster, remarks)
-    if (left_out := experts_note(recipe.model)) is not None:
-        remarks.append(left_out)
     return recipe, remarks
 
 
@@ -175,14 +260,6 @@ def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
     name, key = implied
     remarks.append(f"parallel.strategy {name}: required by {key}")
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": name})})
-
-
-def _cluster(recipe: Recipe, machine: Machine, nodes: int) -> Cluster:
-    cluster = cluster_of(machine, nodes)
-    processes = recipe.parallel.processes
-    if processes == "auto" or not machine.gpus:
-        return cluster
-    return replace(cluster, devices_per_node=max(cluster.devices_per_node, -(-processes // nodes)))
 
 
 def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:

@@ -1,0 +1,73 @@
+"""The planner: choose a value for every `auto` of a recipe by predicted memory and time."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from trainwright.machine.describe import Cluster, cluster_of
+from trainwright.machine.machine import Machine
+from trainwright.planning.candidates import LAYOUT_KEYS
+from trainwright.planning.facts import experts_notes, facts_of
+from trainwright.planning.output import summary
+from trainwright.planning.plan import RunPlan, constraints_of, installed, make_plan
+from trainwright.planning.reasons import shortage
+from trainwright.planning.step_time.basis import basis_of
+from trainwright.recipe.schema import Recipe
+from trainwright.run.resolve import Planned, on_nodes
+from trainwright.utils.activity import doing
+from trainwright.utils.text import say
+
+
+def plan_recipe(recipe: Recipe, machine: Machine, nodes: int) -> Planned:
+    """Return the plan of a recipe for ``nodes`` machines like ``machine``.
+
+    If nothing fits, it is that of the nearest candidate.
+
+    Raises:
+        RequestError: the model's configuration cannot be found, or no number of processes satisfies the recipe.
+        MachineError: the blocks are to be compiled, but this machine has no compiler.
+    """
+    facts = facts_of(recipe)
+    cluster = _cluster(recipe, machine, nodes)
+    basis = basis_of(machine, facts.workload, doing)
+    if basis.message is not None:
+        say(basis.message, file=sys.stderr)
+    constraints = constraints_of(recipe)
+    if recipe.parallel.num_processes == "auto" and nodes > 1:
+        constraints = replace(constraints, worlds=on_nodes(recipe, machine, nodes))
+    plan = make_plan(constraints, facts.workload, cluster, facts.assumptions, basis, installed)
+    return Planned(
+        values=chosen_values(plan),
+        reasons=(*plan.reasons, *experts_notes(recipe.model)),
+        summary=summary(plan),
+        document=plan.as_json(),
+        shortage=None if plan.fits else shortage(plan.chosen, plan.cluster, plan.suggestions),
+        is_close=plan.is_close,
+        threads=plan.chosen.choice.threads,
+        estimated=facts.estimated,
+        fits=lambda one: make_plan(constraints_of(one), facts.workload, cluster, (), basis, installed).fits,
+    )
+
+
+def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
+    """Return the plan's values for ``auto``, by section and key of the recipe."""
+    choice = plan.chosen.choice
+    train = {
+        "mixed_precision": choice.mixed_precision,
+        "activation_checkpointing": choice.activation_checkpointing,
+        "compile": choice.compile,
+    }
+    if not (plan.workload.packed and "gradient_accumulation_steps" in plan.constraints.fixed):
+        train["micro_batch_size"] = choice.micro_batch_size
+    parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *LAYOUT_KEYS)}
+    return {"train": train, "parallel": parallel}
+
+
+def _cluster(recipe: Recipe, machine: Machine, nodes: int) -> Cluster:
+    cluster = cluster_of(machine, nodes)
+    processes = recipe.parallel.processes
+    if processes == "auto" or not machine.gpus:
+        return cluster
+    return replace(cluster, devices_per_node=max(cluster.devices_per_node, -(-processes // nodes)))
