@@ -11,7 +11,7 @@ import trainwright
 from tests.support.commands import PATIENCE, ROOT, environment
 from tests.support.runs import events
 
-ROOMS = ("faults",)  # those that nothing of the core imports
+ROOMS = ("faults", "observe")  # those that nothing of the core imports
 
 
 def test_a_run_is_trained_without_the_rooms(tmp_path: Path) -> None:
@@ -34,3 +34,4 @@ def test_a_run_is_trained_without_the_rooms(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (start,) = events(run, "start")
     assert start["world_size"] == 2 and (run / "final").is_dir()
+    assert list((run / "tensorboard").iterdir()) and "finished at step 2" in done.stderr + done.stdout

@@ -124,8 +124,8 @@ def _changes(before: Recipe, changed: LoadedRecipe) -> list[_Change]:
     changes = []
     for path in dict.fromkeys([*new, *old]):
         was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
-        inside = (origin for written, origin in changed.origins.items() if written[: len(path)] == path)
-        origin = changed.origins.get(path) or next(inside, None)
+        written = [origin for key, origin in changed.origins.items() if key[: len(path)] == path]
+        origin = min(written, key=lambda origin: origin.line is not None, default=None)  # an override, if there is one
         typed = origin is not None and origin.line is None
         if was != now and (now != "auto" or typed):
             changes.append(_Change(path, was, now, origin or Origin("the default")))

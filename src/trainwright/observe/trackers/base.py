@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from trainwright.engine.event_reader import EventRecord, resumed_step
+from trainwright.run.observers.tensorboard import Values, values_of
 from trainwright.run.process import console
 from trainwright.utils.text import say
 
 _EVENTS = 10_000  # those that wait for a slow tracker; about an hour of steps
 _LAST_SECONDS = 30.0
-_STEP = (
-    *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_time"),
-    *("memory_bytes", "resident_bytes"),
-)
-
-Values = dict[str, float]
 
 
 class Tracker(Protocol):
@@ -107,16 +102,6 @@ class TrackerObserver:
 def print_notice_of(tracker: str, what: str) -> None:
     """Tell the user what is wrong with a tracker: on the console, or in the worker's log."""
     say(f"warning: logging.observers: {tracker} {what}", file=console())
-
-
-def values_of(event: EventRecord) -> Values:
-    """Return the figures of an event by name: ``train/NAME`` of a step, ``evaluate/NAME`` of an evaluation."""
-    metrics = event.get("metrics") or {}
-    if event["event"] == "step":
-        fields = {f"train/{name}": event.get(name) for name in _STEP} | {f"train/{n}": v for n, v in metrics.items()}
-    else:
-        fields = {f"evaluate/{name}": value for name, value in metrics.items()}
-    return {name: value for name, value in fields.items() if isinstance(value, (int, float))}
 
 
 def _config(run: Path) -> dict[str, Any]:

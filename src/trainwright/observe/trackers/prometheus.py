@@ -10,8 +10,8 @@ from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import RequestError
 from trainwright.machine.usage.gpu import all_gpus
 from trainwright.observe.specs import PrometheusOptions
-from trainwright.observe.trackers.base import values_of
 from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.tensorboard import values_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily

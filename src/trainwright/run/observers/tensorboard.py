@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.engine.event_reader import EventRecord, resumed_step
 
@@ -25,6 +25,8 @@ _STEP_SCALARS = (
     "resident_bytes",
 )
 _FLUSH_SECONDS = 10
+
+Values = dict[str, float]
 
 
 def of_run(run: ObservedRun, _: object) -> TensorBoardObserver:
@@ -87,21 +89,19 @@ class TensorBoardObserver:
 
 def write_event(writer: SummaryWriter, event: EventRecord) -> None:
     """Write the scalars and texts of one event; other events write nothing."""
-    kind, step = event["event"], event.get("step")
-    if kind == "step":
-        for name in _STEP_SCALARS:
-            _scalar(writer, f"train/{name}", event.get(name), step)
-        for name, value in event.get("metrics", {}).items():
-            _scalar(writer, f"train/{name}", value, step)
-    elif kind == "evaluate":
-        for name, value in event["metrics"].items():
-            _scalar(writer, f"evaluate/{name}", value, step)
-    elif kind == "generate":
+    for name, value in values_of(event).items():
+        writer.add_scalar(name, value, event["step"])
+    if event["event"] == "generate":
         # TensorBoard renders Markdown; indented text is shown literally.
         body = "\n".join(f"    {line}" for line in str(event["text"]).splitlines())
-        writer.add_text(f"generate/{event['prompt'][:60]}", body, step)
+        writer.add_text(f"generate/{event['prompt'][:60]}", body, event["step"])
 
 
-def _scalar(writer: SummaryWriter, name: str, value: Any, step: int | None) -> None:
-    if isinstance(value, (int, float)):
-        writer.add_scalar(name, value, step)
+def values_of(event: EventRecord) -> Values:
+    """Return the figures of an event by name: ``train/NAME`` of a step, ``evaluate/NAME`` of an evaluation."""
+    kinds = {"step": "train", "evaluate": "evaluate"}
+    if event["event"] not in kinds:
+        return {}
+    values = {name: event.get(name) for name in _STEP_SCALARS} | (event.get("metrics") or {})
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {f"{kinds[event['event']]}/{name}": value for name, value in numbers.items()}
