@@ -222,7 +222,7 @@ def compare(options: VerifyRequest) -> Comparison:
 
 
 def _translation(file: Path, overrides: tuple[str, ...]) -> Translation:
-    from trainwright.compatibility.accelerate.recipe import find_translation
+    from trainwright.compatibility.accelerate.launcher import find_translation
 
     alone = any(word.startswith("parallel.num_processes=") for word in overrides)
     translation = find_translation(file, overrides, nodes=1 if alone else None)

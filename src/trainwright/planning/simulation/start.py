@@ -73,7 +73,7 @@ def simulate(request: SimulationRequest) -> Simulation:
 
 def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tuple[SimulationRequest, Cluster]:
     """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
-    from trainwright.compatibility.accelerate.recipe import find_translation, join
+    from trainwright.compatibility.accelerate.launcher import find_translation
 
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster has only those GPUs already
     translation = find_translation(file, request.overrides, rendezvous="simulated:29500")
@@ -81,9 +81,8 @@ def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tupl
         raise RequestError(
             f"{file}: num_machines is {translation.nodes}, but --simulate: {request.on} has {cluster.nodes}; change one"
         )
-    return replace(request, overrides=join(translation, request.recipe, request.overrides).overrides), visible_part(
-        cluster
-    )
+    overrides, _ = translation.over(request.recipe, request.overrides)
+    return replace(request, overrides=overrides), visible_part(cluster)
 
 
 class _Simulating:
