@@ -13,7 +13,7 @@ import trainwright
 from tests.support.commands import PATIENCE, ROOT, environment
 from tests.support.runs import events
 
-ROOMS = ("clusters", "compatibility", "planning")
+ROOMS = ("clusters", "compatibility", "faults", "planning")
 # Still imported by the core.
 NOT_YET = ("planning/plan_watch.py",)
 TINY = str(ROOT / "recipes" / "sft" / "tiny.yaml")

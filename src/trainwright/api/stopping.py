@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections import Counter
-from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainwright.api.run import Run
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
-from trainwright.run.ending.requests import CHECKPOINT_FILE, STOP_FILE, stop_was_requested
+from trainwright.recipe.registries import STOP_HOOKS
+from trainwright.run.ending.requests import CHECKPOINT_FILE, STOP_FILE, ask
 from trainwright.run.run_directory import RECIPE, SUBMITTED
 from trainwright.utils.paths import run_path
 
-if TYPE_CHECKING:
-    from trainwright.clusters.slurm.scheduler import QueuedJob
-
-_LOOK_SECONDS, _ASK_SECONDS = 0.2, 2.0  # the second: the scheduler
+_LOOK_SECONDS = 0.2
 
 
 def checkpoint(run: Run | str | PathLike[str], timeout: float = 600.0) -> int | None:
@@ -48,25 +41,13 @@ def checkpoint(run: Run | str | PathLike[str], timeout: float = 600.0) -> int | 
         file = target.directory / CHECKPOINT_FILE
         raise RequestError(f"{target.directory} is not being trained here; for another machine, create {file}")
     before = max(target.checkpoints, default=0)
-    _touch(target.directory / CHECKPOINT_FILE)
+    ask(target.directory / CHECKPOINT_FILE)
     end = time.monotonic() + timeout
     while time.monotonic() < end and is_locked(target.directory):
         if (newest := max(target.checkpoints, default=0)) > before:
             return newest
         time.sleep(_LOOK_SECONDS)
     return None
-
-
-def _touch(file: Path) -> None:
-    try:
-        # In a directory of others it may be a link, or a pipe.
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        try:
-            os.utime(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise RequestError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
@@ -93,12 +74,11 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
             ...
         trainwright.errors.RequestError: runs/tiny is not being trained here; for another machine, create runs/tiny/stop
     """
-    from trainwright.clusters.slurm import scheduler
-
     directory = run.directory if isinstance(run, Run) else run_path(run)
     end = time.monotonic() + timeout
-    if jobs := scheduler.jobs_of(directory):
-        return _stop_jobs(directory, jobs, end)
+    for stop_jobs in STOP_HOOKS.present():
+        if (outcome := stop_jobs(directory, timeout)) is not None:
+            return outcome
     if (directory / SUBMITTED).is_dir() and not (directory / RECIPE).is_file():
         raise RequestError(f"{directory}: no job in the queue trains this run, or a run in this directory")
     target = Run(directory)
@@ -106,44 +86,9 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         raise RequestError(
             f"{directory} is not being trained here; for another machine, create {directory / STOP_FILE}"
         )
-    _touch(directory / STOP_FILE)
+    ask(directory / STOP_FILE)
     while is_locked(directory):
         if time.monotonic() >= end:
             return "stopping"
         time.sleep(_LOOK_SECONDS)
     return target.status
-
-
-def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
-    """Stop the runs of jobs in the queue; return what has become of them.
-
-    Args:
-        directory: of the run, or of an array's runs.
-        end: how long to wait, by the monotonic clock.
-    """
-    from trainwright.clusters.slurm import scheduler
-
-    ends: dict[Path, str] = {}
-    stopped_before: set[tuple[str, bool]] = set()
-    while jobs:
-        new = [
-            job for job in jobs if (job.name, job.waits) not in stopped_before
-        ]  # a job may begin, or wait again, meanwhile
-        running = [job for job in jobs if not job.waits and (job.run / RECIPE).is_file()]
-        started = [job for job in new if job in running]
-        scheduler.cancel([job for job in new if job not in started])
-        scheduler.forbid_requeue(started)
-        for job in running:  # a start that is not this far yet forgets what was asked before it
-            if job in started or not stop_was_requested(job.run):
-                _touch(job.run / STOP_FILE)
-        stopped_before |= {(job.name, job.waits) for job in new}
-        ends |= {job.run: "canceled" for job in new if job not in started} | {job.run: "" for job in started}
-        if all(job.waits for job in jobs):
-            break
-        if time.monotonic() >= end:
-            return "stopping"
-        time.sleep(_ASK_SECONDS)
-        jobs = scheduler.jobs_of(directory)
-    statuses = [said or Run(run).status for run, said in ends.items()]
-    counts = ", ".join(f"{count} {said}" for said, count in Counter(statuses).most_common())
-    return statuses[0] if [*ends] == [directory.absolute()] else counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.extensions import Registry
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
+    from trainwright.run.watchers import Watcher
 
 # Each is in a module that imports no torch.
 TASKS: Registry[TaskSpec] = Registry(
@@ -209,6 +211,31 @@ STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
         "slurm": "trainwright.clusters.slurm.scheduler:job_warning",
     },
     kind="stop warning",
+    required=("__call__",),
+)
+
+# Each is a run.watchers.Watcher.
+WATCHERS: Registry[Watcher] = Registry(
+    "trainwright.watchers",
+    {"hangs": "trainwright.faults.hangs.detection:HANGS"},
+    kind="watcher",
+    required=("install", "watch", "watch_beside"),
+)
+
+# Each is called with the name of the launcher as it begins a run in this process, and returns a warning or None.
+START_HOOKS: Registry[Callable[[str], str | None]] = Registry(
+    "trainwright.start_hooks",
+    {"slurm": "trainwright.clusters.slurm.job_step:begin"},
+    kind="start hook",
+    required=("__call__",),
+)
+
+# Each is called with a run directory and the seconds to wait at most. It stops the jobs in its queue that train the
+# run, or the runs of an array there, and returns what has become of them; None if there are none.
+STOP_HOOKS: Registry[Callable[[Path, float], str | None]] = Registry(
+    "trainwright.stop_hooks",
+    {"slurm": "trainwright.clusters.slurm.stopping:stop_jobs"},
+    kind="stop hook",
     required=("__call__",),
 )
 

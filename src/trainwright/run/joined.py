@@ -2,9 +2,6 @@
 
 Only rank 0 reads the recipe, rejects it or creates the run directory, and prepares data and weights. The others do not
 wait in a collective meanwhile but poll the store, without a time limit. A process whose launcher has died stops.
-
-Slurm sends the signal of `--signal=USR1@N` to every process of a step. torchrun neither handles nor passes on SIGUSR1
-and SIGUSR2 by default (`--signals-to-handle`, torch/distributed/run.py), and dies of them.
 """
 
 from __future__ import annotations
@@ -37,17 +34,30 @@ from trainwright.errors import (
 )
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.registries import LAUNCHERS
+from trainwright.recipe.registries import LAUNCHERS, WATCHERS
 from trainwright.run import run_directory
 from trainwright.run.ending.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
 from trainwright.run.ending.left import describe_stop
 from trainwright.run.ending.requests import Deadline, deadline_of
 from trainwright.run.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
-from trainwright.run.group.environment import LaunchEnvironment, Variables, accelerate_variables, read_environment
+from trainwright.run.group.environment import (
+    SUPERVISING_LAUNCHERS,
+    LaunchEnvironment,
+    Variables,
+    accelerate_variables,
+    read_environment,
+)
 from trainwright.run.group.report_once import should_report
 from trainwright.run.group.waiting import Waiting
 from trainwright.run.limits import check_limits
-from trainwright.run.process import die_with_parent, enter_process, lossy_text, prepare_environment, threads_allowed
+from trainwright.run.process import (
+    die_with_parent,
+    enter_process,
+    lossy_text,
+    prepare_environment,
+    threads_allowed,
+    warn_of_launcher,
+)
 from trainwright.run.request import (
     AUTO,
     LauncherSettings,
@@ -169,19 +179,20 @@ def run_joined(
             os.environ["OMP_NUM_THREADS"] = str(_threads(slot))
         follow_signals()
         stop_without_launcher(environment.launcher)
-        if environment.rank == 0 and (warning := signal_warning(environment.launcher)) is not None:
-            say(f"warning: {warning}", file=terminal)
+        if environment.rank == 0:
+            warn_of_launcher(environment.launcher, terminal)
         failures.interrupting(None)
         rank_info = participant.rank_info(slot)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
-            from trainwright.faults.hangs.beside import watching
             from trainwright.run.ending.failure import run_to_end
             from trainwright.run.group.rendezvous import prepare_each_machine
             from trainwright.run.run_worker import Worker, prepare, train
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
-            with watching(run, rank_info, terminal, lambda: failures.text):
+            with ExitStack() as watched:
+                for watcher in WATCHERS.present():
+                    watched.enter_context(watcher.watch_beside(run, rank_info, terminal, lambda: failures.text))
                 worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=environment.launcher)
                 code = run_to_end(functools.partial(train, worker), rank_info.rank)
         except Exception as error:
@@ -414,7 +425,6 @@ def _threads(slot: DeviceSlot) -> int:
     return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else threads_allowed()
 
 
-_SUPERVISING_LAUNCHERS = ("torchrun", "accelerate launch")
 _PARENT_CHECK_SECONDS = 1.0
 # How long a worker may take for its step and the checkpoint; one that hangs must not keep its GPU.
 _ORPHAN_SECONDS = 600.0
@@ -426,7 +436,7 @@ def stop_without_launcher(launcher: str) -> None:
     SIGTERM must request a stop already, as after ``follow_signals``.
     """
     parent = os.getppid()
-    if launcher not in _SUPERVISING_LAUNCHERS:
+    if launcher not in SUPERVISING_LAUNCHERS:
         return
     die_with_parent(parent, signal.SIGTERM)
     threading.Thread(target=_end_after, args=(parent,), daemon=True, name="launcher").start()
@@ -437,28 +447,3 @@ def _end_after(parent: int) -> None:
         time.sleep(_PARENT_CHECK_SECONDS)
     time.sleep(_ORPHAN_SECONDS)
     os._exit(record_exit_code(EXIT_FAULT))
-
-
-def signal_warning(launcher: str) -> str | None:
-    """Return a warning for a job of Slurm whose launcher would die of SIGUSR1 or SIGUSR2; otherwise None."""
-    if launcher not in _SUPERVISING_LAUNCHERS or "SLURM_JOB_ID" not in os.environ:
-        return None
-    handled = _handled(os.getppid())
-    fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not handled >> (number - 1) & 1]
-    if not fatal:
-        return None
-    return (
-        f"{launcher} (process {os.getppid()}) dies of {' and '.join(fatal)}: with #SBATCH --signal=USR1@SECONDS, Slurm "
-        "may end this run before its last checkpoint is written; start it with trainwright under, or export "
-        "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 in the job script"
-    )
-
-
-def _handled(pid: int) -> int:
-    """Return the signals that a process handles or ignores as bits (proc(5)); all if that is unknown."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return -1
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
-    return masks[0] | masks[1] if len(masks) == 2 else -1

@@ -24,7 +24,6 @@ from trainwright.engine.policies.profiling import Profiling
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
-from trainwright.faults.hangs.evidence import keep_collectives, write_stacks_on_signal
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
@@ -45,7 +44,7 @@ from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.plan_watch import PlanWatch, WatchedPlan
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.process_range import with_processes
-from trainwright.recipe.registries import OBSERVERS, STEP_POLICIES, STOP_WARNINGS
+from trainwright.recipe.registries import OBSERVERS, STEP_POLICIES, STOP_WARNINGS, WATCHERS
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Auto, seconds_of
 from trainwright.recipe.sections.parallel import ProcessRange
@@ -135,11 +134,10 @@ def train(worker: Worker) -> int:
     """
     run = worker.run
     rank_info = worker.rank_info or RankInfo.from_variables()
-    directory = heartbeat_directory(run)
-    heartbeat.begin(directory, rank_info.rank)
+    heartbeat.begin(heartbeat_directory(run), rank_info.rank)
     report_collectives()
-    keep_collectives(run / "logs", directory)
-    write_stacks_on_signal(run / "logs", rank_info.rank)
+    for watcher in WATCHERS.present():
+        watcher.install(run, rank_info.rank)
     with Activity(console(), "looking at the machine"):
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"

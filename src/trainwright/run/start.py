@@ -6,11 +6,9 @@ while the run lasts. Before the first launch a trial of a few steps shows whethe
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -36,12 +34,18 @@ from trainwright.run.ending.failed import record_failure
 from trainwright.run.ending.left import describe_stop
 from trainwright.run.ending.oom_killer import raise_oom_score
 from trainwright.run.ending.requests import check_before_steps, forget_stops
-from trainwright.run.ending.stop import Stopping, job_script_warning
+from trainwright.run.ending.stop import Stopping
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
 from trainwright.run.group.elastic import Elastic, devices_for
 from trainwright.run.limits import check_limits
-from trainwright.run.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
+from trainwright.run.process import (
+    ignore_closed_output,
+    preload_worker,
+    prepare_environment,
+    run_in_child,
+    warn_of_launcher,
+)
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
@@ -77,9 +81,7 @@ def start(
     ignore_closed_output()
     check_limits(here, processes)
     prepare_environment(machine.cpu_cores, here, resolved.plan.threads)
-    end_orphaned_step()
-    if (warning := job_script_warning()) is not None:
-        say(f"warning: {warning}", file=sys.stderr)
+    warn_of_launcher("trainwright", sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
             return _Launch(request, resolved, stopping, here, machine).train()
@@ -247,14 +249,12 @@ class _Launch:
         """Run the workers until the run has ended or stopped, launch after launch: after a failure that a restart or a
         smaller micro-batch may mend, with another number of processes, or with another plan.
         """
-        from trainwright.faults.hangs.watcher import WatchedRun
         from trainwright.run.ending.failure import Failure
         from trainwright.run.relaunch import Relaunch
         from trainwright.run.run_worker import Worker, train
         from trainwright.run.supervisor import run_workers
 
         crew, recipe = self.crew, self.resolved.recipe
-        watched = WatchedRun(run, recipe.faults.on_hang, recipe.train.compile is True)
         relaunch = Relaunch(run, recipe.faults.restarts)
         resume = self.request.run is not None or (crew is not None and crew.has_launched)
         reported: Event | None = None
@@ -267,7 +267,7 @@ class _Launch:
                 logs=run / "logs",
                 stopping=self.stopping,
                 nodes=self.nodes,
-                watched=watched,
+                watched=run,
                 elastic=self.elastic,
             )
             resume, reported = True, None
@@ -412,31 +412,3 @@ def _trial_figures(run: Path) -> tuple[int | None, float | None]:
     except OSError:
         return None, None
     return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)
-
-
-_SUPERVISOR = "slurmstepd"
-_SCANCEL_SECONDS = 60  # for Slurm's answer
-
-
-def end_orphaned_step() -> None:
-    """When this process ends, have Slurm end its job step if what supervises it has died by then."""
-    job, step, parent = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), os.getppid()
-    if job and step and _program_name(parent) == _SUPERVISOR:
-        atexit.register(_end_step, f"{job}.{step}", os.getpid(), parent)
-
-
-def _end_step(step: str, process: int, parent: int) -> None:
-    if os.getpid() != process or os.getppid() == parent:  # a child of it, or all is well
-        return
-    say(f"{_SUPERVISOR} of step {step} has died on this node, so the step is ended by scancel", file=sys.stderr)
-    try:
-        subprocess.run(["scancel", step], capture_output=True, timeout=_SCANCEL_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
-        say(f"scancel {step} failed: {error}", file=sys.stderr)
-
-
-def _program_name(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/comm").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

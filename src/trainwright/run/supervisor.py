@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, error_of, writes_to
-from trainwright.faults.hangs.judge import Conflict
-from trainwright.faults.hangs.watcher import HangWatcher, RunHangs, WatchedRun
 from trainwright.observe.ledger import count_ends
+from trainwright.recipe.registries import WATCHERS
 from trainwright.run.ending.failure import (
     Cause,
     Failure,
@@ -27,6 +26,7 @@ from trainwright.run.group.addresses import LOOPBACK
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes.nodes import Nodes, NodesLost
+from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers
 
 _LOOK_SECONDS = 0.05
@@ -51,7 +51,7 @@ def run_workers(
     logs: Path,
     stopping: Stopping,
     nodes: Nodes | None = None,
-    watched: WatchedRun | None = None,
+    watched: Path | None = None,
     elastic: Elastic | None = None,
 ) -> int | Failure:
     """Run ``entry`` in ``processes`` workers until all have ended; return EXIT_FINISHED, EXIT_STOPPED or the failure.
@@ -60,7 +60,7 @@ def run_workers(
         entry: of ``Workers``.
         stopping: entered by the caller.
         nodes: they have begun this launch, and each has as many workers.
-        watched: the run that the workers train, to notice a hang.
+        watched: the directory of the run that the workers train, for the registered watchers.
         elastic: looks whether the run is to go on with another number of processes.
     """
     if nodes is None:
@@ -74,44 +74,46 @@ def run_workers(
             error_file(logs, rank).unlink(missing_ok=True)
     stopping.flags.fresh.value = stopping.flags.resize.value = 0
     killed_for_memory = count_memory_kills()
-    hang: dict[int, dict[str, Any]] = {}
+    verdict: dict[int, dict[str, Any]] = {}
+    registered = [] if watched is None else WATCHERS.present()  # imported before the workers are forked
     with stopping.workers_run():
         workers = Workers(entry, ranks, logs, stopping.flags)
-        hangs = None if watched is None else HangWatcher.of(watched, lambda: workers.alive, ranks)
-        watchers = [each for each in (StopWatcher(stopping, lambda: workers.alive), hangs, elastic) if each is not None]
+        watches = [each.watch(watched, ranks, lambda: workers.alive) for each in registered if watched is not None]
+        checks = [StopWatcher(stopping, lambda: workers.alive).check, *(watch.check for watch in watches)]
+        if elastic is not None:
+            checks.append(elastic.check)
         try:
             while workers.alive and not (workers.have_failed or stopping.killed):
                 workers.wait(_LOOK_SECONDS)
                 if nodes is not None:
                     nodes.poll()
-                for watcher in watchers:
-                    watcher.check()
+                for check in checks:
+                    check()
             codes = workers.exit_codes
             if not (workers.have_failed or stopping.killed):
                 if watched is not None:
-                    count_ends(watched.run, ranks)
+                    count_ends(watched, ranks)
                 own = [int(code or 0) for code in codes.values()]
                 return _joint_code(own + (nodes.finish(codes) if nodes else []))
-        except RunHangs as hanging:
-            cause = Cause.HANG if watched is not None and watched.on_hang == "restart" else None
-            hang = {hanging.verdict.ranks[0]: {**error_record(FaultError(str(hanging))), "cause": cause}}
+        except WatcherVerdict as ended:
+            verdict = {ended.rank: {**error_record(FaultError(str(ended))), "cause": ended.cause}}
         except NodesLost:
             pass
         finally:
             workers.kill()
-            conflict = None if hangs is None else hangs.close()
+            explanations = [line for watch in watches if (line := watch.close()) is not None]
     if stopping.killed:
         if nodes is not None:
             nodes.kill()
         return EXIT_STOPPED
     out_of_memory = count_memory_kills() > killed_for_memory
     early = {rank: error_record(error) for rank, error in workers.early_ends.items()}
-    records = error_records(logs, ranks) | slot_records(workers.slots) | early | hang
+    records = error_records(logs, ranks) | slot_records(workers.slots) | early | verdict
     if nodes is None:
         failure = first_failure(logs, processes, workers.exit_codes, out_of_memory, records=records)
     else:
         failure = nodes.fail(logs, workers.exit_codes, records, out_of_memory)
-    return EXIT_STOPPED if stopping.killed else _explained(failure, conflict)
+    return EXIT_STOPPED if stopping.killed else _explained(failure, explanations)
 
 
 def raise_failure(failure: Failure) -> NoReturn:
@@ -121,14 +123,13 @@ def raise_failure(failure: Failure) -> NoReturn:
     raise error_of(failure.exit_code, failure.message)
 
 
-def _explained(failure: Failure, conflict: Conflict | None) -> Failure:
-    """Return the failure with the different collectives that ranks have entered, which break their connections.
-
-    They are what the run does, and not its machine: it would happen again.
+def _explained(failure: Failure, explanations: Sequence[str]) -> Failure:
+    """Return the failure with what the run itself has done wrong, such as different collectives of ranks, which break
+    their connections. It would happen again, whatever the machine.
     """
-    if conflict is None:
+    if not explanations:
         return failure
-    more = [] if conflict.detail in failure.message else [conflict.detail]
+    more = [line for line in explanations if line not in failure.message]
     cause = None if failure.cause is None else Cause.ERROR
     return replace(failure, message="\n".join([*more, failure.message]), exit_code=EXIT_TRAINING, cause=cause)
 

@@ -425,7 +425,7 @@ def test_a_task_whose_supervisor_has_died_ends_its_step(here: Path, monkeypatch:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     task = (
-        "import pathlib, time; from trainwright.run.start import end_orphaned_step; end_orphaned_step(); "
+        "import pathlib, time; from trainwright.clusters.slurm.job_step import end_orphaned_step; end_orphaned_step(); "
         "pathlib.Path('ready').touch()\nwhile not pathlib.Path('go').exists(): time.sleep(0.02)\n"
         "pathlib.Path('over').touch()"
     )

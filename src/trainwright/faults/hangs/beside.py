@@ -23,11 +23,10 @@ import psutil
 from trainwright.errors import EXIT_TRAINING, TrainingError
 from trainwright.faults.hangs.judge import conflict_of
 from trainwright.faults.hangs.machines import Machines
-from trainwright.faults.hangs.watcher import HangWatcher, RunHangs, WatchedRun
+from trainwright.faults.hangs.watcher import HangWatcher, WatchedRun
 from trainwright.machine.usage.sample import process_age
-from trainwright.recipe.loading import load_recipe
 from trainwright.run.ending.exit_code import record_exit_code
-from trainwright.run.run_directory import RECIPE
+from trainwright.run.watchers import WatcherVerdict
 from trainwright.utils.beats import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.utils.text import say
 
@@ -72,12 +71,12 @@ def watching(run: Path, rank_info: RankInfo, terminal: TextIO, heard: Callable[[
 
 
 def _start(run: Path, rank_info: RankInfo, terminal: TextIO) -> subprocess.Popen[bytes]:
-    recipe = load_recipe(run / RECIPE)
+    watched = WatchedRun.of(run)
+    request = [str(run.absolute()), watched.on_hang, watched.compiled, rank_info.size]
     alone = rank_info.local_size == rank_info.size
-    watched = (str(run.absolute()), recipe.faults.on_hang, recipe.train.compile is True)
     code = "import sys; from trainwright.faults.hangs.beside import main; main(sys.argv[1])"
     return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps([*watched, rank_info.size, alone, rank_info.rank == 0])],
+        [sys.executable, "-c", code, json.dumps([*request, alone, rank_info.rank == 0])],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=terminal.fileno(),
@@ -107,12 +106,12 @@ def main(request: str) -> None:
             watcher.check()
         # If it was killed, processes that it has started may keep the pipe open.
         is_told = _is_readable(0) and os.read(sys.stdin.fileno(), len(_TOLD)) == _TOLD
-    except RunHangs:
+    except WatcherVerdict:
         pass
     finally:
         conflict = watcher.close()
         if conflict is not None and not is_told:
-            ending(EXIT_TRAINING, conflict.detail)
+            ending(EXIT_TRAINING, conflict)
         if (directory := heartbeat_directory(watched.run)) is not None:  # also of a run too short to be watched
             shutil.rmtree(directory, ignore_errors=True)
 

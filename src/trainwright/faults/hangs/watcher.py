@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -24,14 +23,14 @@ from trainwright.faults.hangs.evidence import (
     wait_for_collectives,
     write_collectives,
 )
-from trainwright.faults.hangs.judge import STORAGE, Conflict, RankState, Verdict, conflict_of, judge
+from trainwright.faults.hangs.judge import STORAGE, RankState, Verdict, conflict_of, judge
 from trainwright.faults.hangs.machines import Machines
+from trainwright.recipe.loading import load_recipe
+from trainwright.run.ending.failure import Cause
+from trainwright.run.run_directory import RECIPE
+from trainwright.run.watchers import WatcherVerdict
 from trainwright.utils.beats import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.utils.text import say, span
-
-if TYPE_CHECKING:
-    from trainwright.run.worker_processes import WorkerRanks
-
 
 _BYTES_PER_SECOND = 64 * 2**10  # a process that moves fewer does not read or write a model
 _READ = 16  # `bytes_moved` counts one byte for each 16 that were read, but not from storage
@@ -155,14 +154,6 @@ _QUIET = 3.0
 _KIND = "hang"
 
 
-class RunHangs(Exception):
-    """The run hangs, and the recipe asks to end or to restart it."""
-
-    def __init__(self, verdict: Verdict, message: str) -> None:
-        super().__init__(message)
-        self.verdict = verdict
-
-
 @dataclass(frozen=True)
 class WatchedRun:
     """The run whose workers are watched.
@@ -177,6 +168,12 @@ class WatchedRun:
     on_hang: str
     compiled: bool
     restarts: bool = True
+
+    @classmethod
+    def of(cls, run: Path) -> WatchedRun:
+        """Read from the run's recipe what a watcher needs."""
+        recipe = load_recipe(run / RECIPE)
+        return cls(run, recipe.faults.on_hang, recipe.train.compile is True)
 
 
 @dataclass
@@ -229,16 +226,11 @@ class HangWatcher:
         self._since = 0.0
         self._asked: dict[int, int] = {}  # ranks that write their collectives
 
-    @classmethod
-    def of(cls, watched: WatchedRun, processes: Callable[[], Mapping[int, int]], ranks: WorkerRanks) -> HangWatcher:
-        """Return the watcher of the ``ranks`` of a run on this machine."""
-        return cls(watched, processes, None if ranks.is_alone else Machines(watched.run, ranks.size, not ranks.first))
-
     def check(self) -> None:
         """Look at the workers, at most a few times a second.
 
         Raises:
-            RunHangs: they hang and the recipe asks to end or to restart the run; they have been killed.
+            WatcherVerdict: they hang and the recipe asks to end or to restart the run; they have been killed.
         """
         now = time.monotonic()
         if now - self._checked < _CHECK_SECONDS:
@@ -252,8 +244,8 @@ class HangWatcher:
             self._reported, self._since = verdict.ranks, now
             self._report(verdict)
 
-    def close(self) -> Conflict | None:
-        """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
+    def close(self) -> str | None:
+        """Remove the heartbeats; say how the collectives of the ranks differ, also of those that have ended."""
         everyone = {rank: state.beat for rank, state in self._everyone.items()}
         conflict = conflict_of(everyone | self._beats(self._ever))
         if self._machines is not None:
@@ -264,7 +256,7 @@ class HangWatcher:
                 heartbeat_file(self._directory, rank).unlink(missing_ok=True)
             with suppress(OSError):  # another machine of the run may be this one
                 self._directory.rmdir()
-        return conflict
+        return None if conflict is None else conflict.detail
 
     def _look(self, passed: float) -> None:
         pids = self._processes()
@@ -335,7 +327,7 @@ class HangWatcher:
             for pid in pids.values():
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            raise RunHangs(verdict, text)
+            raise WatcherVerdict(text, verdict.ranks[0], Cause.HANG if self._watched.on_hang == "restart" else None)
         if self._decides:
             other = "restart would restart it, and " if self._watched.restarts else ""
             goes_on = f"it goes on; faults.on_hang: {other}stop would end it with exit code {verdict.exit_code}"

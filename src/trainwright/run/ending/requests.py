@@ -36,6 +36,19 @@ STATE_BYTES = 12  # of a parameter that is trained, in a checkpoint: the weight 
 _BYTES_PER_SECOND, _TRIAL_BYTES, _TRIAL_SECONDS = 200e6, 64 * 2**20, 2.0
 
 
+def ask(file: Path) -> None:
+    """Request what a file of a run directory stands for, STOP_FILE or CHECKPOINT_FILE. Raises RequestError."""
+    try:
+        # In a directory of others it may be a link, or a pipe.
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RequestError(f"{file} cannot be written: {error.strerror}") from None
+
+
 def seconds_to_stop(step: float, write: float) -> float:
     """Return the seconds from a request to the end of a run, whose step and checkpoint take so long at most.
 

@@ -279,24 +279,15 @@ def _interrupt() -> None:
 def _stop_with_shell() -> None:
     """Have the kernel send SIGTERM when the job script's shell dies (prctl(2)): the run stops after a checkpoint."""
     parent = os.getppid()
-    if not sys.platform.startswith("linux") or scheduler_job() is None or not _is_shell(parent):
+    if not sys.platform.startswith("linux") or scheduler_job() is None or not is_shell(parent):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died between the two
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def job_script_warning() -> str | None:
-    """Return a warning about a command to which Slurm leaves no time for a last checkpoint, or None."""
-    if os.environ.get("SLURM_TASK_PID") != str(os.getppid()) or not _is_shell(os.getppid()):
-        return None
-    return (
-        "this command runs in a job script: on scancel, preemption and at the time limit, Slurm ends the script's "
-        "shell and this run before it can write a last checkpoint; put exec or srun before the command"
-    )
-
-
-def _is_shell(pid: int) -> bool:
+def is_shell(pid: int) -> bool:
+    """Return whether a process is a shell."""
     try:
         return Path(f"/proc/{pid}/exe").resolve().name in _SHELLS
     except OSError:

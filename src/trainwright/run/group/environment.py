@@ -23,6 +23,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by accelerate launch
 _ZERO = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")
 _TRUE = ("true", "1", "yes", "y", "t", "on")  # as Accelerate reads them
+SUPERVISING_LAUNCHERS = ("torchrun", "accelerate launch")
 _UNKNOWN = "the launcher that set RANK and WORLD_SIZE"
 # By launcher: the command that starts workers with it, and the variables that identify it.
 _WORKERS = {
