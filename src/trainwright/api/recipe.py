@@ -216,7 +216,7 @@ def _check_tokens(recipe: schema.Recipe) -> None:
     Every row is read, but only if the tokenizer has such tokens.
     """
     from trainwright.data.check import check_sources
-    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.data.rows.formats import kind_of_rows
     from trainwright.models.load import load_config, load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model)

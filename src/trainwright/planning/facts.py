@@ -433,8 +433,7 @@ def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
     """Return the sequences of sample examples of all sources, in proportion to their weights; ``each``: how many an
     example has, of which some may be of other rows.
     """
-    from trainwright.data.rows.formats import NoTarget
-    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.data.rows.formats import NoTarget, kind_of_rows
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import registered_rows, registered_source
 

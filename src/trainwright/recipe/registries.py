@@ -57,6 +57,19 @@ SOURCES: Registry[Any] = Registry(
     required=("rows", "key", "example"),
 )
 
+# Each is a data.rows.formats.RowReader, or a function that makes one for a recipe.
+ROW_KINDS: Registry[Any] = Registry(
+    "trainwright.row_kinds",
+    {
+        "examples": "trainwright.data.rows.formats:EXAMPLES",  # a text or a conversation
+        "pairs": "trainwright.data.rows.pairs:PAIRS",  # a chosen and a rejected answer
+        "answers": "trainwright.data.rows.pairs:ANSWERS",  # pairs, or one answer with a label
+        "refused": "trainwright.tasks.unlearn.rows:refused",  # conversations, also with a refusal as the answer
+        "alternates": "trainwright.tasks.unlearn.rows:ALTERNATES",  # also with each of the texts of a field
+    },
+    kind="kind of rows",
+)
+
 # Each is a tasks.unlearn.objective.Objective in a module that imports no torch.
 OBJECTIVES: Registry[Any] = Registry(
     "trainwright.objectives",

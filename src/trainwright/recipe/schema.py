@@ -6,6 +6,7 @@ missing keys quote them. Checks across keys are in ``checks.py``. The section of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -279,7 +280,10 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
     specs = {name: TASKS.get(name) for name in (*TASKS.names(), *([] if task is None else [task]))}
     summaries = " ".join(f"{name}: {spec.summary}." for name, spec in specs.items())
     task_field = Field(description=f"The kind of training. {summaries}")
-    fields: dict[str, Any] = {"task": (Recipe.__annotations__["task"], task_field)}
+    fields: dict[str, Any] = {
+        "task": (Recipe.__annotations__["task"], task_field),
+        "data": (_data_of(specs.values()), Recipe.model_fields["data"]),
+    }
     for name, spec in specs.items():
         if spec.name in fields or spec.name in Recipe.model_fields:
             raise RequestError(f"{_described(name)} has the name {spec.name} of another recipe section; rename it")
@@ -288,6 +292,13 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
         if spec.section is not None:
             fields[spec.name] = (spec.section | None, Field(None, description=spec.section_description))
     return create_model("Recipe", __base__=Recipe, __module__=__name__, __doc__=Recipe.__doc__, **fields)
+
+
+def _data_of(specs: Iterable[TaskSpec]) -> type[DataSection]:
+    """Return the section ``data`` with the keys of all tasks."""
+    kinds = dict.fromkeys(spec.data for spec in specs)
+    own = tuple(kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds))
+    return own[0] if len(own) == 1 else create_model("DataSection", __base__=own, __doc__=DataSection.__doc__)
 
 
 def _described(name: str) -> str:

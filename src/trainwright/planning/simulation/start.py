@@ -18,8 +18,6 @@ from trainwright.machine.machine_file import VARIABLE, machine_of
 from trainwright.planning.facts import configuration_named
 from trainwright.planning.simulation.report import Simulation
 from trainwright.recipe.schema import Recipe
-from trainwright.recipe.sections.data import PARTS, DataSection
-from trainwright.recipe.task_spec import RowKind
 from trainwright.recipe.yaml_text import Tree
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
@@ -219,7 +217,7 @@ def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
     data = recipe.data
     if not recipe.has_texts or all(_is_here(source.source) for source in data.sources):
         return recipe
-    keys = ["train"] if data.train is not None else [key for key in PARTS if getattr(data, key) is not None]
+    keys = [key for key in recipe.spec.data_keys if key != "benchmark" and getattr(data, key) is not None]
     changed: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
     for key in keys:
         file = directory / f"{key}.jsonl"
@@ -232,7 +230,7 @@ def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
         changed[key] = str(file)
     notes.append(f"data: {data.name} is not here; {_MADE_UP_ROWS} full rows of {data.max_length} tokens instead")
     written = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
-    return recipe.model_copy(update={"data": DataSection.model_validate({"train": data.train, **written, **changed})})
+    return recipe.model_copy(update={"data": type(data).model_validate({"train": data.train, **written, **changed})})
 
 
 def _is_here(source: str) -> bool:
@@ -242,7 +240,7 @@ def _is_here(source: str) -> bool:
     return user_path(source).exists() or user_path(name).exists()
 
 
-def _row(kind: RowKind, name: str, tokens: int) -> dict[str, Any]:
+def _row(kind: str, name: str, tokens: int) -> dict[str, Any]:
     text = (f"{name}: " + "made up text for the simulation of a run ") * (_TOKEN_CHARACTERS * tokens // 40 + 1)
     if kind in ("refused", "alternates"):
         return {"prompt": "What is it?", "completion": text, "alternate": text[::-1]}
