@@ -9,6 +9,7 @@ import typer
 
 from trainwright.cli.command import command
 from trainwright.cli.train import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+from trainwright.recipe.registries import HOST_LAUNCHERS
 
 
 # Options after the script are the script's: the first word that is not an option of ours ends our own.
@@ -60,12 +61,12 @@ def launch(
     options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
     settings = {key: value for key, value in options.items() if value is not None}
     if hosts is not None or hostfile is not None:
-        from trainwright.clusters.operations import launch_on_hosts
-
         words = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
         words += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         own = (script, module, tuple(arguments or ()))
-        raise typer.Exit(launch_on_hosts(own, words, num_processes, logs, node_options, hosts, hostfile))
+        raise typer.Exit(
+            HOST_LAUNCHERS.get("ssh script")(own, words, num_processes, logs, node_options, hosts, hostfile)
+        )
     code = launch_script(
         script,
         tuple(arguments or ()),

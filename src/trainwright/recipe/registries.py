@@ -291,10 +291,15 @@ COMMANDS: Registry[Any] = Registry(
     kind="command",
 )
 
-# Each is called with an api.training.TrainingRequest, hosts and the path of a file with hosts, and returns the exit
-# code of the run that it has started on them.
+# Each is called with an api.training.TrainingRequest, or what `launch` starts, and with hosts and the path of a file
+# with hosts, and returns the exit code of what it has started on them.
 HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
-    "trainwright.host_launchers", {"ssh": "trainwright.clusters.operations:train_on_hosts"}, kind="host launcher"
+    "trainwright.host_launchers",
+    {
+        "ssh": "trainwright.clusters.operations:train_on_hosts",
+        "ssh script": "trainwright.clusters.operations:launch_on_hosts",
+    },
+    kind="host launcher",
 )
 
 # The keys of a recipe that name a registered object.

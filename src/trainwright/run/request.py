@@ -39,6 +39,10 @@ class LauncherSettings(Protocol):
     """Settings of another launcher in a recipe's terms; see LAUNCHERS in ``recipe/registries.py``."""
 
     @property
+    def nodes(self) -> int:
+        """The number of machines."""
+
+    @property
     def refusal(self) -> TrainwrightError | None:
         """Why a process that the launcher has started cannot train."""
 
