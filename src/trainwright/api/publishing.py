@@ -18,6 +18,7 @@ from trainwright.engine.event_reader import read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import check_exists
+from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural, quoted, say
@@ -98,9 +99,7 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
 
 
 def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
-
-    from trainwright.compatibility.gguf.export import export_gguf
-
+    export_gguf = WEIGHT_FORMATS.get("gguf").export
     if out.suffix != ".gguf":
         raise RequestError(f"--out: {out} should end in .gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
         if directory is None:
             directory = Path(scratch) / "model"
             _write_model(source, directory, None if source.checkpoint is None else "fp32")
-        export_gguf(directory, out, precision)  # type: ignore[arg-type]
+        export_gguf(directory, out, precision)
 
 
 def _write_adapter(source_model: UnloadedModel, out: Path) -> None:

@@ -104,6 +104,8 @@ def checked_settings(settings: Settings) -> Settings:
     checked = {name: spec.default for name, spec in specs() if spec.default is not False}
     problems: list[InitErrorDetails] = []
     for name, setting in settings.items():
+        if setting in (False, AUTO) and OBSERVERS.is_built_in(name) and not OBSERVERS.is_present(name):
+            continue  # as in a recipe that was written where its room was there
         try:
             checked[name] = _checked(name, setting)
         except RequestError as error:
@@ -122,6 +124,8 @@ def checked_settings(settings: Settings) -> Settings:
 def _checked(name: str, setting: Any) -> Any:
     if is_entry_point(name):
         OBSERVERS.check_origin(name)
+    elif OBSERVERS.is_built_in(name) and not OBSERVERS.is_present(name):
+        OBSERVERS.get(name)  # raises
     elif name not in (names := _names()):
         expected = {"expected": f"{', '.join(map(repr, names))} (your own: {OWN})"}
         unknown: InitErrorDetails = {"type": "literal_error", "loc": (), "input": name, "ctx": expected}

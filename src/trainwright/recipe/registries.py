@@ -183,6 +183,45 @@ PLANNERS: Registry[Callable[..., Any]] = Registry(
     required=("__call__",),
 )
 
+# Each is called with a section `model` and data.pack_length, raises RequestError if the model cannot be trained so, and
+# returns whether it knew the model's configuration.
+MODEL_CHECKS: Registry[Callable[..., bool]] = Registry(
+    "trainwright.model_checks",
+    {"configuration": "trainwright.planning.facts:check_model"},
+    kind="model check",
+    required=("__call__",),
+)
+
+# What `train --simulate MACHINE` calls: `simulate` as tw.simulate; `compute`, with the machine, replaces this one.
+SIMULATIONS: Registry[Callable[..., Any]] = Registry(
+    "trainwright.simulations",
+    {
+        "simulate": "trainwright.planning.requests:simulate",
+        "compute": "trainwright.planning.simulation.computing:compute_on",
+    },
+    kind="simulation",
+    required=("__call__",),
+)
+
+# Other launchers, each with functions that return its settings in a recipe's terms, a run.request.LauncherSettings:
+# `of_file(file, overrides, nodes, node_rank, rendezvous)` and, for a process that it has started, `of_environment()`.
+# `default_file()` is the file that it would use here, or None.
+LAUNCHERS: Registry[Any] = Registry(
+    "trainwright.launchers",
+    {"accelerate": "trainwright.compatibility.accelerate.launcher:Accelerate"},
+    kind="launcher",
+    required=("of_file", "of_environment", "default_file"),
+)
+
+# Formats of weights other than safetensors. `convert(file, key, notify)` returns a directory with safetensors files and
+# their precision, `facts(file)` its sha256 and precision, `export(directory, file, precision)` writes one.
+WEIGHT_FORMATS: Registry[Any] = Registry(
+    "trainwright.weight_formats",
+    {"gguf": "trainwright.compatibility.gguf.format:Gguf"},
+    kind="weight format",
+    required=("convert", "facts", "export"),
+)
+
 # Each is called with the seconds that a stop of the run takes, and returns a warning if what runs this job gives it
 # less time, or None.
 STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
@@ -259,10 +298,15 @@ COMMANDS: Registry[Any] = Registry(
     kind="command",
 )
 
-# Each is called with an api.training.TrainingRequest, hosts and the path of a file with hosts, and returns the exit
-# code of the run that it has started on them.
+# Each is called with an api.training.TrainingRequest, or what `launch` starts, and with hosts and the path of a file
+# with hosts, and returns the exit code of what it has started on them.
 HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
-    "trainwright.host_launchers", {"ssh": "trainwright.clusters.operations:train_on_hosts"}, kind="host launcher"
+    "trainwright.host_launchers",
+    {
+        "ssh": "trainwright.clusters.operations:train_on_hosts",
+        "ssh script": "trainwright.clusters.operations:launch_on_hosts",
+    },
+    kind="host launcher",
 )
 
 # The keys of a recipe that name a registered object.

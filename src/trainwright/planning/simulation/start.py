@@ -17,6 +17,7 @@ from trainwright.machine.machine import Machine
 from trainwright.machine.machine_file import VARIABLE, machine_of
 from trainwright.planning.facts import configuration_named
 from trainwright.planning.simulation.report import Simulation
+from trainwright.recipe.registries import LAUNCHERS
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import Tree
 from trainwright.utils.activity import doing
@@ -71,17 +72,14 @@ def simulate(request: SimulationRequest) -> Simulation:
 
 def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tuple[SimulationRequest, Cluster]:
     """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
-    from trainwright.compatibility.accelerate.recipe import find_translation, join
-
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster has only those GPUs already
-    translation = find_translation(file, request.overrides, rendezvous="simulated:29500")
+    translation = LAUNCHERS.get("accelerate").of_file(file, request.overrides, rendezvous="simulated:29500")
     if translation.nodes != cluster.nodes:
         raise RequestError(
             f"{file}: num_machines is {translation.nodes}, but --simulate: {request.on} has {cluster.nodes}; change one"
         )
-    return replace(request, overrides=join(translation, request.recipe, request.overrides).overrides), visible_part(
-        cluster
-    )
+    overrides, _ = translation.over(request.recipe, request.overrides)
+    return replace(request, overrides=overrides), visible_part(cluster)
 
 
 class _Simulating:
