@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.recipe.extensions import Registry
 
 if TYPE_CHECKING:
+    from trainwright.models.attention.kernels import AttentionKernel
     from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
@@ -309,6 +310,24 @@ HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
     kind="host launcher",
 )
 
+# Each is a models.attention.kernels.AttentionKernel in a module that imports no torch. The fastest first.
+ATTENTION_KERNELS: Registry[AttentionKernel] = Registry(
+    "trainwright.attention_kernels",
+    {
+        "flash_attn_3": "trainwright.models.attention.kernels:FLASH_ATTN_3",
+        "varlen": "trainwright.models.attention.kernels:VARLEN",
+        "flash_attn": "trainwright.models.attention.kernels:FLASH_ATTN",
+        "sdpa_each": "trainwright.models.attention.kernels:SDPA_EACH",
+        "flex": "trainwright.models.attention.kernels:FLEX",
+        "cpu_flash": "trainwright.models.attention.kernels:CPU_FLASH",
+        "scores": "trainwright.models.attention.kernels:SCORES",
+        "sdpa": "trainwright.models.attention.kernels:SDPA",
+        "eager": "trainwright.models.attention.kernels:EAGER",
+    },
+    kind="attention kernel",
+    required=("title", "packed", "memory", "vendors", "implementation", "before", "features", "widths"),
+)
+
 # The keys of a recipe that name a registered object.
 KEYS: dict[str, Registry[Any]] = {
     "task": TASKS,
@@ -319,6 +338,7 @@ KEYS: dict[str, Registry[Any]] = {
     "unlearn.objective": OBJECTIVES,
     "evaluate.metrics": METRICS,
     "algorithm_distillation.environment": ENVIRONMENTS,
+    "model.attention": ATTENTION_KERNELS,
     "train.step_policies": STEP_POLICIES,
     "logging.observers": OBSERVERS,
 }
