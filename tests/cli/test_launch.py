@@ -335,6 +335,6 @@ def test_accelerate_script_does_what_its_file_says(tmp_path: Path) -> None:
 
 
 def test_launch_imports_torch_only_when_it_starts(tmp_path: Path) -> None:
-    code = "import sys, trainwright.compatibility.launch_commands; print('torch' in sys.modules)"
+    code = "import sys, trainwright.compatibility.commands; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

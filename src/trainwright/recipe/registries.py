@@ -290,7 +290,7 @@ COMMANDS: Registry[Any] = Registry(
         "push": "trainwright.cli.models:push",
         "tensorboard": "trainwright.observe.commands:tensorboard",
         "setup": "trainwright.compatibility.commands:setup",
-        "launch": "trainwright.compatibility.launch_commands:launch",
+        "launch": "trainwright.compatibility.commands:launch",
         "data": "trainwright.cli.data:app",
         "recipe": "trainwright.cli.recipe:app",
         "machine": "trainwright.cli.machine:app",

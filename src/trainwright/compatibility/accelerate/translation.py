@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from trainwright.compatibility.accelerate import deepspeed, fsdp
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read
-from trainwright.compatibility.accelerate.sizes import PREFIX, ParallelismSizes, apply_sizes, read_sizes
 from trainwright.compatibility.accelerate.values import ConfigProblem, ConfigSection, Draft, Note, RecipeValue
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.recipe.loading import Override, read_merged
+from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import Origin, Tree
 from trainwright.run.group.addresses import in_words
 
@@ -214,8 +214,8 @@ def interpret(source: AccelerateConfig) -> Translation:
     processes, nodes = _counts(top, draft, kind)
     _precision(top, draft)
     _compile(top, draft)
-    part = ConfigSection(source, ("parallelism_config",), PREFIX)
-    sizes = read_sizes(part, draft)
+    part = ConfigSection(source, ("parallelism_config",), _SIZES_PREFIX)
+    sizes = _read_sizes(part, draft)
     parts = [top, part]
     if kind == "FSDP":
         part = ConfigSection(source, ("fsdp_config",), "fsdp_")
@@ -319,7 +319,7 @@ def _process_count(
     kind: str | None,
     processes: int | None,
     nodes: int,
-    sizes: ParallelismSizes | None,
+    sizes: _ParallelismSizes | None,
 ) -> int | None:
     """Return the number of processes, which must match the parallelism sizes, or follows from them if not given."""
     origin = top.place("distributed_type" if kind == "NO" else "num_processes")
@@ -336,8 +336,78 @@ def _process_count(
         draft.set("parallel.num_processes", processes, origin)
     strategy = draft.settings.get("parallel.strategy")
     if sizes is not None and strategy is not None:
-        apply_sizes(sizes, strategy.value, processes, origin, draft)
+        _apply_sizes(sizes, strategy.value, processes, origin, draft)
     return processes
+
+
+# The `parallelism_config`: the number of processes of each kind of parallelism. Accelerate requires the product of the
+# sizes to be the number of processes, and a missing size is 1; if all are 1 they say nothing (parallelism_config.py of
+# its 1.15 release).
+_SIZES_PREFIX = "parallelism_config_"
+_DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
+_OTHER_SIZES = {"tp_size": "tensor parallelism", "cp_size": "context parallelism", "sp_size": "sequence parallelism"}
+_HOW = ("cp_backend", "cp_comm_strategy", "cp_handler", "tp_handler", "sp_handler")
+_HOW_SEQUENCE = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+_SIZES_KEYS = tuple(_SIZES_PREFIX + name for name in (*_DATA_SIZES, *_OTHER_SIZES, *_HOW, *_HOW_SEQUENCE))
+
+
+@dataclass(frozen=True)
+class _ParallelismSizes:
+    """``replicas`` of the model, each over ``shards`` processes; ``origin``: the keys that set them."""
+
+    replicas: int
+    shards: int
+    origin: str
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes, the product of the sizes."""
+        return self.replicas * self.shards
+
+
+def _read_sizes(part: ConfigSection, draft: Draft) -> _ParallelismSizes | None:
+    """Return the sizes of data parallelism; None if the part sets none. Other kinds are reported to ``draft``."""
+    sizes = {name: part.count(_SIZES_PREFIX + name, least=1) for name in (*_DATA_SIZES, *_OTHER_SIZES)}
+    for name, kind in _OTHER_SIZES.items():
+        if (sizes[name] or 1) > 1:
+            draft.problem(f"{part.place(_SIZES_PREFIX + name)}: {kind} is not supported; set it to 1")
+    for name in (*_HOW, *_HOW_SEQUENCE):
+        if _SIZES_PREFIX + name in part and part.source.stated:
+            draft.note(_SIZES_PREFIX + name, "for context, tensor and sequence parallelism only")
+        part.raw(_SIZES_PREFIX + name)
+    for text in part.unknown(_SIZES_KEYS, {}):
+        draft.problem(text, for_script=True)
+    replicas, shards = (sizes[name] or 1 for name in _DATA_SIZES)
+    if replicas * shards == 1:
+        return None
+    names = [name for name in _DATA_SIZES if _SIZES_PREFIX + name in part]
+    return _ParallelismSizes(replicas, shards, " and ".join(part.place(_SIZES_PREFIX + name) for name in names))
+
+
+def _apply_sizes(sizes: _ParallelismSizes, strategy: str, processes: int, origin: str, draft: Draft) -> None:
+    """Apply ``sizes`` to a strategy on ``processes`` processes; ``origin`` is the file's statement of their number.
+
+    Sizes that do not fit are added to the draft's problems.
+    """
+    spec = spec_of(strategy)
+    if sizes.processes != processes:
+        is_divisible = processes // sizes.replicas * sizes.replicas == processes
+        fix = f"set dp_shard_size: {processes // sizes.replicas}" if is_divisible else "change one of them"
+        draft.problem(
+            f"{sizes.origin}: dp_replicate_size {sizes.replicas} x dp_shard_size {sizes.shards} needs "
+            f"{sizes.processes} processes, but {origin}; {fix}"
+        )
+    elif "replicate_size" in spec.keys and sizes.shards == 1:
+        draft.problem(
+            f"{sizes.origin}: {sizes.replicas} replicas on the same number of processes do not shard anything, which "
+            "is ddp; set distributed_type: MULTI_GPU (on a CPU MULTI_CPU), or fewer replicas and a dp_shard_size"
+        )
+    elif "replicate_size" in spec.keys:
+        draft.set("parallel.replicate_size", sizes.replicas, sizes.origin)
+    elif spec.shards:
+        draft.problem(f"{sizes.origin}: ZeRO shards over all processes; these sizes are for distributed_type: FSDP")
+    elif sizes.shards > 1:
+        draft.problem(f"{sizes.origin}: {strategy} has the full model in every process; use FSDP to shard it")
 
 
 def _precision(top: ConfigSection, draft: Draft) -> None:
