@@ -1,4 +1,4 @@
-"""``trainwright launch`` and ``setup``: start a script; write an Accelerate file for this machine, or show what it means."""
+"""``trainwright launch`` and ``setup``: start a script; write an Accelerate file for this machine, or show one."""
 
 from __future__ import annotations
 
