@@ -32,17 +32,15 @@ REPORT = ObserverSpec(
 )
 PROMETHEUS = ObserverSpec(
     create=f"{_TRACKERS}.prometheus:of_run",
-    setting=bool,
     options=PrometheusOptions,
     library="prometheus_client",
     extra="prometheus",
 )
-WANDB = ObserverSpec(create=f"{_TRACKERS}.services:wandb", setting=bool, library="wandb", extra="wandb")
-MLFLOW = ObserverSpec(create=f"{_TRACKERS}.services:mlflow", setting=bool, library="mlflow", extra="mlflow")
-TRACKIO = ObserverSpec(create=f"{_TRACKERS}.services:trackio", setting=bool, library="trackio", extra="trackio")
+WANDB = ObserverSpec(create=f"{_TRACKERS}.services:wandb", library="wandb", extra="wandb")
+MLFLOW = ObserverSpec(create=f"{_TRACKERS}.services:mlflow", library="mlflow", extra="mlflow")
+TRACKIO = ObserverSpec(create=f"{_TRACKERS}.services:trackio", library="trackio", extra="trackio")
 OPENTELEMETRY = ObserverSpec(
     create=f"{_TRACKERS}.opentelemetry:of_run",
-    setting=bool,
     library="opentelemetry.exporter.otlp.proto.http",
     extra="opentelemetry",
 )

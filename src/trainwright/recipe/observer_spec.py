@@ -1,12 +1,11 @@
 """What recipes and runs need to know of an observer, and the settings of observers in a recipe.
 
-Observers are registered in ``recipe/registries.py``, by an entry point of the group ``trainwright.observers``, or named
-in a recipe as ``module:Name``.
+Observers are registered in ``recipe/registries.py``, by an entry point of the group ``trainwright.observers`` (those
+that no key turns on or off: ``trainwright.always_on``), or named in a recipe as ``module:Name``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -37,7 +36,7 @@ class ObserverSpec:
             is for observers that are always on.
         samples: returns for a run's directory and its number of ranks a function that returns what their machines do.
         after_workers: called by the launcher with a run's directory and the ranks that have ended here without failure.
-        setting: the type of the observer's setting, such as bool. None: it has none and is always on.
+        setting: the type of the observer's setting, without options.
         options: the section with the options that may be set instead.
         default: the setting where a recipe has none.
         library: a module that must be installed.
@@ -49,7 +48,7 @@ class ObserverSpec:
     beside: str | None = None
     samples: str | None = None
     after_workers: str | None = None
-    setting: Any = None
+    setting: Any = bool
     options: type[BaseModel] | None = None
     default: Any = False
     library: str | None = None
@@ -64,20 +63,17 @@ class ObserverSpec:
             return False
 
 
-def specs() -> Iterator[tuple[str, ObserverSpec]]:
-    """Yield the built-in observers that are there, by name."""
-    for name in OBSERVERS.names():
-        if OBSERVERS.is_built_in(name) and OBSERVERS.is_present(name):
-            yield name, OBSERVERS.get(name)
+def _specs() -> dict[str, ObserverSpec]:
+    """Return the built-in observers that are present, by name."""
+    names = [name for name in OBSERVERS.names() if OBSERVERS.is_built_in(name) and OBSERVERS.is_present(name)]
+    return {name: OBSERVERS.get(name) for name in names}
 
 
 def check_installed(settings: Settings) -> None:
     """Raise RequestError if the library of an observer is missing that is turned on."""
     for name, setting in settings.items():
-        if setting in (False, AUTO) or not OBSERVERS.is_built_in(name):
-            continue
-        spec = OBSERVERS.get(name)
-        if not spec.is_installed:
+        spec = None if setting in (False, AUTO) else OBSERVERS.get(name)
+        if isinstance(spec, ObserverSpec) and not spec.is_installed:
             command = install_command(spec.extra) if spec.extra else f"pip install {spec.library}"
             why = f"{spec.library} is not installed; {command}, or set it to false"
             raise RequestError(f"logging.observers.{name}: {why}")
@@ -93,7 +89,7 @@ def names_as_settings(value: Any, earlier: Any = None) -> Any:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return value
     settings = names_as_settings(earlier)
-    by_default = [name for name, spec in specs() if spec.default is not False]
+    by_default = [name for name, spec in _specs().items() if spec.default is not False]
     items = settings.items() if isinstance(settings, dict) else ()
     stays = {name: setting for name, setting in items if setting is not True or name in by_default}
     return stays | dict.fromkeys(value, True)
@@ -101,7 +97,7 @@ def names_as_settings(value: Any, earlier: Any = None) -> Any:
 
 def checked_settings(settings: Settings) -> Settings:
     """Return the settings of a recipe, checked, and the defaults of observers that it does not set; for pydantic."""
-    checked = {name: spec.default for name, spec in specs() if spec.default is not False}
+    checked = {name: spec.default for name, spec in _specs().items() if spec.default is not False}
     problems: list[InitErrorDetails] = []
     for name, setting in settings.items():
         if setting in (False, AUTO) and OBSERVERS.is_built_in(name) and not OBSERVERS.is_present(name):
@@ -143,13 +139,12 @@ def _checked(name: str, setting: Any) -> Any:
 
 def _names() -> list[str]:
     """Return the observers that a recipe can name."""
-    registered = [name for name in OBSERVERS.names() if not OBSERVERS.is_built_in(name)]
-    return [*(name for name, spec in specs() if spec.setting is not None), *registered]
+    return [name for name in OBSERVERS.names() if OBSERVERS.is_present(name)]
 
 
 def complete_schema(schema: dict[str, Any]) -> None:
     """Give the JSON schema of the key, for editors, the names of observers and their settings."""
-    built_in = dict(specs())
+    built_in = _specs()
     settings = {name: _schema(built_in.get(name, _OWN)) for name in _names()}
     del schema["type"], schema["additionalProperties"]
     by_name = {"type": "object", "properties": settings, "additionalProperties": _schema(_OWN)}
@@ -162,4 +157,4 @@ def _schema(spec: ObserverSpec) -> dict[str, Any]:
     return {"anyOf": [TypeAdapter(spec.setting).json_schema(), *options]}
 
 
-_OWN = ObserverSpec(setting=bool)  # somebody's, with any options
+_OWN = ObserverSpec()  # somebody's, with any options

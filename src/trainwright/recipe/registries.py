@@ -10,6 +10,7 @@ from trainwright.recipe.extensions import Registry
 
 if TYPE_CHECKING:
     from trainwright.models.attention.kernels import AttentionKernel
+    from trainwright.recipe.observer_spec import ObserverSpec
     from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
@@ -154,7 +155,7 @@ STEP_POLICIES: Registry[Any] = Registry(
 )
 
 # Each is a recipe.observer_spec.ObserverSpec, or a function that is called with a run directory and with its options,
-# and returns a function that gets every event of the run. Those from `hub` on have no key and are always on.
+# and returns a function that gets every event of the run.
 OBSERVERS: Registry[Any] = Registry(
     "trainwright.observers",
     {
@@ -165,14 +166,23 @@ OBSERVERS: Registry[Any] = Registry(
         "mlflow": "trainwright.observe.specs:MLFLOW",
         "trackio": "trainwright.observe.specs:TRACKIO",
         "opentelemetry": "trainwright.observe.specs:OPENTELEMETRY",
+    },
+    kind="observer",
+    marked=True,
+)
+
+# Each is a recipe.observer_spec.ObserverSpec of an observer that no key turns on or off; in this order.
+ALWAYS_ON: Registry[ObserverSpec] = Registry(
+    "trainwright.always_on",
+    {
         "hub": "trainwright.run.observers.specs:HUB",
         "console": "trainwright.run.observers.specs:CONSOLE",
         "plan": "trainwright.planning.specs:PLAN_WATCH",
         "ledger": "trainwright.observe.specs:LEDGER",
         "stalls": "trainwright.observe.specs:STALLS",
     },
-    kind="observer",
-    marked=True,
+    kind="observer that is always on",
+    required=("create", "beside", "samples", "after_workers"),
 )
 
 # Each is called with a recipe, the machine and the number of such machines, and returns a run.resolve.Planned. The last

@@ -352,8 +352,6 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     from trainwright.recipe.strategy_spec import check_library
 
     recipe = request.recipe
-    if creates:
-        check_installed(recipe.logging.observers)
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         check_directory = run_directory.check_not_started if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
@@ -370,6 +368,8 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     if creates:
         _check_copies(recipe, request.run, new=request.run is None)
     check_extensions(recipe, runs=True)
+    if creates:
+        check_installed(recipe.logging.observers)
 
 
 def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.engine.events import Event, Observer, Record
 from trainwright.recipe.extensions import load
-from trainwright.recipe.observer_spec import ObserverSpec, Settings, specs
-from trainwright.recipe.registries import OBSERVERS
+from trainwright.recipe.observer_spec import ObserverSpec, Settings
+from trainwright.recipe.registries import ALWAYS_ON, OBSERVERS
 from trainwright.run.process import console
 from trainwright.utils.text import say
 
@@ -108,8 +108,8 @@ def after_failure(run: Path, settings: Settings, seconds: float, *, waits: bool)
 
 def _always(what: str) -> Iterator[Callable[..., Any]]:
     """Yield a function of each observer that is always on."""
-    for name, spec in specs():
-        if spec.setting is None and getattr(spec, what) is not None:
+    for name in ALWAYS_ON.names():
+        if ALWAYS_ON.is_present(name) and getattr(spec := ALWAYS_ON.get(name), what) is not None:
             yield _function(name, spec, what)
 
 
