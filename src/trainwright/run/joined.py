@@ -37,9 +37,8 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import WATCHERS
 from trainwright.run import run_directory
 from trainwright.run.ending.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
-from trainwright.run.ending.left import describe_stop
 from trainwright.run.ending.requests import Deadline, deadline_of
-from trainwright.run.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
+from trainwright.run.ending.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
 from trainwright.run.group.environment import SUPERVISING_LAUNCHERS, LaunchEnvironment, read_environment
 from trainwright.run.group.report_once import should_report
 from trainwright.run.group.waiting import Waiting
@@ -53,6 +52,7 @@ from trainwright.run.process import (
     warn_of_launcher,
 )
 from trainwright.run.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
+from trainwright.run.start import recorded_run
 from trainwright.run.stored_runs import is_url
 from trainwright.utils.paths import appears
 from trainwright.utils.text import quoted, say
@@ -272,12 +272,12 @@ class _Participant:
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
         if not self.options.force:
             resolved.plan.refuse_shortage()
-        run = stack.enter_context(request.opened(resolved))
-        with request.undone_on_error(run):
+
+        def refuse(run: Path) -> None:
             refuse_stopped(run, seconds_before, deadline, resumed=request.run is not None)
-            text = request.record(run, resolved)
+
+        with recorded_run(request, resolved, stack, refuse) as (run, text):
             logs = run / "logs"
-            logs.mkdir(exist_ok=True)
             failures.clear(logs, environment.size)
             enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
             from trainwright.run.run_worker import prepare

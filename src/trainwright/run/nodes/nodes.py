@@ -2,59 +2,43 @@
 
 The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
 It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back.
-
-The kernel of a machine that fails may still answer for its programs, so each launcher says now and then that it runs.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright import __version__
-from trainwright.errors import (
-    EXIT_FAULT,
-    EXIT_TRAINING,
-    MachineError,
-    RequestError,
-    Stopped,
-    TrainwrightError,
-)
-from trainwright.run import run_directory
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
 from trainwright.run.ending.failure import Failure, first_failure
 from trainwright.run.ending.stop import Stopping
 from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
 from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
+from trainwright.run.nodes.messages import (
+    DROPPED,
+    FAILED,
+    FINISHED,
+    KILLED,
+    LAUNCH,
+    OVER,
+    READY,
+    REFUSED,
+    RUNS,
+    SILENCE_LIMIT,
+    STOP,
+    Silence,
+    is_valid,
+)
+from trainwright.run.nodes.node_info import NodeInfo, check_machine, check_same, visible
+from trainwright.run.nodes.spread import Launch, Spread
 from trainwright.run.worker_processes import WorkerRanks
-from trainwright.utils.paths import appears
 from trainwright.utils.text import say
-
-
-@dataclass(frozen=True)
-class NodeInfo:
-    """What a node reports before anything is created; all fields but `host` must be the same on all nodes.
-
-    `processes`: how many it is to run at most.
-    """
-
-    host: str
-    processes: int
-    gpus: int
-    recipe: str
-    resume: bool
-    version: str = __version__
-
-    @classmethod
-    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> NodeInfo:
-        """Describe this node."""
-        return cls(socket.gethostname(), processes, gpus, recipe, resume)
 
 
 class NodeFailed(TrainwrightError):
@@ -86,111 +70,9 @@ class NodeRules:
     on_hang: str
 
 
-def check_same(nodes: Mapping[int, NodeInfo]) -> None:
-    """Raise an error that names a node that differs from node 0."""
-    for index in nodes:
-        check_machine(nodes[0], index, nodes[index])
-    for index in nodes:
-        _check_request(nodes[0], index, nodes[index])
-
-
-def check_machine(first: NodeInfo, index: int, node: NodeInfo) -> None:
-    """Raise MachineError if the machine or the installation of a node differs from that of node 0."""
-    if node.version != first.version:
-        raise MachineError(
-            f"node 0 ({first.host}) has trainwright {first.version}, and node {index} ({node.host}) has "
-            f"{node.version}; install the same on both"
-        )
-    if node.gpus != first.gpus:
-        raise MachineError(
-            f"all nodes must have the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node "
-            f"{index} ({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
-        )
-
-
-def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
-    if (node.processes, node.recipe, node.resume) != (first.processes, first.recipe, first.resume):
-        raise RequestError(
-            f"node {index} ({node.host}) was started with another recipe, other overrides or other options than "
-            f"node 0 ({first.host}); only --node-rank may differ"
-        )
-
-
-def visible(run: Path, recipe: str, node: int) -> Path:
-    """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
-    if not appears(run / run_directory.RECIPE, recipe):
-        raise MachineError(
-            f"node {node} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
-            "created; set logging.run_directory to a file system that all nodes share"
-        )
-    return run
-
-
-def port_fix(member: Membership) -> str:
-    """Return what to do if the port at which the nodes meet is taken."""
-    if node_of_srun(member.count) == (member.index, in_words(*member.address)):
-        return "set MASTER_PORT to another one, or unset it for one of the job's own"
-    return "choose another one with --rendezvous, on every node"
-
-
-SILENCE_LIMIT = 30.0
-_RUNS_SECONDS = 2.0
-# A longer gap between two calls is time in which this process did not run, and has not heard of anybody.
-_MAX_LOOK_GAP = 5.0
-
-
-class Silence:
-    """Count how long the other nodes have been silent; call `silent` repeatedly."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._heard: dict[int, float] = {}
-        self._looked = self._said = clock()
-
-    def hear(self, node: int) -> None:
-        """Note a message of a node."""
-        self._heard[node] = self._clock()
-
-    def is_time(self) -> bool:
-        """Return whether this node is to say that it runs."""
-        now = self._clock()
-        if now - self._said < _RUNS_SECONDS:
-            return False
-        self._said = now
-        return True
-
-    def silent(self, nodes: Iterable[int]) -> list[int]:
-        """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
-        now, watched = self._clock(), list(nodes)
-        if now - self._looked > _MAX_LOOK_GAP:
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
-        return [node for node in watched if now - self._heard.setdefault(node, now) > SILENCE_LIMIT]
-
-
-_STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
-# The messages between launches: a node waits for one, node 0 begins or refuses one, or the run is over.
-_READY, _LAUNCH, _REFUSED, _OVER, _DROPPED = "ready", "launch", "refused", "over", "dropped"
-# The fields of each kind of message that have to be there, with their types.
-_FIELDS: dict[str, dict[str, type]] = {
-    GONE: {},
-    _STOP: {},
-    _KILLED: {},
-    _DROPPED: {},
-    _FAILED: {"number": int, "code": int},
-    _FINISHED: {"number": int, "codes": dict},
-    _RUNS: {},
-    _READY: {"room": int, "host": str, "gpus": int, "version": str},
-    _LAUNCH: {"number": int, "nodes": list, "each": int, "port": int},
-    _REFUSED: {"node": int, "code": int, "text": str},
-    _OVER: {"code": int, "text": str},
-}
-_MORE_FIELDS: dict[str, type] = {"text": str, "codes": dict, "records": dict, "memory": bool, "room": int}
-_OF_NODE_0 = (_LAUNCH, _REFUSED, _OVER, _DROPPED)
 # How long a failed node waits for the reports of the others, and node 0 at the end for their leaving.
 _REPORT_SECONDS, _LEAVE_SECONDS = 6.0, 5.0
 _POLL_SECONDS = 0.1
-_DIGITS = 8  # of a rank
 _LOST = "is gone: it was killed, lost its network or lost its power"
 _FIX = "; resume the run with --resume, on the nodes that are left"
 _SILENT = f"has not answered for {SILENCE_LIMIT:.0f} s: it is suspended, hangs or has lost its network"
@@ -273,7 +155,7 @@ class Nodes:
             rendezvous.listen()
 
         member = Membership(met.node_rank, met.nodes, (met.host, met.port), met.seconds)
-        rendezvous = meet("node", member, job_of(met.nodes), port_fix(member), patient, shared=shared)
+        rendezvous = meet("node", member, job_of(met.nodes), _port_fix(member), patient, shared=shared)
         set_interfaces(met.host)
         rendezvous.post(asdict(mine))
         if met.node_rank == 0:
@@ -316,7 +198,7 @@ class Nodes:
         except BaseException as error:
             code = error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING
             if not self._late:  # the run goes on without this node
-                self._report(_FAILED, text=str(error) or type(error).__name__, code=code)
+                self._report(FAILED, text=str(error) or type(error).__name__, code=code)
             raise
 
     def poll(self) -> None:
@@ -328,7 +210,7 @@ class Nodes:
             NodeDropped: node 0 goes on without this one, and no workers run here.
         """
         self.listen()
-        failed = {index: report for index, report in self._ended.items() if report["kind"] == _FAILED}
+        failed = {index: report for index, report in self._ended.items() if report["kind"] == FAILED}
         if self.running and (failed or self._gone or self._dropped or self._stopping.killed):
             raise NodesLost
         if self._over is not None:  # node 0 leaves
@@ -354,9 +236,7 @@ class Nodes:
         launch = Launch(number, spread, int(self._store.port))
         self.rendezvous.publish("opened", [*self._opened, recipe])
         self.rendezvous.publish("begun", number)
-        self.rendezvous.peers.send_direct(
-            _LAUNCH, number=number, nodes=spread.nodes, each=spread.each, port=launch.port
-        )
+        self.rendezvous.peers.send_direct(LAUNCH, number=number, nodes=spread.nodes, each=spread.each, port=launch.port)
         self.rendezvous.peers.forget()
         self._take_launch(launch)
         return launch
@@ -374,7 +254,7 @@ class Nodes:
         self.running, before = False, self.launch
         self._ended.clear()
         description = {"host": self._mine.host, "gpus": self._mine.gpus, "version": self._mine.version}
-        self.rendezvous.peers.send_direct(_READY, room=room, **description)
+        self.rendezvous.peers.send_direct(READY, room=room, **description)
         while self._over is None:
             self.poll()
             launch = self.launch
@@ -396,7 +276,7 @@ class Nodes:
     def over(self, code: int, text: str = "") -> None:
         """Tell nodes that wait for a launch how the run has ended, as node 0."""
         if self.index == 0:
-            self.rendezvous.peers.send_direct(_OVER, code=code, text=text)
+            self.rendezvous.peers.send_direct(OVER, code=code, text=text)
 
     @property
     def lost(self) -> str | None:
@@ -411,11 +291,11 @@ class Nodes:
 
     def kill(self) -> None:
         """Have all nodes end without a checkpoint, as the user has asked for."""
-        self.rendezvous.peers.send(_KILLED)
+        self.rendezvous.peers.send(KILLED)
 
     def finish(self, codes: dict[int, int | None]) -> list[int]:
         """Wait for the others to finish; return the exit codes of their workers. Raises NodesLost."""
-        self._report(_FINISHED, codes=codes)
+        self._report(FINISHED, codes=codes)
         while self._expected - self._ended.keys() - {self.index}:
             self.poll()
             time.sleep(_POLL_SECONDS)
@@ -427,7 +307,7 @@ class Nodes:
     ) -> Failure:
         """Report the failure here, collect those of the others, and return the first of all."""
         mine = first_failure(logs, 0, codes, out_of_memory, records=records)
-        self._report(_FAILED, codes=codes, records=records, memory=out_of_memory, code=mine.exit_code)
+        self._report(FAILED, codes=codes, records=records, memory=out_of_memory, code=mine.exit_code)
         deadline = time.monotonic() + _REPORT_SECONDS
         while self._expected - self._ended.keys() - self._gone.keys() - {self.index} and time.monotonic() < deadline:
             self.listen()
@@ -453,17 +333,17 @@ class Nodes:
         """Process the messages of the others, pass a stop request on, and say that this node runs."""
         early, self.rendezvous.early = self.rendezvous.early, []
         for message in early + self.rendezvous.peers.poll():
-            if (peer := message["peer"]) != self.index and _is_valid(message):  # its own from before it was lost
+            if (peer := message["peer"]) != self.index and is_valid(message):  # its own from before it was lost
                 self._hear(message["kind"], peer, message)
         there = self.rendezvous.peers.connected()
         for index in (self._expected if self.index == 0 else {0}) - there - {self.index}:
             self._forget(index, _LOST)
         if self._stopping.flag.value and not self._stop_sent:
             self._stop_sent = True
-            self.rendezvous.peers.send(_STOP)
+            self.rendezvous.peers.send(STOP)
         if self._silence.is_time():
             room = {} if self.room is None else {"room": self.room()}
-            self.rendezvous.peers.send_direct(_RUNS, **room)
+            self.rendezvous.peers.send_direct(RUNS, **room)
         watched = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
         for index in self._silence.silent(watched) if self.launch is not None else ():
             self._is_silent(index)
@@ -476,25 +356,25 @@ class Nodes:
         if peer in self._warned:
             self._warned.remove(peer)
             say(f"{self._name(peer)} answers again", file=sys.stderr)
-        if kind in (_FAILED, _FINISHED):
+        if kind in (FAILED, FINISHED):
             if message["number"] == self._number and peer in self._expected and not self._late:
                 self._ended[peer] = message
-        elif kind == _RUNS and self.index == 0:
+        elif kind == RUNS and self.index == 0:
             if peer in self.rooms:
                 self.rooms[peer] = int(message.get("room", self.rooms[peer]))
-        elif kind == _READY and self.index == 0:
+        elif kind == READY and self.index == 0:
             self._admit(peer, message)
-        elif kind == _LAUNCH:
+        elif kind == LAUNCH:
             spread = Spread(tuple(message["nodes"]), int(message["each"]))
             self._take_launch(Launch(int(message["number"]), spread, int(message["port"])))
-        elif kind == _OVER or (kind == _REFUSED and message["node"] == self.index):
+        elif kind == OVER or (kind == REFUSED and message["node"] == self.index):
             self._over = message
-        elif kind == _DROPPED:
+        elif kind == DROPPED:
             self._dropped = True
-        elif kind == _STOP:
+        elif kind == STOP:
             self._stop_sent = True
             self._stopping.flag.value = 1
-        elif kind == _KILLED:
+        elif kind == KILLED:
             self._stopping.killed = True
             self._stopping.flag.value = 1
 
@@ -503,7 +383,7 @@ class Nodes:
             theirs = NodeInfo(message["host"], 0, message["gpus"], "", resume=False, version=message["version"])
             check_machine(self._mine, peer, theirs)
         except TrainwrightError as error:
-            self.rendezvous.peers.send_direct(_REFUSED, node=peer, text=str(error), code=error.exit_code)
+            self.rendezvous.peers.send_direct(REFUSED, node=peer, text=str(error), code=error.exit_code)
             return
         self._hosts[peer] = str(message["host"])
         self.rooms[peer] = int(message["room"])
@@ -512,7 +392,7 @@ class Nodes:
     def _forget(self, peer: int, how: str) -> None:
         self.rooms.pop(peer, None)
         self.waiting.discard(peer)
-        if peer in self._expected | {0} and self._ended.get(peer, {}).get("kind") != _FINISHED:
+        if peer in self._expected | {0} and self._ended.get(peer, {}).get("kind") != FINISHED:
             self._gone.setdefault(peer, how)
 
     def _is_silent(self, peer: int) -> None:
@@ -523,7 +403,7 @@ class Nodes:
                 say(f"warning: {self._name(peer)} {_SILENT}; {goes_on}", file=sys.stderr)
             return
         if self.index == 0:
-            self.rendezvous.peers.drop(peer, _DROPPED)
+            self.rendezvous.peers.drop(peer, DROPPED)
         self._forget(peer, _SILENT)
 
     def _take_launch(self, launch: Launch) -> None:
@@ -544,63 +424,8 @@ class Nodes:
         return f"node {index} ({self._hosts.get(index, 'unknown')})"
 
 
-def _is_valid(message: Message) -> bool:
-    """Return whether a node may send this message, and whether it has the fields of its kind, with their types."""
-    kind = message["kind"]
-    if kind not in _FIELDS or (kind in _OF_NODE_0 and message["peer"] != 0):
-        return False
-    if any(type(message.get(name)) is not of for name, of in _FIELDS[kind].items()):
-        return False
-    if any(name in message and type(message[name]) is not of for name, of in _MORE_FIELDS.items()):
-        return False
-    ranks = [*message.get("codes", {}), *message.get("records", {})]
-    return (
-        all(rank.isascii() and rank.isdigit() and len(rank) < _DIGITS for rank in ranks)
-        and all(code is None or type(code) is int for code in message.get("codes", {}).values())
-        and all(isinstance(record, dict) for record in message.get("records", {}).values())
-        and all(type(node) is int for node in message.get("nodes", ()))
-        and 0 <= message.get("port", 0) < 2**16
-    )
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The nodes that take part in a launch, in the order of their ranks, and the number of processes on each."""
-
-    nodes: tuple[int, ...]
-    each: int
-
-    @property
-    def processes(self) -> int:
-        """Return the number of processes on all nodes."""
-        return self.each * len(self.nodes)
-
-    def first_rank(self, node: int) -> int:
-        """Return the lowest rank on a node."""
-        return self.each * self.nodes.index(node)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of the workers: its number, its nodes, and the port of the workers' store at node 0."""
-
-    number: int
-    spread: Spread
-    port: int
-
-
-def spread(usable: Collection[int], rooms: Mapping[int, int]) -> Spread | None:
-    """Return the spread of the largest usable number of processes, over as many nodes as possible; None if there is
-    room for none.
-
-    Args:
-        rooms: how many processes each node has room for, by its index.
-    """
-    best: Spread | None = None
-    for each in range(max(rooms.values(), default=0), 0, -1):
-        able = sorted(index for index, room in rooms.items() if room >= each)
-        for count in range(len(able), 0, -1):
-            number = count * each
-            if able[0] == 0 and number in usable and (best is None or number >= best.processes):
-                best = Spread(tuple(able[:count]), each)
-    return best
+def _port_fix(member: Membership) -> str:
+    """Return what to do if the port at which the nodes meet is taken."""
+    if node_of_srun(member.count) == (member.index, in_words(*member.address)):
+        return "set MASTER_PORT to another one, or unset it for one of the job's own"
+    return "choose another one with --rendezvous, on every node"
