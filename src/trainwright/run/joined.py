@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from trainwright.run.group.rendezvous import Rendezvous
 
 
-# How long rank 0, which may host the store, waits for the others at the end; after a rejected request some may never
+# How long rank 0, which hosts the store, waits for the others at the end; after a rejected request some may never
 # arrive.
 _LEAVE_SECONDS, _REPORT_SECONDS = 20.0, 3.0
 
@@ -361,13 +361,13 @@ class _Participant:
             environment.local_rank,
             slot.local_size,
             slot.gpu,
-            None if rendezvous is None else PrefixStore(f"job{rendezvous.prefix}", rendezvous.store),
+            None if rendezvous is None else PrefixStore("job", rendezvous.store),
         )
 
     def leave_together(self, seconds: float = _LEAVE_SECONDS) -> None:
         """End in order: the others wait until rank 0 is done.
 
-        Rank 0, which may host the store, waits until they have left.
+        Rank 0, which hosts the store, waits until they have left.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # sent by a launcher that ends the others after the first has ended
