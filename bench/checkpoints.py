@@ -45,7 +45,7 @@ def recipe(strategy: str, background: bool, run: Path, random_weights: bool, eve
         "train": {"max_steps": every * (CHECKPOINTS + 1), "global_batch_size": 2, "micro_batch_size": 1},
         "parallel": {"num_processes": 1 if strategy == "single" else 2, "strategy": strategy},
         "checkpoint": {"every": every, "keep_last": 1, "background": background},
-        "logging": {"run_directory": str(run), "tensorboard": False},
+        "logging": {"run_directory": str(run), "observers": {"tensorboard": False}},
     }
 
 

@@ -102,7 +102,7 @@ def trainwright(loss: str, model: Path, steps: int, work: Path) -> list[float]:
             "compile": False,
         },
         parallel={"strategy": "single", "num_processes": 1},
-        logging={"run_directory": work / "run", "tensorboard": False},
+        logging={"run_directory": work / "run", "observers": {"tensorboard": False}},
     )
     os.environ["TRAINWRIGHT_CACHE"] = str(work / "cache")
     losses: list[float] = tw.train(recipe).columns()["loss"]

@@ -142,7 +142,7 @@ def _attempt(condition: str, seed: int) -> dict[str, Any]:
         run = Path(temporary) / "run"
         words = (
             *(str(RECIPE), f"data.train={ROWS}", "data.validation=32", "train.global_batch_size=16"),
-            *(f"logging.run_directory={run}", "logging.tensorboard=false"),
+            *(f"logging.run_directory={run}", "logging.observers.tensorboard=false"),
             *(f"parallel.strategy={strategy}", f"parallel.num_processes={processes}", "faults.on_hang=warn", *settings),
         )
         begun = time.monotonic()

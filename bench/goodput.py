@@ -39,7 +39,7 @@ MOST = 3
 SETTINGS = (
     "optimizer.learning_rate=1e-5",
     *(f"data.train={ROWS}", "train.global_batch_size=96", "train.micro_batch_size=8", "train.mixed_precision=no"),
-    *("parallel.strategy=ddp", "evaluate.every=null", "logging.tensorboard=false"),
+    *("parallel.strategy=ddp", "evaluate.every=null", "logging.observers.tensorboard=false"),
 )
 
 

@@ -128,7 +128,7 @@ def recipe_of(config: dict[str, Any], pack: int, documents: int, directory: Path
         "data": {"train": str(texts), "validation": None, "format": "text", "max_length": pack, "pack_length": pack},
         "train": {"max_steps": STEPS, "global_batch_size": documents},
         "checkpoint": {"every": None},
-        "logging": {"tensorboard": False},
+        "logging": {"observers": {"tensorboard": False}},
     }
 
 

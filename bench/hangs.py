@@ -121,7 +121,12 @@ def attempt(trial: Trial) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hangs-") as temporary:
         run, began = Path(temporary) / "run", Path(temporary) / "began"
         settings = [
-            *(f"data.train={ROWS}", "data.validation=8", f"logging.run_directory={run}", "logging.tensorboard=false"),
+            *(
+                f"data.train={ROWS}",
+                "data.validation=8",
+                f"logging.run_directory={run}",
+                "logging.observers.tensorboard=false",
+            ),
             *("train.max_steps=12", "train.global_batch_size=4", "checkpoint.every=3", "evaluate.every=3"),
             *("evaluate.prompts=[a, b]", f"parallel.strategy={trial.strategy}", "parallel.num_processes=2"),
             *("train.step_policies=['tests.support.hanging:Hanging']", "faults.on_hang=stop"),

@@ -99,7 +99,7 @@ def steps(count: int, strategy: str, more: Sequence[str]) -> dict[int, float]:
                 f"data.train={ROWS}",
                 "data.validation=null",
                 f"logging.run_directory={run}",
-                "logging.tensorboard=false",
+                "logging.observers.tensorboard=false",
             ),
             *(f"train.max_steps={count}", f"parallel.strategy={strategy}", f"parallel.num_processes={processes}"),
             *("checkpoint.every=null", "evaluate.every=null", "evaluate.prompts=[]"),

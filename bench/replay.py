@@ -35,7 +35,7 @@ DEFAULT_EVERY = 200
 MANTISSA_BITS = 23
 SETTINGS = (
     *(f"data.train={ROWS}", f"train.max_steps={STEPS}", "train.mixed_precision=no", "parallel.num_processes=2"),
-    *("checkpoint.every=2", "evaluate.every=null", "logging.tensorboard=false"),
+    *("checkpoint.every=2", "evaluate.every=null", "logging.observers.tensorboard=false"),
 )
 
 

@@ -39,7 +39,7 @@ RESULTS = results_directory() / "submit.json"
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
 SETTINGS = (
     f"data.train={ROOT / 'tests' / 'engine' / 'golden' / 'rows.jsonl'}",
-    *("data.validation=null", "logging.tensorboard=false", "train.max_steps=2", "parallel.num_processes=1"),
+    *("data.validation=null", "logging.observers.tensorboard=false", "train.max_steps=2", "parallel.num_processes=1"),
 )
 _MEASURED = re.compile(r"^measured this processor in ([\d.]+) s", re.MULTILINE)
 

@@ -43,7 +43,7 @@ unlearn: {{objective: npo, beta: {beta}}}
 optimizer: {{learning_rate: {learning_rate}, weight_decay: 0.01, schedule: constant, max_grad_norm: 1.0}}
 train: {{max_steps: {steps}, global_batch_size: {count}, mixed_precision: "{precision}", compile: false}}
 parallel: {{strategy: single, num_processes: 1}}
-logging: {{run_directory: "{run}", tensorboard: false}}
+logging: {{run_directory: "{run}", observers: {{tensorboard: false}}}}
 """
 
 

@@ -18,7 +18,7 @@ from tests.support.runs import events
 from tests.support.unlearning import write_rows
 
 PACKAGE = Path(__file__).parent / "plugin"
-NAMES = ("focal", "at_once", "sgd", "square_root", "sums", "bounded_ascent", "length_ratio", "losses")
+NAMES = ("focal", "at_once", "sgd", "square_root", "sums", "bounded_ascent", "length_ratio", "losses", "by_hand")
 ON_SUMS = ("data.train=sums", "data.limit=null", "train.max_steps=2", "checkpoint.every=null")
 
 
@@ -141,6 +141,27 @@ def test_an_optimizer_and_a_schedule_are_the_same_everywhere_and_resume(installe
     assert of_steps(tmp_path / "stopped", "loss") == losses
     state = {name: _state_bytes(installed, tmp_path, file, f"optimizer.name={name}") for name in ("sgd", "adamw")}
     assert state["sgd"] == pytest.approx(state["adamw"] / 2, rel=0.01)
+
+
+def test_an_attention_kernel_is_chosen_by_its_name_and_computes_the_same(installed: Path, tmp_path: Path) -> None:
+    file = recipe(tmp_path, "sft", model={"dropout": 0.0})
+    asked = (*ON_SUMS, "data.validation=null", "train.mixed_precision=no", "parallel.num_processes=1")
+    for name in ("by_hand", "eager"):
+        run(installed, tmp_path, "train", file, *asked, f"model.attention={name}", f"logging.run_directory={name}")
+    (line,) = events(tmp_path / "by_hand", "start")[0]["attention"]
+    assert line.startswith("attention by hand") and "plain operations" not in line.partition("(")[0]
+    assert of_steps(tmp_path / "by_hand", "loss") == pytest.approx(of_steps(tmp_path / "eager", "loss"), rel=1e-5)
+    refused = run(
+        installed, tmp_path, "train", file, *asked, "model.attention=by_hand", "data.pack_length=null", code=2
+    )
+    assert "attention by hand is for packs, see data.pack_length" in refused
+
+
+def test_a_kind_of_rows_reads_the_rows_of_a_task(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"question": "What is 2 + 2?", "answer": "5"}\n' * 8)
+    asked = ("data.train=sums.jsonl", "data.validation=null", "train.max_steps=1")
+    refused = run(installed, tmp_path, "train", recipe(tmp_path, "focal"), *asked, code=2)
+    assert "sums.jsonl:1: 2 + 2 is not 5; correct the row" in refused
 
 
 def _state_bytes(installed: Path, cwd: Path, file: str, *words: str) -> float:

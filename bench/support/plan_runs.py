@@ -42,7 +42,9 @@ def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
     """
     directory.mkdir(parents=True)
     written = directory / "written.json"  # JSON is YAML
-    written.write_text(json.dumps(recipe | {"logging": {"run_directory": str(directory), "tensorboard": False}}))
+    written.write_text(
+        json.dumps(recipe | {"logging": {"run_directory": str(directory), "observers": {"tensorboard": False}}})
+    )
     resolved = resolve(load_recipe(written), detect()).recipe
     run_directory.record(directory, run_directory.recipe_text(resolved), "case", ())
     processes = resolved.parallel.num_processes

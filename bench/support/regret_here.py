@@ -60,7 +60,7 @@ class Way:
 def recipes(work: Path) -> dict[str, Recipe]:
     """The quickstart's, and another shape."""
     return {
-        "quickstart": load_recipe(QUICKSTART, [*SHORT, "logging.tensorboard=false"]),
+        "quickstart": load_recipe(QUICKSTART, [*SHORT, "logging.observers.tensorboard=false"]),
         "narrow": small_recipe("narrow", 128, 512, 16, work, ()),
     }
 

@@ -41,7 +41,7 @@ def small_recipe(
                  "pack_length": pack},
         "optimizer": {"learning_rate": 1e-4},
         "train": {"max_steps": 100, "global_batch_size": examples, "compile": False},
-        "logging": {"tensorboard": False},
+        "logging": {"observers": {"tensorboard": False}},
     }  # fmt: skip
     file = work / "recipe.json"  # JSON is YAML
     file.write_text(json.dumps(values))

@@ -22,7 +22,7 @@ data: {{train: "{rows}", validation: null, format: question_answer, max_length: 
 optimizer: {{name: adamw, learning_rate: 2.0e-5, weight_decay: 0.0, schedule: linear, max_grad_norm: 1.0}}
 train: {{max_steps: {steps}, global_batch_size: {examples}, mixed_precision: {precision}, compile: {compile}}}
 parallel: {{strategy: single, num_processes: 1}}
-logging: {{run_directory: "{run_directory}", tensorboard: false}}
+logging: {{run_directory: "{run_directory}", observers: {{tensorboard: false}}}}
 """
 
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
     from trainwright.faults.drills.operations import Drill, drill
     from trainwright.observe.operations.ablation import Ablation, ablate
-    from trainwright.observe.operations.comparing import RunsCompared, compare
-    from trainwright.observe.operations.reporting import report
     from trainwright.observe.operations.runs import RunSummary, runs
+    from trainwright.observe.report import report
+    from trainwright.observe.reports.comparing import RunsCompared, compare
     from trainwright.planning.requests import Plan, plan, simulate
     from trainwright.planning.simulation.report import Simulation
     from trainwright.recipe.extensions import extension
@@ -113,8 +113,8 @@ _MODULES = {
     "trainwright.errors": ("MachineError", "RequestError", "Stopped", "TrainingError", "TrainwrightError"),
     "trainwright.faults.drills.operations": ("Drill", "drill"),
     "trainwright.observe.operations.ablation": ("Ablation", "ablate"),
-    "trainwright.observe.operations.comparing": ("RunsCompared", "compare"),
-    "trainwright.observe.operations.reporting": ("report",),
+    "trainwright.observe.reports.comparing": ("RunsCompared", "compare"),
+    "trainwright.observe.report": ("report",),
     "trainwright.observe.operations.runs": ("RunSummary", "runs"),
     "trainwright.planning.requests": ("Plan", "plan", "simulate"),
     "trainwright.planning.simulation.report": ("Simulation",),

@@ -28,7 +28,7 @@ PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] * name.endswith(SLOW))
 @pytest.mark.parametrize("module", PARAMETERS)
 def test_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     settings = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4")
-    Recipe.load(TINY, *settings, "logging.tensorboard=false").save(tmp_path / "tiny.yaml")
+    Recipe.load(TINY, *settings, "logging.observers.tensorboard=false").save(tmp_path / "tiny.yaml")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "tiny").symlink_to(runs.trained(*settings))
     monkeypatch.chdir(tmp_path)

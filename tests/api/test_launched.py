@@ -33,7 +33,7 @@ import json, os, signal, sys
 import trainwright as tw
 
 before = dict(os.environ), [signal.getsignal(number) for number in range(1, 32)]
-settings = [{rows!r}, "logging.tensorboard=false"]
+settings = [{rows!r}, "logging.observers.tensorboard=false"]
 recipe = tw.Recipe.load({recipe!r}, *settings)
 said = []
 try:

@@ -33,7 +33,12 @@ def command(hub: Hub, *arguments: str, token: str | None = TOKEN, cwd: Path = RO
 
 
 def train(hub: Hub, run: Path, *overrides: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
-    fixed = (f"logging.run_directory={run}", "logging.tensorboard=false", "train.max_steps=4", "checkpoint.every=2")
+    fixed = (
+        f"logging.run_directory={run}",
+        "logging.observers.tensorboard=false",
+        "train.max_steps=4",
+        "checkpoint.every=2",
+    )
     fixed = (*fixed, "data.limit=24", "data.validation=4", ON_ROWS, "parallel.num_processes=1")
     return command(hub, "train", str(TINY), *fixed, *overrides, token=token)
 

@@ -15,7 +15,7 @@ import trainwright as tw
 from tests.support.commands import PATIENCE, environment, started, trainwright, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 
-SETTINGS = (ON_ROWS, "parallel.num_processes=1", "logging.tensorboard=false")
+SETTINGS = (ON_ROWS, "parallel.num_processes=1", "logging.observers.tensorboard=false")
 
 # No `if __name__ == "__main__"`: what trains must not run it again.
 SCRIPT = """

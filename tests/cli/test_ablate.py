@@ -16,7 +16,7 @@ from trainwright.observe.operations.ablation import Ablation, SuccessiveHalving
 from trainwright.observe.operations.variants import Variant, grid, sample
 from trainwright.observe.reports.comparing import is_lower_better
 
-SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.tensorboard=false")
+SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.observers.tensorboard=false")
 
 
 @pytest.mark.slow

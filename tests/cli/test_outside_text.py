@@ -91,7 +91,11 @@ def test_names_rows_and_values_are_printed_harmless(runs: Runs, tmp_path: Path) 
 
 
 def test_a_run_named_and_asked_with_escapes_trains_and_prints_none(runs: Runs, tmp_path: Path) -> None:
-    asked = (f'logging.run_directory="{IN_YAML}"', f'evaluate.prompts=["{IN_YAML}"]', "logging.tensorboard=false")
+    asked = (
+        f'logging.run_directory="{IN_YAML}"',
+        f'evaluate.prompts=["{IN_YAML}"]',
+        "logging.observers.tensorboard=false",
+    )
     ended = runs.command("train", str(TINY), ON_ROWS, "train.max_steps=2", "evaluate.every=2", *asked, cwd=tmp_path)
     finished = ended.wait()
     printed = finished.stdout + finished.stderr

@@ -25,7 +25,7 @@ COMMON = (
     "train.mixed_precision=no",
     "train.activation_checkpointing=none",
     "train.compile=false",
-    "logging.tensorboard=false",
+    "logging.observers.tensorboard=false",
 )
 
 
@@ -92,7 +92,7 @@ def test_the_plan_of_a_run_is_by_the_counted_lengths_of_its_examples(runs: Runs,
     rows = [{"question": "?" * 10, "answer": "é" * (10 + index)} for index in range(32)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = tmp_path / "run"
-    more = ("data.validation=null", "evaluate.every=null", "evaluate.prompts=[]", "logging.tensorboard=false")
+    more = ("data.validation=null", "evaluate.every=null", "evaluate.prompts=[]", "logging.observers.tensorboard=false")
     asked = (str(TINY), f"data.train={tmp_path / 'rows.jsonl'}", "train.max_steps=2", *more)
     estimated = json.loads(runs.command("plan", *asked, "--json").wait().stdout)["assumptions"]
     assert any("from the characters" in one for one in estimated)

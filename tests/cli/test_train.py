@@ -182,7 +182,7 @@ def test_a_run_in_a_directory_of_its_own_is_trained_again_beside_it_under_its_re
     runs: Runs, here: Path
 ) -> None:
     (here / "recipe.yaml").rename(here / "mine.yaml")
-    ended = attempt(runs, here, "mine.yaml", "logging.run_directory=kept/run", "logging.tensorboard=false")
+    ended = attempt(runs, here, "mine.yaml", "logging.run_directory=kept/run", "logging.observers.tensorboard=false")
     assert ended.code == 0, ended.stdout + ended.stderr
     before = files(here / "kept")
     again = runs.command("train", "kept/run/recipe.yaml", cwd=here).wait()
@@ -195,7 +195,7 @@ def test_a_run_in_a_directory_of_its_own_is_trained_again_beside_it_under_its_re
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_up_what_may_change_tells_it_and_keeps_its_reasons(runs: Runs, here: Path) -> None:
-    ended = attempt(runs, here, "recipe.yaml", "logging.tensorboard=false", "logging.run_directory=run")
+    ended = attempt(runs, here, "recipe.yaml", "logging.observers.tensorboard=false", "logging.run_directory=run")
     assert ended.code == 0, ended.stdout + ended.stderr
     run = here / "run"
     reasons = json.loads((run / "plan.json").read_text())["reasons"]
@@ -217,13 +217,13 @@ def test_a_resumed_run_takes_up_what_may_change_tells_it_and_keeps_its_reasons(r
     assert [line.partition(" ")[0] for line in after["reasons"][len(kept) :]] == [
         "train.max_steps",
         "checkpoint.every",
-        "logging.tensorboard",
+        "logging.observers.tensorboard",
     ]
 
 
 def test_resume_without_a_name_takes_the_newest_run(runs: Runs, here: Path) -> None:
     for steps in (1, 2):
-        ended = attempt(runs, here, "recipe.yaml", f"train.max_steps={steps}", "logging.tensorboard=false")
+        ended = attempt(runs, here, "recipe.yaml", f"train.max_steps={steps}", "logging.observers.tensorboard=false")
         assert ended.code == 0, ended.stdout + ended.stderr
     ended = runs.command("train", "recipe.yaml", "--resume", "train.max_steps=4", cwd=here).wait()
     assert ended.code == 0, ended.stdout + ended.stderr
@@ -248,7 +248,7 @@ def test_a_run_that_is_being_trained_is_not_trained_by_another(runs: Runs) -> No
 @pytest.mark.slow
 def test_summary_of_a_resumed_run_begins_where_the_run_began(runs: Runs) -> None:
     run = runs.new_directory("longer")
-    asked = ("train.max_steps=3", f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS)
+    asked = ("train.max_steps=3", f"logging.run_directory={run}", "logging.observers.tensorboard=false", ON_ROWS)
     first = runs.command("train", str(TINY), *asked).wait()
     assert first.code == 0, first.stderr
     second = runs.resume(run, "train.max_steps=5").wait()
@@ -270,7 +270,7 @@ def test_a_metric_beside_the_recipe_is_found_from_elsewhere_and_goes_with_the_ru
     elsewhere, far = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("far")
     text = (here / "recipe.yaml").read_text().replace("rows.jsonl", str(here / "rows.jsonl"))
     (here / "recipe.yaml").write_text(f"{text}evaluate: {{metrics: ['{named}'], max_new_tokens: 4}}\n")
-    fixed = ("parallel.num_processes=1", "logging.tensorboard=false")
+    fixed = ("parallel.num_processes=1", "logging.observers.tensorboard=false")
     ended = runs.command("train", f"{here}/recipe.yaml", "logging.run_directory=run", *fixed, cwd=elsewhere).wait()
     assert ended.code == 0, ended.stdout + ended.stderr
     module.unlink()

@@ -15,7 +15,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from trainwright.clusters.job_attempts import MODULE, ending, variables_of_node
 
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
-SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "checkpoint.every=1000", SLOW)
+SETTINGS = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "checkpoint.every=1000", SLOW)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.support.object_store import ObjectStore, object_store
 from tests.support.runs import ON_ROWS, Runs, Started, column, events
 
 PAGE = ROOT / "docs" / "spot.md"
-SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "train.max_steps=40")
+SETTINGS = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "train.max_steps=40")
 SEED = 4
 
 

@@ -37,7 +37,7 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
         nonlocal launches
         launches += 1
         if rank == 0 and not resume:
-            fixed = [ON_ROWS, f"parallel.num_processes={size}", "logging.tensorboard=false"]
+            fixed = [ON_ROWS, f"parallel.num_processes={size}", "logging.observers.tensorboard=false"]
             resolved = resolve(load_recipe(TINY, [*fixed, *overrides]), detect())
             run.mkdir()
             run_directory.record(run, run_directory.recipe_text(resolved.recipe), "tiny", [])

@@ -13,7 +13,7 @@ SETTINGS = (ON_ROWS, "train.max_steps=4", "evaluate.every=null", "parallel.num_p
 
 def train(runs: Runs, policy: str, *overrides: str) -> tuple[Path, Finished]:
     run = runs.new_directory("run")
-    named = (f"logging.run_directory={run}", "logging.tensorboard=false")
+    named = (f"logging.run_directory={run}", "logging.observers.tensorboard=false")
     policies = f"train.step_policies=['tests.support.differing:{policy}']"
     return run, runs.command("train", str(TINY), *named, *SETTINGS, *overrides, policies).wait()
 

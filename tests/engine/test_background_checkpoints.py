@@ -87,7 +87,7 @@ def test_auto_does_not_take_the_cores_of_the_training(
     (tmp_path / "machine.json").write_text(json.dumps(described))
     run = runs.new_directory("run")
     ended = runs.command(
-        *("train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false"),
+        *("train", str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false"),
         *("parallel={num_processes: 2, strategy: ddp}", "train.max_steps=4", "evaluate.every=null"),
         *("checkpoint={every: 2, keep_best: false}", f"model.config.intermediate_size={width}"),
         TRAINWRIGHT_MACHINE=str(tmp_path / "machine.json"),

@@ -94,7 +94,7 @@ def started(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def train(site: Path, *overrides: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
     run = site.parent / "run"
-    fixed = (f"logging.run_directory={run}", "logging.tensorboard=false", *SHORT)
+    fixed = (f"logging.run_directory={run}", "logging.observers.tensorboard=false", *SHORT)
     return run, started(site, "train", str(TINY), *fixed, *overrides)
 
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(place: Path, 
 
 def test_a_failed_run_says_why_in_its_events_and_on_its_page(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    where = (f"logging.run_directory={run}", "logging.tensorboard=false", "logging.report=true")
+    where = (f"logging.run_directory={run}", "logging.observers.tensorboard=false", "logging.observers.report=true")
     ended = trainwright("train", str(TINY), *SHORT, *where, "train.step_policies=['somebody:Fails']", cwd=place)
     assert ended.returncode == 4, ended.stderr
     (fault,) = events(run, "fault")

@@ -427,7 +427,7 @@ def test_a_run_whose_output_cannot_be_written_goes_on(runs: Runs, tmp_path: Path
     settings = (processes(1), ON_ROWS, "train.max_steps=3")
     expected = runs.trained(*settings)
     command = ("-m", "trainwright", "train", str(TINY), *settings, f"logging.run_directory={tmp_path / 'run'}")
-    with started(*command, "logging.tensorboard=false", cwd=tmp_path, output=Path("/dev/full")) as process:
+    with started(*command, "logging.observers.tensorboard=false", cwd=tmp_path, output=Path("/dev/full")) as process:
         assert process.wait(PATIENCE) == 0
     assert column(tmp_path / "run", "loss") == column(expected, "loss")
 

@@ -51,7 +51,7 @@ def spread(count: int, strategy: str) -> tuple[str, ...]:
 def limited(runs: Runs, mebibytes: int, *overrides: str) -> tuple[Path, Finished]:
     """A run whose every process has so much memory beside what it begins with."""
     run = runs.new_directory("run")
-    arguments = ["train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *overrides]
+    arguments = ["train", str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false", *overrides]
     request = {"function": "tests.support.memory:trainwright", "arguments": [mebibytes, *arguments]}
     return run, runs._start({**request, "environment": {}}, None).wait()
 
@@ -60,7 +60,7 @@ def made(runs: Runs, *overrides: str) -> Path:
     """A run's directory as the launcher makes it."""
     run = runs.new_directory("made")
     run.mkdir()
-    recipe = resolve(load_recipe(TINY, [*overrides, "logging.tensorboard=false"]), detect()).recipe
+    recipe = resolve(load_recipe(TINY, [*overrides, "logging.observers.tensorboard=false"]), detect()).recipe
     record(run, dump_recipe(recipe), "tiny", [])
     return run
 
@@ -136,7 +136,7 @@ def test_ranks_that_did_not_run_out_do_the_step_again_with_the_one_that_did(runs
     settings = (*WIDE, "train.global_batch_size=32")
     unlimited = runs.trained(*settings, *spread(2, "ddp"))
     run = runs.new_directory("run")
-    fixed = (1, ROOM, str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false")
+    fixed = (1, ROOM, str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false")
     request = {"function": "tests.support.memory:worker", "arguments": [*fixed, *settings]}
     workers = [runs._start({**request, "environment": each}, None) for each in by_hand(2, free_port())]
     for worker in workers:
@@ -172,7 +172,7 @@ def test_several_nodes_are_started_again_together(runs: Runs) -> None:
     settings = (*WIDE, "parallel.strategy=fsdp", "parallel.num_processes=2")
     unlimited = runs.trained(*settings)
     run = runs.new_directory("run")
-    fixed = ["train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *settings]
+    fixed = ["train", str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false", *settings]
     place = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}"]
     request = {"function": "tests.support.memory:trainwright", "environment": {}}
     nodes = [
@@ -313,7 +313,7 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_started_again(
     assert limit is not None
     limit.write_text(str(count * ROOM * 2**20))
     run = runs.new_directory("run")
-    arguments = ["train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *settings]
+    arguments = ["train", str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false", *settings]
     function = "tests.support.memory:trainwright_in_cgroup"
     request = {"function": function, "arguments": [str(cgroup), *arguments], "environment": {}}
     ended = runs._start(request, None).wait()

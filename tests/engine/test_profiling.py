@@ -94,7 +94,14 @@ def test_a_resumed_run_records_the_steps_that_are_left(runs: Runs) -> None:
     losses = [event["loss"] for event in events(plain, "step")]
     assert [event["loss"] for event in events(started.run, "step")] == losses, "recording changes no loss"
     stopped = runs.new_directory("run")
-    words = ("train", str(TINY), *SETTINGS, *spread, "train.profile={steps: [2, 5]}", "logging.tensorboard=false")
+    words = (
+        "train",
+        str(TINY),
+        *SETTINGS,
+        *spread,
+        "train.profile={steps: [2, 5]}",
+        "logging.observers.tensorboard=false",
+    )
     ended = runs.command(*words, f"logging.run_directory={stopped}", "--until", "step 4").wait()
     assert ended.code == 75, ended.stdout + ended.stderr
     assert not (stopped / "profile").exists(), "the last of the steps has not come"

@@ -23,7 +23,7 @@ def settings(count: int, strategy: str) -> tuple[str, ...]:
 
 def flipped(runs: Runs, policy: str, where: dict[str, Any], *overrides: str) -> tuple[Path, Finished]:
     run = runs.new_directory("run")
-    named = (f"logging.run_directory={run}", "logging.tensorboard=false")
+    named = (f"logging.run_directory={run}", "logging.observers.tensorboard=false")
     policies = (
         f"train.step_policies=['{policy if ':' in policy else f'trainwright.faults.drills.faults.planted:{policy}'}']"
     )

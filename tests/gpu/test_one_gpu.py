@@ -31,7 +31,7 @@ REPEATABLE = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=24", "train.
 
 
 def command(run: Path, *overrides: str, recipe: Path = TINY) -> list[str]:
-    fixed = (f"logging.run_directory={run}", "logging.tensorboard=false")
+    fixed = (f"logging.run_directory={run}", "logging.observers.tensorboard=false")
     return [sys.executable, "-m", "trainwright", "train", str(recipe), *fixed, *overrides]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.models.attention.kernels import CPU, KERNELS, AttentionNeeds, Platform, choose, in_words
+from trainwright.models.attention.kernels import CPU, AttentionNeeds, Platform, choose, in_words, kernels
 
 NO_PACKAGES = (("flash_attn_3", "is not installed"), ("flash_attn", "is not installed"))
 PLAIN = AttentionNeeds(128, 128, "bf16")
@@ -123,7 +123,7 @@ def test_dropout_in_wide_heads_does_not_fit_into_small_shared_memory(
     ],
 )
 def test_heads_are_padded_to_what_a_kernel_takes(kernel: str, widths: tuple[int, int], padded: tuple[int, int]) -> None:
-    assert next(one for one in KERNELS if one.name == kernel).widths(*widths) == padded
+    assert next(one for one in kernels() if one.name == kernel).widths(*widths) == padded
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_layers_with_one_kernel_share_a_line() -> None:
 
 
 def test_a_kernel_and_its_limits_are_data() -> None:
-    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+    assert len({kernel.name for kernel in kernels()}) == len(kernels())
     for packed in (True, False):
-        last = [kernel for kernel in KERNELS if kernel.packed is packed][-1]
+        last = [kernel for kernel in kernels() if kernel.packed is packed][-1]
         assert last.vendors == {"CPU", "NVIDIA", "AMD"} and last.largest is None  # computes what no other does
 
 

@@ -81,7 +81,7 @@ def test_another_file_is_read_whole(run: Path, change: str) -> None:
 def test_a_damaged_cache_is_left_aside(run: Path) -> None:
     (file,) = (cache_root() / "events").iterdir()
     whole = file.read_bytes()
-    for damaged in (b"", b"\n", whole[:-8], whole[:40], whole.replace(b'"format": [', b'"format": [9')):
+    for damaged in (b"", b"\n", whole[:-8], whole[:40], whole.replace(b'"format": ', b'"format": 9')):
         file.write_bytes(damaged)
         assert following.follower_of(run).read_bytes == 0
 

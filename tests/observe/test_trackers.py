@@ -24,6 +24,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.errors import RequestError
 from trainwright.observe.trackers import base
 from trainwright.observe.trackers.base import TrackerObserver, Values, values_of
+from trainwright.recipe import observer_spec
 
 START = {"event": "start", "time": 1.0, "resumed_from": None}
 FINISH = {"event": "finish", "time": 9.0, "status": "finished", "step": 2}
@@ -104,14 +105,20 @@ def test_a_tracker_that_fails_is_given_up_with_one_message(run: Path, capsys: py
 
 
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "find_spec", lambda name: None)
+    monkeypatch.setattr(observer_spec, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"wandb is not installed; pip install .*\[wandb\]'"):
-        base.check_installed("wandb")
+        observer_spec.check_installed({"wandb": True, "mlflow": False, "report": "auto"})
 
 
 def _trained(runs: Runs, *overrides: str, **variables: str) -> Path:
     run = runs.new_directory("run")
-    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4", "logging.tensorboard=false", "data.validation=8")
+    fixed = (
+        ON_ROWS,
+        "parallel.num_processes=1",
+        "train.max_steps=4",
+        "logging.observers.tensorboard=false",
+        "data.validation=8",
+    )
     every = ("evaluate.every=2", f"logging.run_directory={run}")
     ended = runs.command("train", str(TINY), *fixed, *every, *overrides, **variables).wait()
     assert ended.code == 0 and "warning: logging" not in ended.stdout + ended.stderr, ended.stdout + ended.stderr
@@ -199,8 +206,10 @@ def test_prometheus_reads_the_newest_figures_while_the_run_trains(runs: Runs) ->
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     run = runs.new_directory("run")
-    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=100000", "logging.tensorboard=false")
-    started = runs.command("train", str(TINY), *fixed, f"logging.run_directory={run}", f"logging.prometheus={port}")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=100000", "logging.observers.tensorboard=false")
+    started = runs.command(
+        "train", str(TINY), *fixed, f"logging.run_directory={run}", f"logging.observers.prometheus={{address: {port}}}"
+    )
     started.run = run
     started.wait_for_step(3)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -271,13 +280,13 @@ def test_a_collector_gets_figures_and_spans_by_otlp(
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    from trainwright.observe.trackers.opentelemetry import opentelemetry
+    from trainwright.observe.trackers.opentelemetry import OpenTelemetry
 
     secret = "Bearer-of-a-secret"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization={secret}")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    observer = opentelemetry(run)
+    observer = TrackerObserver("opentelemetry", run, OpenTelemetry)
     checkpoint = {"event": "checkpoint", "time": 4.0, "step": 2, "path": "x", "seconds": 2.0, "blocked_seconds": 0.5}
     for event in (START, step(1), step(2), evaluation(2), checkpoint, FINISH):
         observer(event)
@@ -308,7 +317,7 @@ def test_a_collector_that_is_down_does_not_stop_a_run(runs: Runs) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     run = runs.new_directory("run")
-    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4", "logging.tensorboard=false")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4", "logging.observers.tensorboard=false")
     asked = ("logging.observers=[opentelemetry]", f"logging.run_directory={run}")
     away = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
     ended = runs.command("train", str(TINY), *fixed, *asked, **away).wait()

@@ -58,7 +58,7 @@ FLAT = ("-m", "trainwright", "train", str(TINY), ON_ROWS, "parallel.strategy=fla
 def test_it_trains_to_the_losses_of_ddp(install: Install, run: Run, runs: Runs, tmp_path: Path) -> None:
     install()
     where = f"logging.run_directory={tmp_path / 'run'}"
-    same = ("parallel.num_processes=2", "train.mixed_precision=no", "logging.tensorboard=false")
+    same = ("parallel.num_processes=2", "train.mixed_precision=no", "logging.observers.tensorboard=false")
     ended = run(*FLAT, *same, where)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     start = next(event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "start")

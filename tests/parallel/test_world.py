@@ -220,7 +220,7 @@ def test_ranks_with_unequal_memory_answer_the_same_batches(runs: Runs, tmp_path:
 
 def fail_in_a_group(directory: str) -> None:
     run = Path(directory, "run")
-    fixed = [ON_ROWS, "parallel.strategy=fsdp", "parallel.num_processes=1", "logging.tensorboard=false"]
+    fixed = [ON_ROWS, "parallel.strategy=fsdp", "parallel.num_processes=1", "logging.observers.tensorboard=false"]
     run.mkdir()
     text = run_directory.recipe_text(resolve(load_recipe(TINY, fixed), detect()).recipe)
     run_directory.record(run, text, "tiny", [])

@@ -83,10 +83,12 @@ def test_numbers_inside_a_model_config_are_numbers_too(write: Write) -> None:
 
 
 def test_no_is_the_word_and_yes_or_no_are_still_truth_values_where_those_are_wanted(write: Write) -> None:
-    recipe = load_recipe(write(SMALLEST + "train: {mixed_precision: no, compile: no}\nlogging: {tensorboard: yes}\n"))
+    recipe = load_recipe(
+        write(SMALLEST + "train: {mixed_precision: no, compile: no}\nlogging: {observers: {tensorboard: yes}}\n")
+    )
     assert recipe.train.mixed_precision == "no"
     assert recipe.train.compile is False
-    assert recipe.logging.tensorboard is True
+    assert recipe.logging.observers["tensorboard"] is True
 
 
 def test_text_that_looks_like_a_date_or_a_time_stays_text(write: Write) -> None:

@@ -67,10 +67,10 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(refusal: Refusal) ->
           seed: 2
         evaluate: {every: 0}
         """,
-        "logging.tensorboard=perhaps",
+        "logging.observers.tensorboard=perhaps",
     )
     assert [line.split(": ")[1] for line in lines] == [
-        "logging.tensorboard",
+        "logging.observers.tensorboard",
         "optimizer.learning_rte",
         "optimizer.eps",
         "train.micro_batch_size",
@@ -164,7 +164,7 @@ def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
         ("model.config=llama", 'model.config: expected a mapping, not "llama"'),
         ("evaluate.prompts=hello", 'evaluate.prompts: expected a list, not "hello"'),
         ("evaluate.prompts=[hello, 5]", "evaluate.prompts[1]: expected text, not 5"),
-        ("logging.tensorboard=maybe", 'logging.tensorboard: expected true or false, not "maybe"'),
+        ("logging.observers.tensorboard=maybe", 'logging.observers.tensorboard: expected true or false, not "maybe"'),
         ("train=5", "train: expected a mapping, not 5"),
         ("train.seed.more=5", "train.seed: expected a whole number, not a mapping"),
     ],

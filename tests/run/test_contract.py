@@ -20,7 +20,7 @@ RESOLVED = (
     "train.compile=false",
     "train.activation_checkpointing=none",
     "train.max_steps=2",
-    "logging.tensorboard=false",
+    "logging.observers.tensorboard=false",
 )
 
 

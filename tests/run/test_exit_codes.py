@@ -26,7 +26,7 @@ from trainwright.run.ending.exit_code import CODES_FILE, record_exit_code, recor
 from trainwright.utils.beats import heartbeat_directory, heartbeat_file, read
 
 _jobs = (f"{os.getpid()}{number:04}" for number in itertools.count())
-FIXED = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "faults.restarts=off")
+FIXED = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "faults.restarts=off")
 
 
 @dataclass

@@ -43,7 +43,7 @@ class Cluster:
 
     def start(self, rank: int, *more: str) -> Started:
         """Start the command of a node, again if it has run there before."""
-        fixed = (str(TINY), f"logging.run_directory={self.run}", "logging.tensorboard=false", *self.settings)
+        fixed = (str(TINY), f"logging.run_directory={self.run}", "logging.observers.tensorboard=false", *self.settings)
         options = ("--nodes", str(self.nodes), "--rendezvous", self.place, "--node-rank", str(rank))
         node = self.runs.command("train", *fixed, *options, *more, STEP_FILE=str(self.hurry))
         node.run = self.run
@@ -249,7 +249,7 @@ def two_networks() -> Iterator[tuple[list[str], list[str], str]]:
 def test_a_machine_that_vanishes_from_the_network_is_left_behind(runs: Runs, tmp_path: Path) -> None:
     """No connection is reset: what is sent to the machine gets no answer."""
     undisturbed, run = runs.trained(*LONG, TWO), tmp_path / "run"
-    fixed = [str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *LONG, RANGE, SLOW]
+    fixed = [str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false", *LONG, RANGE, SLOW]
     words = ["-m", "trainwright", "train", *fixed, "--nodes=2", "--rendezvous=10.83.19.1:29811"]
     variables = environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache"), STEP_SECONDS="0.3")
     them = Cluster(runs, run, "", ())

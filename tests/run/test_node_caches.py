@@ -55,7 +55,7 @@ def test_each_node_of_our_launcher_fills_its_own_cache_once(
     runs: Runs, tmp_path: Path, port: int, reference: Path
 ) -> None:
     run = runs.new_directory("run")
-    words = ("train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *SETTINGS)
+    words = ("train", str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false", *SETTINGS)
     nodes = ("--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--num-processes", "4")
     workers = [runs.command(*words, *nodes, "--node-rank", str(node), **own_cache(tmp_path, node)) for node in (0, 1)]
     workers[0].run = run

@@ -31,7 +31,7 @@ def taken() -> Iterator[str]:
 
 def start(runs: Runs, place: str, *arguments: str, ranks: tuple[int, ...] = (0, 1), nodes: int = 2) -> list[Started]:
     run = runs.new_directory("run")
-    fixed = (str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *arguments)
+    fixed = (str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false", *arguments)
     options = ("--nodes", str(nodes), "--rendezvous", place)
     begun = [runs.command("train", *fixed, *options, "--node-rank", str(rank)) for rank in ranks]
     for each in begun:

@@ -19,7 +19,12 @@ from trainwright.engine.event_reader import read_events
 # A step takes a second or so: longer than the quarter of a second that Python gives a child after ctrl-C.
 LONG = (
     *(ON_ROWS, "parallel.num_processes=1", "train.compile=false", "train.max_steps=500", "train.micro_batch_size=1"),
-    *("train.global_batch_size=180", "data.pack_length=null", "evaluate.every=null", "logging.tensorboard=false"),
+    *(
+        "train.global_batch_size=180",
+        "data.pack_length=null",
+        "evaluate.every=null",
+        "logging.observers.tensorboard=false",
+    ),
     "checkpoint.every=null",
 )
 PROGRAM = """

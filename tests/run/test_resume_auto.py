@@ -13,7 +13,7 @@ from trainwright.errors import RequestError, Stopped
 from trainwright.run import run_directory
 from trainwright.run.request import request_of
 
-SETTINGS = (ON_ROWS, "parallel.num_processes=1", "data.validation=null", "logging.tensorboard=false")
+SETTINGS = (ON_ROWS, "parallel.num_processes=1", "data.validation=null", "logging.observers.tensorboard=false")
 
 
 def command(run: Path, steps: int) -> list[str]:

@@ -151,7 +151,12 @@ def test_an_override_alone_is_refused_too() -> None:
         ("checkpoint.every=5", "checkpoint.every", 5, "checkpoint.every 5: auto until"),
         ("checkpoint.keep_last=9", "checkpoint.keep_last", 9, "checkpoint.keep_last 9: 2 until"),
         ("evaluate.every=null", "evaluate.every", None, "evaluate.every null: 10 until"),
-        ("logging.tensorboard=false", "logging.tensorboard", False, "logging.tensorboard false: true until"),
+        (
+            "logging.observers.tensorboard=false",
+            "logging.observers.tensorboard",
+            False,
+            "tensorboard false: true until",
+        ),
         ("parallel.strategy=fsdp", "parallel.strategy", "fsdp", "parallel.strategy fsdp: ddp until"),
         ("train.micro_batch_size=4", "train.micro_batch_size", 4, "train.micro_batch_size 4: 2 until"),
         ("train.activation_checkpointing=full", "train.activation_checkpointing", "full", "none until"),
@@ -164,14 +169,18 @@ def test_what_only_spreads_measures_or_keeps_the_run_changes_and_is_told(
 ) -> None:
     run = a_run()
     recipe, reasons, _ = resumed_recipe(run, None, [override])
-    section, name = key.split(".")
-    assert getattr(getattr(recipe, section), name) == value
+    section, *names = key.split(".")
+    set_value: object = getattr(recipe, section)
+    for name in names:
+        set_value = set_value[name] if isinstance(set_value, dict) else getattr(set_value, name)
+    assert set_value == value
     told = [reason for reason in reasons if reason.endswith(f" until the run was resumed (override {override!r})")]
     assert len(told) == 1 and line in told[0]
 
-    Path("tiny.yaml").write_text(
-        f"include: base.yaml\n{section}: {{{override.partition('.')[2].replace('=', ': ')}}}\n"
-    )
+    written = override.partition("=")[2]
+    for name in reversed(names):
+        written = f"{{{name}: {written}}}"
+    Path("tiny.yaml").write_text(f"include: base.yaml\n{section}: {written}\n")
     Path("base.yaml").write_text(RECIPE)
     assert goes_on(run, Path("tiny.yaml")) == recipe
 

@@ -15,12 +15,11 @@ import pytest
 from trainwright.engine.checkpoints.manifest import CheckpointError
 from trainwright.engine.checkpoints.stored_run import StoredRun, name_in_stores
 from trainwright.errors import FaultError, RequestError, Stopped
-from trainwright.planning.plan_watch import REPLAN
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
 from trainwright.run.ending.failure import error_file, error_records
-from trainwright.run.relaunch import take_replan
+from trainwright.run.relaunch import REPLAN, take_replan
 
 
 @pytest.fixture(autouse=True)

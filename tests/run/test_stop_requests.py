@@ -207,7 +207,7 @@ def test_a_run_writes_a_checkpoint_when_asked_and_goes_on(runs: Runs) -> None:
 def test_a_last_step_stops_the_run_after_it(runs: Runs) -> None:
     settings = (ON_ROWS, "train.max_steps=8", "evaluate.every=null", "parallel.num_processes=2")
     run = runs.new_directory("until")
-    own = (f"logging.run_directory={run}", "logging.tensorboard=false")
+    own = (f"logging.run_directory={run}", "logging.observers.tensorboard=false")
     assert runs.command("train", str(TINY), *settings, *own, "--until", "step 5").wait().code == 75
     assert column(run, "step") == [1, 2, 3, 4, 5]
     for step in (5, 4):

@@ -24,7 +24,7 @@ from trainwright.errors import FaultError, RequestError
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
-SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "train.max_steps=24")
+SETTINGS = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "train.max_steps=24")
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,12 @@ class Agents:
     def started(self) -> Iterator[subprocess.Popen[bytes]]:
         """Start an agent; its workers end with it."""
         with (self.directory / "output").open("ab") as out:
-            words = [*LONG, *self.overrides, f"train.step_policies=['{self.policy}']", "logging.tensorboard=false"]
+            words = [
+                *LONG,
+                *self.overrides,
+                f"train.step_policies=['{self.policy}']",
+                "logging.observers.tensorboard=false",
+            ]
             words.append(f"logging.run_directory={self.run}")
             launcher = ["-m", "trainwright", "under", sys.executable, "-m", "torch.distributed.run", *self.options]
             variables = {"STEP_FILE": str(self.directory / "hurry"), "STEP_SECONDS": SLOW_SECONDS}

@@ -42,7 +42,7 @@ class Runs:
     def train(self, *overrides: str, recipe: Path = TINY) -> Started:
         """Start a run of `recipe` in a new directory, `run` of what is returned; without TensorBoard's files."""
         run = self.new_directory("run")
-        fixed = (f"logging.run_directory={run}", "logging.tensorboard=false")
+        fixed = (f"logging.run_directory={run}", "logging.observers.tensorboard=false")
         started = self.command("train", str(recipe), *fixed, *overrides)
         started.run = run
         return started

@@ -10,7 +10,7 @@ from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, events
 from tests.support.slurm import Slurm
 
-SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "checkpoint.every=1000")
+SETTINGS = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "checkpoint.every=1000")
 
 
 def submit(slurm: Slurm, where: Path, *words: str, before: Sequence[str] = ()) -> tuple[str, Path]:

@@ -27,7 +27,7 @@ def start_workers(
 ) -> list[Started]:
     """A worker for each environment, of a run in a new directory, `run` of each."""
     run = run or runs.new_directory("run")
-    fixed = (str(recipe), f"logging.run_directory={run}", "logging.tensorboard=false")
+    fixed = (str(recipe), f"logging.run_directory={run}", "logging.observers.tensorboard=false")
     workers = []
     for variables in environments:
         function = {"function": "tests.support.workers:worker", "arguments": [*fixed, *arguments]}

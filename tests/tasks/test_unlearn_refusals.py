@@ -10,11 +10,11 @@ import pytest
 from tests.support.preferences import write
 from tests.support.unlearning import question, write_rows
 from trainwright.data.check import check_data
-from trainwright.data.rows.kinds import read_refusals
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.registry import task_module
+from trainwright.tasks.unlearn.rows import read_refusals
 
 
 def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:

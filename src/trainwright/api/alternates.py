@@ -75,12 +75,14 @@ def alternates(
         trainwright.errors.RequestError: sft.yaml: ...
     """
     from trainwright.recipe.loading import load_recipe
+    from trainwright.tasks.unlearn.section import data_of
 
     source = source_of(recipe)
     loaded = load_recipe(source, overrides)
-    if loaded.data.forget is None or loaded.model.name is None:
+    data = data_of(loaded)
+    if data.forget is None or loaded.model.name is None:
         raise RequestError(f"{source}: alternates need a recipe with data.forget and the model.name that writes them")
-    rows = list(_rows(loaded.data.forget, loaded.data.limit, loaded.data.format))
+    rows = list(_rows(data.forget, data.limit, data.format))
     file = user_path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
     written = _written(file, [row for row, _ in rows], count)

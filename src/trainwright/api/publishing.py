@@ -18,6 +18,7 @@ from trainwright.engine.event_reader import read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import check_exists
+from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural, quoted, say
@@ -98,9 +99,7 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
 
 
 def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
-
-    from trainwright.compatibility.gguf.export import export_gguf
-
+    export_gguf = WEIGHT_FORMATS.get("gguf").export
     if out.suffix != ".gguf":
         raise RequestError(f"--out: {out} should end in .gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
         if directory is None:
             directory = Path(scratch) / "model"
             _write_model(source, directory, None if source.checkpoint is None else "fp32")
-        export_gguf(directory, out, precision)  # type: ignore[arg-type]
+        export_gguf(directory, out, precision)
 
 
 def _write_adapter(source_model: UnloadedModel, out: Path) -> None:
@@ -264,7 +263,7 @@ def pushed(
     if checkpoint is not None:
         return _push_checkpoint(run, checkpoint, repository, private, dry_run)
     weights = _weights(run)
-    from trainwright.observe.card import model_card
+    from trainwright.run.card import model_card
 
     upload = Upload(repository, weights, model_card(run, repository, weights))
     return upload if dry_run else replace(upload, url=_send(upload, private, message))
@@ -272,7 +271,7 @@ def pushed(
 
 def _push_checkpoint(run: Path, step: int, repository: str, private: bool, dry_run: bool) -> Upload:
     from trainwright.inference.finding import find_model
-    from trainwright.observe.trackers.hub import send_checkpoint
+    from trainwright.run.hub import send_checkpoint
 
     checkpoint = find_model(str(run), None, str(step), of_texts=False).checkpoint
     assert checkpoint is not None, "a step is a checkpoint"
@@ -293,8 +292,8 @@ def _weights(run: Path) -> Path:
 
 def _send(upload: Upload, private: bool, message: str) -> str:
     """Upload, and return the URL of the commit."""
-    from trainwright.observe.card import published_settings
-    from trainwright.observe.trackers.hub import send
+    from trainwright.run.card import published_settings
+    from trainwright.run.hub import send
 
     files: dict[str, Path | bytes] = {
         **upload.files,
@@ -309,8 +308,8 @@ def push_finished(run: Path) -> None:
 
     A failure is reported with the command that repeats it: the run itself is complete.
     """
-    from trainwright.observe.trackers.hub import push_command
     from trainwright.recipe.loading import load_recipe
+    from trainwright.run.hub import push_command
 
     if (section := load_recipe(run / "recipe.yaml").push) is None:
         return

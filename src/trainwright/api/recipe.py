@@ -175,7 +175,7 @@ def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     from trainwright.data.check import check_data
     from trainwright.models.resolve_model import is_here, is_hub_id, locate
     from trainwright.parallel.zero import deepspeed_config
-    from trainwright.planning.facts import check_model, is_configured_here
+    from trainwright.recipe.registries import MODEL_CHECKS
     from trainwright.run.request import check_extensions
 
     recipe = recipe_given._recipe
@@ -185,8 +185,8 @@ def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     deepspeed_config.check_keys(recipe)
     check_extensions(recipe, runs=False)
     if recipe.has_texts:
-        check_model(section, recipe.data.pack_length)
-        is_checked = is_configured_here(section) or (name is not None and is_here(name))
+        checked_by = [check(section, recipe.data.pack_length) for check in MODEL_CHECKS.present()]
+        is_checked = any(checked_by) or name is None or is_here(name)
         if name is not None and not is_here(name):
             if not is_hub_id(name):
                 locate(name, "model.name", section.gguf_file)  # says what is wrong with the path
@@ -216,7 +216,7 @@ def _check_tokens(recipe: schema.Recipe) -> None:
     Every row is read, but only if the tokenizer has such tokens.
     """
     from trainwright.data.check import check_sources
-    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.data.rows.formats import kind_of_rows
     from trainwright.models.load import load_config, load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model)

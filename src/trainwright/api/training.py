@@ -23,6 +23,7 @@ from trainwright.errors import (
     TrainwrightError,
     error_of,
 )
+from trainwright.recipe.registries import LAUNCHERS, SIMULATIONS
 from trainwright.run.group.environment import Variables, launcher_of
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.text import quoted, say
@@ -233,25 +234,21 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
 
     if options.on_simulated is not None:
-        from trainwright.planning.simulation.computing import compute_on
-
-        compute_on(options.on_simulated)
-    overrides, translation = options.with_number(), None
+        SIMULATIONS.get("compute")(options.on_simulated)
+    overrides, settings = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]
     nodes, node_rank, rendezvous = options.nodes, options.node_rank, options.rendezvous
     if options.accelerate_config is not None:
-        from trainwright.compatibility.accelerate.recipe import find_translation
-
-        file = options.accelerate_config
-        translation = find_translation(file, words, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous)
-        if translation.nodes > 1:
-            nodes, node_rank, rendezvous = translation.nodes, translation.node_rank, translation.rendezvous
+        read_file = LAUNCHERS.get("accelerate").of_file
+        settings = read_file(options.accelerate_config, words, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous)
+        if settings.nodes > 1:
+            nodes, node_rank, rendezvous = settings.nodes, settings.node_rank, settings.rendezvous
     count = nodes or 1
     refuse_worker("train", count)
     refuse_more_nodes(words, nodes)
     met = NodeRendezvous.of(count, node_rank, rendezvous, options.rendezvous_timeout)
     doing("reading the recipe")
-    request = request_of(options.recipe, overrides, options.resume, translation)
+    request = request_of(options.recipe, overrides, options.resume, settings)
     try:
         check_nodes(request.recipe, count)
         request = replace(request, deadline=deadline_of(options.until, options.time_limit), force=options.force)
@@ -284,13 +281,12 @@ def _train(options: TrainingRequest) -> Path:
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
-    from trainwright.compatibility.accelerate.reading import default_path
     from trainwright.run.ignored_settings import ignored_settings
 
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
-    default = default_path() if options.accelerate_config is None and default_path().is_file() else None
-    return tuple(ignored_settings(nodes, processes, default))
+    files = [launcher.default_file() for launcher in LAUNCHERS.present() if options.accelerate_config is None]
+    return tuple(ignored_settings(nodes, processes, next(filter(None, files), None)))
 
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")

@@ -140,6 +140,7 @@ class _StudySteps:
         """
         from trainwright.recipe.loading import load_recipe
         from trainwright.tasks.unlearn.evaluation.study.file import FULL, requests_of
+        from trainwright.tasks.unlearn.section import data_of
         from trainwright.tasks.unlearn.stream import refuse_overlap
 
         study, training = self._study, benchmark.training
@@ -160,7 +161,7 @@ class _StudySteps:
         files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in texts.items()}
         for name in texts:
             if name not in finetuned and not (runs / name).exists():
-                refuse_overlap(load_recipe(files[name]).data)
+                refuse_overlap(data_of(load_recipe(files[name])))
         return files
 
     def _given(self) -> dict[str, str | None]:

@@ -99,7 +99,7 @@ def check(
     Ends with 2 if there are any. A file alone is checked for its layout; with --model also against a chat template.
     """
     from trainwright.data.check import check_rows, check_sources
-    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.data.rows.formats import kind_of_rows
     from trainwright.data.rows.pairs import ANY
 
     if Path(source).suffix in _RECIPES or model is not None:
@@ -181,7 +181,7 @@ def style(
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing system prompts.")] = False,
 ) -> None:
     """Add a system prompt to the start of every conversation."""
-    from trainwright.data.rows.kinds import style
+    from trainwright.data.rows.styling import style
     from trainwright.recipe.files import read_text
 
     if system.startswith("@"):

@@ -11,14 +11,44 @@ import typer
 
 from trainwright.cli.command import command
 from trainwright.cli.names_in_help import NamesInHelp
-from trainwright.compatibility.launch_commands import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.errors import RequestError
+from trainwright.recipe.registries import HOST_LAUNCHERS, SIMULATIONS
 from trainwright.utils.activity import Activity
 from trainwright.utils.installation import FIRST
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from trainwright.run.resolve import Resolved
+
+
+# Which machines train together.
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes",
+        "--num-machines",
+        min=1,
+        max=100_000,
+        help="Number of machines that work together; run the command on each.",
+    ),
+]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", "--machine-rank", min=0, help="Rank of this node, from 0.")
+]
+Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")]
+RendezvousTimeout = Annotated[
+    float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOSTS", help="Start it on these machines together, over ssh, from here: node1,node2 or node[1-4]."
+    ),
+]
+HostFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
+]
 
 
 class TrainCommand(NamesInHelp):
@@ -157,8 +187,6 @@ def train(
         on_simulated=simulate,
     )
     if hosts is not None or hostfile is not None:
-        from trainwright.recipe.registries import HOST_LAUNCHERS
-
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
         if code := HOST_LAUNCHERS.get("ssh")(request, hosts, hostfile):
@@ -195,15 +223,13 @@ def _simulate(
     accelerate_config: Path | None,
 ) -> None:
     """Simulate the recipe; ``excess`` are options that a simulation has no use for."""
-    import trainwright as tw
-
     if machine is None:
         raise RequestError("--max-host-syncs: counts waits of a simulated run; pass --simulate MACHINE")
     if excess:
         raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(excess)}")
     if recipe is None:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
-    simulation = tw.simulate(
+    simulation = SIMULATIONS.get("simulate")(
         recipe, *overrides, on=machine, force=force, progress=True, accelerate_config=accelerate_config
     )
     for line in simulation.lines():

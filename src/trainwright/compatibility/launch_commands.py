@@ -1,4 +1,4 @@
-"""``trainwright launch``, and the options that say which machines train together."""
+"""``trainwright launch``."""
 
 from __future__ import annotations
 
@@ -8,34 +8,8 @@ from typing import Annotated
 import typer
 
 from trainwright.cli.command import command
-
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        "--nodes",
-        "--num-machines",
-        min=1,
-        max=100_000,
-        help="Number of machines that work together; run the command on each.",
-    ),
-]
-NodeRank = Annotated[
-    int | None, typer.Option("--node-rank", "--machine-rank", min=0, help="Rank of this node, from 0.")
-]
-Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")]
-RendezvousTimeout = Annotated[
-    float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
-]
-Hosts = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOSTS", help="Start it on these machines together, over ssh, from here: node1,node2 or node[1-4]."
-    ),
-]
-HostFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
-]
+from trainwright.cli.train import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+from trainwright.recipe.registries import HOST_LAUNCHERS
 
 
 # Options after the script are the script's: the first word that is not an option of ours ends our own.
@@ -87,12 +61,12 @@ def launch(
     options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
     settings = {key: value for key, value in options.items() if value is not None}
     if hosts is not None or hostfile is not None:
-        from trainwright.clusters.operations import launch_on_hosts
-
         words = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
         words += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         own = (script, module, tuple(arguments or ()))
-        raise typer.Exit(launch_on_hosts(own, words, num_processes, logs, node_options, hosts, hostfile))
+        raise typer.Exit(
+            HOST_LAUNCHERS.get("ssh script")(own, words, num_processes, logs, node_options, hosts, hostfile)
+        )
     code = launch_script(
         script,
         tuple(arguments or ()),

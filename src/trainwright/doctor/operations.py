@@ -20,13 +20,14 @@ from trainwright.doctor.diagnosis.explain import Diagnosis
 from trainwright.doctor.diagnosis.explain import explain as diagnose
 from trainwright.doctor.diagnosis.log import LogText, read_file, read_run
 from trainwright.errors import MachineError, RequestError
+from trainwright.recipe.registries import LAUNCHERS
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.api.run import Run
-    from trainwright.compatibility.accelerate.translation import Translation
     from trainwright.recipe.yaml_text import Tree
+    from trainwright.run.request import LauncherSettings
 
 
 def check_machine(
@@ -206,11 +207,10 @@ def compare(options: VerifyRequest) -> Comparison:
     from trainwright.run.request import check_request, request_of, resolve_request
 
     refuse_worker("verify")
-    translation = (
-        None if options.accelerate_config is None else _translation(options.accelerate_config, options.overrides)
-    )
+    file = options.accelerate_config
+    settings = None if file is None else _settings_of(file, options.overrides)
     with Activity(sys.stderr, "planning"):
-        request = request_of(options.recipe, list(options.overrides), None, translation)
+        request = request_of(options.recipe, list(options.overrides), None, settings)
         # Check the second side before the first one runs, so that the user does not wait in vain.
         check_request(request, creates=False)
         machine = with_device(detect(), request.recipe.parallel.device)
@@ -221,14 +221,12 @@ def compare(options: VerifyRequest) -> Comparison:
     return compared(resolved, machine, options.steps, sys.stdout)
 
 
-def _translation(file: Path, overrides: tuple[str, ...]) -> Translation:
-    from trainwright.compatibility.accelerate.recipe import find_translation
-
+def _settings_of(file: Path, overrides: tuple[str, ...]) -> LauncherSettings:
     alone = any(word.startswith("parallel.num_processes=") for word in overrides)
-    translation = find_translation(file, overrides, nodes=1 if alone else None)
-    if translation.nodes > 1:
+    settings: LauncherSettings = LAUNCHERS.get("accelerate").of_file(file, overrides, nodes=1 if alone else None)
+    if settings.nodes > 1:
         raise RequestError(
-            f"{file}: num_machines is {translation.nodes}, but verify uses this machine only; set the number of "
+            f"{file}: num_machines is {settings.nodes}, but verify uses this machine only; set the number of "
             "processes: parallel.num_processes=2"
         )
-    return translation
+    return settings

@@ -190,7 +190,7 @@ def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
 
     return run_worker(
         Worker(side.run),
-        observers=lambda recipe: _observers(side.name, steps) if is_shown else (),
+        observers=lambda run: _observers(side.name, steps) if is_shown else (),
         trial=TrialRun(steps),
     )
 

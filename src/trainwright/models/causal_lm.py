@@ -19,7 +19,7 @@ from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import packs, plain
 from trainwright.models.attention.kernels import CPU, AttentionNeeds, choose
-from trainwright.models.attention.packs import UnpackableError, packed_name, register
+from trainwright.models.attention.packs import UnpackableError, register
 from trainwright.models.attention.sequences import Sequences
 from trainwright.models.linear_losses import (
     Head,
@@ -58,8 +58,7 @@ class CausalLM(nn.Module):
         self.model = model
         self.packed = packed
         if packed:
-            register()
-            model.set_attn_implementation(packed_name(attention))
+            model.set_attn_implementation(register(attention))
         elif attention != "auto":
             _attend_padded(model, attention)
         self._head = _head_settings(model)

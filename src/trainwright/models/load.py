@@ -22,6 +22,7 @@ from trainwright.models.configuration import (
 from trainwright.models.resolve_model import check_directory, is_here, locate, resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements
 from trainwright.models.tokenization import bytes_tokenizer, is_trained, token_ids, tokenizer_from, trained_tokenizer
+from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
@@ -231,9 +232,8 @@ def dtype_to_save(model: ModelSection) -> torch.dtype:
             f"torch.{dtype_name.removeprefix('torch.')}", torch.float32
         )
     if source.gguf is not None:
-        from trainwright.compatibility.gguf.reading import gguf_facts
-
-        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(gguf_facts(source.gguf).precision, torch.float32)
+        precision = WEIGHT_FORMATS.get("gguf").facts(source.gguf).precision
+        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(precision, torch.float32)
     sizes: dict[str, int] = {}
     for file in weight_files(source.directory):
         for dtype, count in stored_elements(file).items():

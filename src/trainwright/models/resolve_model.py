@@ -16,6 +16,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.models.safetensors_files import DamagedFile, read_header, stored_elements
 from trainwright.models.tokenization import TOKENIZER_FILES
 from trainwright.recipe.files import read_json
+from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
@@ -194,11 +195,13 @@ def check_safetensors(file: Path, key: str) -> None:
 
 
 def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> ModelLocation:
-    from trainwright.compatibility.gguf.reading import convert_gguf
-
     if not file.is_file():
         raise RequestError(f"{key}: {file} is not a file")
-    directory, precision = convert_gguf(file, key, say)
+    try:
+        gguf = WEIGHT_FORMATS.get("gguf")
+    except RequestError as error:
+        raise RequestError(f"{key}: {file}: {error}") from error
+    directory, precision = gguf.convert(file, key, say)
     return ModelLocation(directory, f"{origin}, dequantized to {precision}", file, package)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.supported import class_in
@@ -93,9 +95,12 @@ def evaluating(weights: Path, name: str) -> str:
 
 def is_in_code(weights: Path) -> bool:
     """Return whether the environment of an agent is code that the run's recipe names."""
-    from trainwright.tasks.algorithm_distillation.environments import names_code
-
     return names_code(read_json(weights / "agent.json")["environment"])
+
+
+def names_code(environment: Mapping[str, Any]) -> bool:
+    """Return whether the ``name`` and ``options`` of an environment name code (``module:Class``)."""
+    return ":" in environment["name"] or "entry_point" in environment["options"]
 
 
 def _base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:

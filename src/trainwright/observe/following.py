@@ -11,7 +11,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from array import array
 from bisect import bisect_right
@@ -29,7 +28,12 @@ EVENTS = "events.jsonl"
 _CHUNK_BYTES = 2**20
 _BUCKETS = 1024
 _GLANCE_BYTES = 2**16  # of the beginning and the end of a long file
-_FORMAT = 5  # of a state
+_FORMAT = 6  # of a state
+# What a state has of a follower as it is.
+_FIELDS = (
+    *("start", "finish", "last_step", "newest", "everything", "began", "changed", "damaged", "is_cut_off"),
+    *("_offset", "_file", "_seconds"),
+)
 _MOST_BREAKS = 1000  # of a curve
 _MOST_METRICS, _LONGEST_NAME = 100, 200  # of the steps of a run; other metrics have no curve
 _CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time", "memory_bytes")
@@ -123,39 +127,26 @@ class Curves:
                     column.insert(index, None)
         return columns
 
-    def columns(self) -> Iterator[array[Any]]:
-        """Yield all columns, those of ``values`` in the order of its names."""
-        yield from self.positions.values()
-        for columns in self.values.values():
-            yield from columns
-        yield self._counts
-
-    def head(self) -> dict[str, Any]:
-        """Return what ``restored`` needs beside the columns."""
+    def state(self) -> dict[str, Any]:
+        """Return everything, for ``restored``."""
         return {
-            "fields": self._names,
-            "names": list(self.values),
-            "size": len(self._counts),
+            "names": self._names,
+            "positions": {name: column.tolist() for name, column in self.positions.items()},
+            "values": {name: [column.tolist() for column in columns] for name, columns in self.values.items()},
+            "counts": self._counts.tolist(),
             "width": self._width,
             "breaks": self.breaks,
         }
 
     @classmethod
-    def restored(cls, head: Mapping[str, Any], data: memoryview) -> tuple[Curves, memoryview]:
-        """Return the curves whose ``columns`` these bytes begin with, and the other bytes.
-
-        Raises:
-            ValueError: there are fewer bytes.
-        """
-        curves = cls(head["fields"])
-        curves.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
-        curves._width, curves.breaks = int(head["width"]), head["breaks"]
-        size = int(head["size"])
-        for number, column in enumerate(curves.columns()):
-            column.frombytes(data[8 * size * number : 8 * size * (number + 1)])
-            if len(column) != size:
-                raise ValueError("columns are cut off")
-        return curves, data[8 * size * (number + 1) :]
+    def restored(cls, state: Mapping[str, Any]) -> Curves:
+        """Return the curves of a ``state``."""
+        curves = cls(state["names"])
+        curves.positions = {name: array("d", column) for name, column in state["positions"].items()}
+        for name, (mean, low, high) in state["values"].items():
+            curves.values[name] = array("d", mean), array("d", low), array("d", high)
+        curves._counts, curves._width, curves.breaks = array("q", state["counts"]), state["width"], state["breaks"]
+        return curves
 
     def _begin(self, name: str) -> None:
         before = len(self._counts) - (self._counts[-1] == 1)  # buckets without this curve
@@ -289,38 +280,30 @@ class RunFollower:
 
     def state(self) -> bytes:
         """Return everything that was read, for ``restored``."""
-        names = ("start", "finish", "last_step", "newest", "began", "changed", "damaged", "is_cut_off")
-        head = {
-            "format": [_FORMAT, sys.byteorder],
-            "fields": {name: getattr(self, name) for name in names},
-            "events": self.everything,
-            "place": [self._offset, self._file, self._rest.decode("latin-1"), self._seconds],
-            "curves": self.curves.head(),
-            "metrics": {name: curves.head() for name, curves in self.metrics.items()},
+        state = {
+            "format": _FORMAT,
+            "fields": {name: getattr(self, name) for name in _FIELDS},
+            "rest": self._rest.decode("latin-1"),
+            "curves": self.curves.state(),
+            "metrics": {name: curves.state() for name, curves in self.metrics.items()},
         }
-        columns = (column for curves in (self.curves, *self.metrics.values()) for column in curves.columns())
-        return json.dumps(head).encode() + b"\n" + b"".join(column.tobytes() for column in columns)
+        return json.dumps(state).encode()
 
     @classmethod
     def restored(cls, directory: Path, state: bytes) -> RunFollower:
         """Return a follower that goes on from a ``state``.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not one, or of another version or kind of machine.
+            ValueError, KeyError, TypeError: it is not one, or of another version.
         """
-        follower = cls(directory)
-        line, _, columns = state.partition(b"\n")
-        head = json.loads(line)
-        if head["format"] != [_FORMAT, sys.byteorder]:
+        follower, read = cls(directory), json.loads(state)
+        if read["format"] != _FORMAT:
             raise ValueError("the state is of another version")
-        for name, value in head["fields"].items():
-            setattr(follower, name, value)
-        follower.everything, follower._history = head["events"], None
-        follower._offset, follower._file, rest, follower._seconds = head["place"]
-        follower._rest = rest.encode("latin-1")
-        follower.curves, rest_of_columns = Curves.restored(head["curves"], memoryview(columns))
-        for name, of_metric in head["metrics"].items():
-            follower.metrics[name], rest_of_columns = Curves.restored(of_metric, rest_of_columns)
+        for name in _FIELDS:
+            setattr(follower, name, read["fields"][name])
+        follower._rest, follower._history = read["rest"].encode("latin-1"), None
+        follower.curves = Curves.restored(read["curves"])
+        follower.metrics = {name: Curves.restored(of_one) for name, of_one in read["metrics"].items()}
         return follower
 
     @property

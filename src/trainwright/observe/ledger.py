@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainwright.engine.event_reader import EventRecord, bounded_lines, superseded
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage.sample import UsageSampler, process_age
+from trainwright.run.observers.observed import ObservedRank
 from trainwright.utils.beats import FINISHED
 from trainwright.utils.heartbeat import Heartbeat
 from trainwright.utils.paths import files_inside, open_inside
@@ -104,6 +105,13 @@ def by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0.0) 
         seconds_by_category["checkpoint"] += share * seconds_by_category[name]
         seconds_by_category[name] *= 1.0 - share
     return {name: seconds_by_category[name] for name in CATEGORIES if seconds_by_category[name] > 0.0}
+
+
+def of_rank(rank: ObservedRank) -> LedgerWriter:
+    """Return the writer of a rank's ledger."""
+    parent = os.getppid() if rank.info.local_size > 1 else None
+    sampler = UsageSampler(None if rank.gpu is None else rank.gpu.address, parent)
+    return LedgerWriter(rank.directory, rank.info.rank, rank.heartbeat, sampler)
 
 
 class LedgerWriter:

@@ -1,4 +1,4 @@
-"""Have a run's page written while it trains, by a process of its own."""
+"""A run as a page: written on request, and while the run trains by a process of its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,58 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 
 from trainwright.engine.event_reader import EventRecord
+from trainwright.errors import RequestError
+from trainwright.observe.specs import REPORT
+from trainwright.run.observers.observed import ObservedRun
+from trainwright.utils.paths import user_path, write_file
 
-NEEDS = "vl_convert"
-ENDED = "TRAINWRIGHT_RUN_ENDED"  # set for the process that writes the last page, while the launch still locks the run
+FILE = "report.html"
+_ENDED = "TRAINWRIGHT_RUN_ENDED"  # set for the process that writes the last page, while the launch still locks the run
 _PAUSE = 300.0  # seconds between two pages of a run that trains
 _SHORT = 60.0  # shorter runs get a page only if it is asked for
 _LAST_SECONDS = 60.0
 _NICE = 10
+
+
+def report(run: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
+    """Write a run as one HTML page that needs no network; what ``trainwright report`` does.
+
+    Args:
+        run: a run directory, of a run that has ended or is training.
+        out: where to write. Default: ``report.html`` in the run directory.
+
+    Returns:
+        The file.
+
+    Raises:
+        RequestError: the directory is not a run's, the file cannot be written, or vl-convert-python is missing.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> tw.report("runs/tiny").name
+        'report.html'
+    """
+    from trainwright.observe.reports.figures import RunFigures
+    from trainwright.observe.reports.page import report_of
+
+    figures = RunFigures.read(Path(run), ended=_ENDED in os.environ)
+    file = figures.directory / FILE if out is None else user_path(out)
+    page = report_of(figures)
+    try:
+        write_file(file, page)
+    except OSError as error:
+        raise RequestError(f"{file}: {error.strerror}") from None
+    return file
+
+
+def of_run(run: ObservedRun, setting: bool | str) -> ReportObserver | None:
+    """Return the observer of a run; None with auto if the package with the script of charts is not installed."""
+    always = setting is True
+    return ReportObserver(run.directory, always=always) if always or REPORT.is_installed else None
 
 
 class ReportObserver:
@@ -32,11 +73,6 @@ class ReportObserver:
         self._always = always
         self._started_at = self._written = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
-
-    @classmethod
-    def is_available(cls) -> bool:
-        """Return whether the package with the script of charts is installed."""
-        return find_spec(NEEDS) is not None
 
     def __call__(self, event: EventRecord) -> None:
         """Begin to write the page if it is time; at the end of the run, wait for it."""
@@ -59,16 +95,15 @@ class ReportObserver:
         _wait(self._process)
 
 
-def write_after_failure(run: Path, setting: bool | str, seconds: float, *, waits: bool) -> None:
+def write_after_failure(run: Path, setting: bool | str, seconds: float, waits: bool) -> None:
     """Write the page of a run whose processes have failed, so that it does not say that the run trains.
 
     Args:
-        setting: ``logging.report``.
         seconds: how long the launch has lasted.
         waits: until the page is written.
     """
-    is_auto = setting == "auto" and ReportObserver.is_available()
-    if setting is True or (is_auto and (seconds >= _SHORT or (run / "report.html").is_file())):
+    is_long = seconds >= _SHORT or (run / FILE).is_file()
+    if setting is True or (REPORT.is_installed and is_long):
         process = _start_process(run, ended=True)
         _wait(process if waits else None)
 
@@ -83,7 +118,7 @@ def _start_process(run: Path, *, ended: bool) -> subprocess.Popen[bytes] | None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, ENDED: "1"} if ended else None,
+            env={**os.environ, _ENDED: "1"} if ended else None,
         )
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
         return process

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
+from trainwright.run.observers.observed import ObservedRank
 from trainwright.utils.heartbeat import Heartbeat
 
 _TICK, _LATE = 0.02, 0.015  # seconds
+
+
+def of_rank(rank: ObservedRank) -> AbstractContextManager[object]:
+    """Return a context that counts a rank's stalls; a rank that is alone waits for no other."""
+    return nullcontext() if rank.info.size == 1 else Stalls(rank.heartbeat)
 
 
 class Stalls:

@@ -166,19 +166,21 @@ def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
     return {**fields, "implementation": model.implementation, "source_sha256": digest}
 
 
-def check_model(model: ModelSection, pack_length: int | None = None) -> None:
+def check_model(model: ModelSection, pack_length: int | None = None) -> bool:
     """Raise an error if the model is not a decoder-only language model or cannot be trained on packs of
     ``pack_length``.
 
-    Only configurations that are available without network access are checked.
+    Only configurations that are available without network access are checked; return whether this one is.
 
     Raises:
         RequestError: states the type of the model, or why packing would mix sequences.
     """
-    if (config_and_origin := _at_hand(model)) is not None:
-        check_trainable(config_and_origin[0], config_and_origin[1], FAMILIES)
-        _refuse_unnamed(config_and_origin[0])
-        check_packable(config_and_origin[0], pack_length)
+    if (config_and_origin := _at_hand(model)) is None:
+        return False
+    check_trainable(config_and_origin[0], config_and_origin[1], FAMILIES)
+    _refuse_unnamed(config_and_origin[0])
+    check_packable(config_and_origin[0], pack_length)
+    return True
 
 
 def packs(model: str, length: int) -> bool:
@@ -201,11 +203,6 @@ def configuration_named(name: str) -> Mapping[str, Any]:
         f"model.name: {name} has no configuration here{f'; did you mean {near}?' if near else ''}; use a directory "
         "with a config.json, or a model of the catalog"
     )
-
-
-def is_configured_here(model: ModelSection) -> bool:
-    """Return whether the configuration of a model is known without network access."""
-    return _at_hand(model) is not None
 
 
 def experts_notes(model: ModelSection) -> list[str]:
@@ -436,8 +433,7 @@ def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
     """Return the sequences of sample examples of all sources, in proportion to their weights; ``each``: how many an
     example has, of which some may be of other rows.
     """
-    from trainwright.data.rows.formats import NoTarget
-    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.data.rows.formats import NoTarget, kind_of_rows
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import registered_rows, registered_source
 

@@ -19,10 +19,11 @@ from trainwright.machine.usage.counters import Counters
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import spec_of
+from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.relaunch import REPLAN
+from trainwright.run.run_directory import plan_of
 from trainwright.utils import heartbeat
 
-# The file that names the new candidate of a run that is to continue with another plan.
-REPLAN = "replan.json"
 # Slow first steps to skip, and steps to judge.
 _WARM_UP, _JUDGED = 2, 10
 _WRONG = 1.3  # factor of the time, in either direction
@@ -34,6 +35,14 @@ _KEYS = {
     "train": ("micro_batch_size", "activation_checkpointing"),
     "parallel": ("strategy", "num_processes", "replicate_size", "reshard_after_forward"),
 }
+
+
+def of_run(run: ObservedRun, _: object) -> PlanWatch | None:
+    """Return the observer of a run; None if there is no plan of its number of processes to compare with."""
+    watched = WatchedPlan.of(run.directory, plan_of(run.directory), run.may_replan)
+    if watched is None or watched.chosen.get("num_processes", run.processes) != run.processes:
+        return None
+    return PlanWatch(watched, run.emit, run.own)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from pydantic import ValidationError
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import is_file, search_beside
 from trainwright.recipe.files import missing_file, read_text
+from trainwright.recipe.observer_spec import OBSERVERS_KEY, names_as_settings
 from trainwright.recipe.problems import contradictions_in, explain, explain_contradictions, invalid_keys, placeholders
 from trainwright.recipe.registries import TASKS
+from trainwright.recipe.renamed import rename_keys
 from trainwright.recipe.schema import Recipe, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
 from trainwright.utils.paths import user_path
@@ -170,12 +172,14 @@ def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
     for section, keys in values.items():
         origin = Origin(f"argument {section}")
         over.origins |= {(section, key): origin for key in keys} if isinstance(keys, dict) else {(section,): origin}
+    rename_keys(over)
     _merge(base, over, 2)
     return base
 
 
 def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:
     own = parse_mapping(read_text(path), str(path))
+    rename_keys(own, silently=(path.parent / "events.jsonl").is_file())
     read.append(path)
     _find_beside(own, path.parent)
     merged = Tree()
@@ -261,6 +265,9 @@ def _read_override(override: str) -> tuple[Tree, int]:
         value = {part: value}
     tree.values = value
     tree.origins[path] = origin
+    rename_keys(tree)
+    if path not in tree.origins:
+        path = next(iter(tree.origins))
     if key != written:
         tree.problems.append(
             Problem(origin, "+ is Hydra's; leave it out: an override also sets keys that the recipe does not have")
@@ -281,9 +288,13 @@ def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], 
         if isinstance(value, dict) and len(full_path) < depth:
             if isinstance(earlier, str) and full_path in _IN_ONE_WORD:
                 base[key] = earlier = {_IN_ONE_WORD[full_path]: earlier}
+            if full_path == OBSERVERS_KEY:
+                base[key] = earlier = names_as_settings(earlier)
             if isinstance(earlier, dict):
                 _merge_values(tree, earlier, value, full_path, depth)
                 continue
+        if full_path == OBSERVERS_KEY:
+            value = names_as_settings(value, earlier)
         if key in base:
             for other in [other for other in tree.origins if other[: len(full_path)] == full_path]:
                 del tree.origins[other]

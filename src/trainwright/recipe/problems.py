@@ -170,15 +170,20 @@ def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
     path: KeyPath = ()
     model: type[BaseModel] | None = root
     items: type[BaseModel] | None = None  # of the list at `path`, if it is one
+    in_mapping = False  # whether `path` is a mapping of somebody's names, or something in it
     for part in loc:
         if items is not None and not isinstance(part, int):
             continue
-        if model is None and not isinstance(part, int):
+        if model is None and not isinstance(part, int) and not in_mapping:
             break
         path = (*path, part)
+        if in_mapping:
+            continue
         if isinstance(part, int):
             model, items = items, None
         else:
+            field = model.model_fields.get(part) if model is not None else None
+            in_mapping = field is not None and get_origin(field.annotation) is dict
             model, items = _section(model, part), _items(model, part)
     return path
 

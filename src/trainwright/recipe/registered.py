@@ -16,6 +16,11 @@ from trainwright.recipe.extensions import OWN, Registry
 _ENTRY_POINT = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 
 
+def is_entry_point(value: Any) -> bool:
+    """Return whether a value is a place ``module:Name`` or ``file.py:Name``."""
+    return isinstance(value, str) and re.fullmatch(_ENTRY_POINT, value) is not None
+
+
 @dataclass(frozen=True)
 class Registered:
     """Annotate a key as ``Annotated[str, Registered(registry)]``: a name of the registry, or a place
@@ -42,9 +47,8 @@ class Registered:
         return {"anyOf": [names, {"type": "string", "pattern": f"^{_ENTRY_POINT}$"}]}
 
     def _checked(self, value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> str:
-        is_entry_point = isinstance(value, str) and re.fullmatch(_ENTRY_POINT, value) is not None
         try:
-            name: str = value if is_entry_point else handler(value)
+            name: str = value if is_entry_point(value) else handler(value)
         except ValidationError as error:
             (detail,) = error.errors()
             expected = f"{detail['ctx']['expected']} (your own: {OWN})"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.recipe.extensions import Registry
 
 if TYPE_CHECKING:
+    from trainwright.models.attention.kernels import AttentionKernel
     from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
@@ -55,6 +56,19 @@ SOURCES: Registry[Any] = Registry(
     },
     kind="source",
     required=("rows", "key", "example"),
+)
+
+# Each is a data.rows.formats.RowReader, or a function that makes one for a recipe.
+ROW_KINDS: Registry[Any] = Registry(
+    "trainwright.row_kinds",
+    {
+        "examples": "trainwright.data.rows.formats:EXAMPLES",  # a text or a conversation
+        "pairs": "trainwright.data.rows.pairs:PAIRS",  # a chosen and a rejected answer
+        "answers": "trainwright.data.rows.pairs:ANSWERS",  # pairs, or one answer with a label
+        "refused": "trainwright.tasks.unlearn.rows:refused",  # conversations, also with a refusal as the answer
+        "alternates": "trainwright.tasks.unlearn.rows:ALTERNATES",  # also with each of the texts of a field
+    },
+    kind="kind of rows",
 )
 
 # Each is a tasks.unlearn.objective.Objective in a module that imports no torch.
@@ -139,18 +153,25 @@ STEP_POLICIES: Registry[Any] = Registry(
     "trainwright.step_policies", {}, kind="step policy", required=("before", "again", "metrics", "skips", "after")
 )
 
-# Each is called with a run directory and returns a function that gets every event of the run, as the console does.
+# Each is a recipe.observer_spec.ObserverSpec, or a function that is called with a run directory and with its options,
+# and returns a function that gets every event of the run. Those from `hub` on have no key and are always on.
 OBSERVERS: Registry[Any] = Registry(
     "trainwright.observers",
     {
-        "tensorboard": "trainwright.run.observers.tensorboard:TensorBoardObserver.of_run",
-        "wandb": "trainwright.observe.trackers.wandb:wandb",
-        "mlflow": "trainwright.observe.trackers.mlflow:mlflow",
-        "trackio": "trainwright.observe.trackers.trackio:trackio",
-        "opentelemetry": "trainwright.observe.trackers.opentelemetry:opentelemetry",
+        "tensorboard": "trainwright.run.observers.specs:TENSORBOARD",
+        "report": "trainwright.observe.specs:REPORT",
+        "prometheus": "trainwright.observe.specs:PROMETHEUS",
+        "wandb": "trainwright.observe.specs:WANDB",
+        "mlflow": "trainwright.observe.specs:MLFLOW",
+        "trackio": "trainwright.observe.specs:TRACKIO",
+        "opentelemetry": "trainwright.observe.specs:OPENTELEMETRY",
+        "hub": "trainwright.run.observers.specs:HUB",
+        "console": "trainwright.run.observers.specs:CONSOLE",
+        "plan": "trainwright.planning.specs:PLAN_WATCH",
+        "ledger": "trainwright.observe.specs:LEDGER",
+        "stalls": "trainwright.observe.specs:STALLS",
     },
     kind="observer",
-    required=("__call__",),
     marked=True,
 )
 
@@ -161,6 +182,45 @@ PLANNERS: Registry[Callable[..., Any]] = Registry(
     {"trainwright": "trainwright.planning.planner:plan_recipe"},
     kind="planner",
     required=("__call__",),
+)
+
+# Each is called with a section `model` and data.pack_length, raises RequestError if the model cannot be trained so, and
+# returns whether it knew the model's configuration.
+MODEL_CHECKS: Registry[Callable[..., bool]] = Registry(
+    "trainwright.model_checks",
+    {"configuration": "trainwright.planning.facts:check_model"},
+    kind="model check",
+    required=("__call__",),
+)
+
+# What `train --simulate MACHINE` calls: `simulate` as tw.simulate; `compute`, with the machine, replaces this one.
+SIMULATIONS: Registry[Callable[..., Any]] = Registry(
+    "trainwright.simulations",
+    {
+        "simulate": "trainwright.planning.requests:simulate",
+        "compute": "trainwright.planning.simulation.computing:compute_on",
+    },
+    kind="simulation",
+    required=("__call__",),
+)
+
+# Other launchers, each with functions that return its settings in a recipe's terms, a run.request.LauncherSettings:
+# `of_file(file, overrides, nodes, node_rank, rendezvous)` and, for a process that it has started, `of_environment()`.
+# `default_file()` is the file that it would use here, or None.
+LAUNCHERS: Registry[Any] = Registry(
+    "trainwright.launchers",
+    {"accelerate": "trainwright.compatibility.accelerate.launcher:Accelerate"},
+    kind="launcher",
+    required=("of_file", "of_environment", "default_file"),
+)
+
+# Formats of weights other than safetensors. `convert(file, key, notify)` returns a directory with safetensors files and
+# their precision, `facts(file)` its sha256 and precision, `export(directory, file, precision)` writes one.
+WEIGHT_FORMATS: Registry[Any] = Registry(
+    "trainwright.weight_formats",
+    {"gguf": "trainwright.compatibility.gguf.format:Gguf"},
+    kind="weight format",
+    required=("convert", "facts", "export"),
 )
 
 # Each is called with the seconds that a stop of the run takes, and returns a warning if what runs this job gives it
@@ -239,10 +299,33 @@ COMMANDS: Registry[Any] = Registry(
     kind="command",
 )
 
-# Each is called with an api.training.TrainingRequest, hosts and the path of a file with hosts, and returns the exit
-# code of the run that it has started on them.
+# Each is called with an api.training.TrainingRequest, or what `launch` starts, and with hosts and the path of a file
+# with hosts, and returns the exit code of what it has started on them.
 HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
-    "trainwright.host_launchers", {"ssh": "trainwright.clusters.operations:train_on_hosts"}, kind="host launcher"
+    "trainwright.host_launchers",
+    {
+        "ssh": "trainwright.clusters.operations:train_on_hosts",
+        "ssh script": "trainwright.clusters.operations:launch_on_hosts",
+    },
+    kind="host launcher",
+)
+
+# Each is a models.attention.kernels.AttentionKernel in a module that imports no torch. The fastest first.
+ATTENTION_KERNELS: Registry[AttentionKernel] = Registry(
+    "trainwright.attention_kernels",
+    {
+        "flash_attn_3": "trainwright.models.attention.kernels:FLASH_ATTN_3",
+        "varlen": "trainwright.models.attention.kernels:VARLEN",
+        "flash_attn": "trainwright.models.attention.kernels:FLASH_ATTN",
+        "sdpa_each": "trainwright.models.attention.kernels:SDPA_EACH",
+        "flex": "trainwright.models.attention.kernels:FLEX",
+        "cpu_flash": "trainwright.models.attention.kernels:CPU_FLASH",
+        "scores": "trainwright.models.attention.kernels:SCORES",
+        "sdpa": "trainwright.models.attention.kernels:SDPA",
+        "eager": "trainwright.models.attention.kernels:EAGER",
+    },
+    kind="attention kernel",
+    required=("title", "packed", "memory", "vendors", "implementation", "before", "features", "widths"),
 )
 
 # The keys of a recipe that name a registered object.
@@ -255,6 +338,7 @@ KEYS: dict[str, Registry[Any]] = {
     "unlearn.objective": OBJECTIVES,
     "evaluate.metrics": METRICS,
     "algorithm_distillation.environment": ENVIRONMENTS,
+    "model.attention": ATTENTION_KERNELS,
     "train.step_policies": STEP_POLICIES,
     "logging.observers": OBSERVERS,
 }

@@ -6,10 +6,13 @@ missing keys quote them. Checks across keys are in ``checks.py``. The section of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
+    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
@@ -21,9 +24,10 @@ from pydantic import (
 
 from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
+from trainwright.recipe.observer_spec import checked_settings, complete_schema, names_as_settings
 from trainwright.recipe.process_range import contradictions_in_range
 from trainwright.recipe.registered import Registered
-from trainwright.recipe.registries import METRICS, OBSERVERS, OPTIMIZERS, SCHEDULES, TASKS
+from trainwright.recipe.registries import METRICS, OPTIMIZERS, SCHEDULES, TASKS
 from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.faults import FaultsSection
 from trainwright.recipe.sections.fields import (
@@ -153,19 +157,16 @@ class LoggingSection(Section):
     """Where and how to record the run."""
 
     run_directory: Text = Field("auto", description="Run directory; must not exist. auto: a new directory under runs/.")
-    tensorboard: bool = Field(True, description="Write TensorBoard event files.")
-    report: Literal["auto"] | bool = Field(
-        "auto",
-        description="Write report.html while the run trains and at its end; needs trainwright[report]. auto: if that "
-        "is installed and the run takes more than a minute.",
-    )
-    observers: list[Annotated[str, Registered(OBSERVERS, imports=False)]] = Field(
-        [],
-        description="wandb, mlflow, trackio, opentelemetry, observers of installed packages by name, or module:Name; "
-        "each receives the run's events.",
-    )
-    prometheus: Annotated[int, Field(ge=1, le=65535)] | Annotated[str, Field(pattern=r"^[\w.-]+:\d{1,5}$")] | None = (
-        Field(None, description="Serve the newest figures to Prometheus at this port of 127.0.0.1, or at HOST:PORT.")
+    observers: Annotated[dict[str, Any], BeforeValidator(names_as_settings), AfterValidator(checked_settings)] = Field(
+        {},
+        validate_default=True,
+        json_schema_extra=complete_schema,
+        description="Observers, which receive the run's events, each with true, false or its options; a list of names "
+        "turns these on, in place of others that an included file names. tensorboard (by default): curves. report: "
+        "report.html, while the run trains and at its end; auto (the default): if trainwright[report] is installed and "
+        "the run takes more than a minute. prometheus: serve the newest figures at the option address, a port of "
+        "127.0.0.1 or HOST:PORT. wandb, mlflow, trackio, opentelemetry, observers of installed packages by name, or "
+        "module:Name.",
     )
 
 
@@ -279,7 +280,10 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
     specs = {name: TASKS.get(name) for name in (*TASKS.names(), *([] if task is None else [task]))}
     summaries = " ".join(f"{name}: {spec.summary}." for name, spec in specs.items())
     task_field = Field(description=f"The kind of training. {summaries}")
-    fields: dict[str, Any] = {"task": (Recipe.__annotations__["task"], task_field)}
+    fields: dict[str, Any] = {
+        "task": (Recipe.__annotations__["task"], task_field),
+        "data": (_data_of(specs.values()), Recipe.model_fields["data"]),
+    }
     for name, spec in specs.items():
         if spec.name in fields or spec.name in Recipe.model_fields:
             raise RequestError(f"{_described(name)} has the name {spec.name} of another recipe section; rename it")
@@ -288,6 +292,13 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
         if spec.section is not None:
             fields[spec.name] = (spec.section | None, Field(None, description=spec.section_description))
     return create_model("Recipe", __base__=Recipe, __module__=__name__, __doc__=Recipe.__doc__, **fields)
+
+
+def _data_of(specs: Iterable[TaskSpec]) -> type[DataSection]:
+    """Return the section ``data`` with the keys of all tasks."""
+    kinds = dict.fromkeys(spec.data for spec in specs)
+    own = tuple(kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds))
+    return own[0] if len(own) == 1 else create_model("DataSection", __base__=own, __doc__=DataSection.__doc__)
 
 
 def _described(name: str) -> str:

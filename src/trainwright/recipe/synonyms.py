@@ -142,9 +142,9 @@ ANSWERS: dict[OwnKey | str, str] = {
     "out_dir run_name task_name experiment_name exp_name",
     OwnKey("logging.run_directory", "runs/NAME", "it must not exist"): "overwrite_output_dir",
     OwnKey("evaluate.every", "100", "steps, or null"): "eval_strategy evaluation_strategy evals_per_epoch do_eval",
-    OwnKey("logging.tensorboard"): "tensorboard_dir use_tensorboard tensorboard_enabled",
+    OwnKey("logging.observers", "{tensorboard: true}"): "tensorboard_dir use_tensorboard tensorboard_enabled",
     OwnKey(
-        "logging.observers", "[wandb]", "or mlflow, trackio, or []; for TensorBoard: logging.tensorboard"
+        "logging.observers", "[wandb]", "or mlflow, trackio, or {tensorboard: false}"
     ): "report_to logger with_tracking use_wandb wandb_enabled",
     OwnKey("parallel.offload_optimizer"): "offload_optimizer_device optimizer_offload optimizer_cpu_offload",
     OwnKey("parallel.timeout", note="such as 30 min"): "ddp_timeout timeout_minutes",

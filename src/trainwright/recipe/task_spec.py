@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.fields import Section
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
-
-# examples: a text or a conversation. pairs: a chosen and a rejected answer. answers: pairs, or one answer with a label.
-# refused: conversations, each also with a refusal of data.idk as its answer. alternates: conversations, each also with
-# every text of its field alternate as its answer.
-RowKind = Literal["examples", "pairs", "answers", "refused", "alternates"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def _as_written(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _examples(recipe: Recipe, key: str) -> RowKind:
+def _examples(recipe: Recipe, key: str) -> str:
     return "examples"
 
 
@@ -109,11 +105,12 @@ class TaskSpec:
         section_description: of the section in the schema.
         check: returns contradictions in a recipe of the task.
         fill: returns the recipe's values as written with those that follow from the task; see ``filled``.
-        rows: the kind of rows at a key of the section ``data``.
+        rows: the kind of rows at a key of the section ``data``, a name in ``registries.ROW_KINDS``.
         needs: returns what a plan needs to know.
         inputs: describes the model and the data.
         reads_texts: whether the sections ``model`` and ``data`` apply.
         corpus: whether it trains on windows of a corpus rather than on rows.
+        data: the section ``data`` with keys of its own; those of all tasks are in one.
         data_keys: keys of ``data`` for the training data; those of other tasks have no effect.
         keeps_best: whether the lowest validation loss determines the best checkpoint.
         no_validation_rows: why ``eval`` cannot measure on a run's own validation rows; None: it can.
@@ -129,11 +126,12 @@ class TaskSpec:
     section_description: str = ""
     check: Callable[[Recipe], Iterable[Contradiction]] = _nothing_to_check
     fill: Callable[[dict[str, Any]], dict[str, Any]] = _as_written
-    rows: Callable[[Recipe, str], RowKind] = _examples
+    rows: Callable[[Recipe, str], str] = _examples
     needs: Callable[[Recipe], Needs] = _a_pass_over_the_model
     inputs: Callable[[Recipe], tuple[str, str]] = _model_and_data
     reads_texts: bool = True
     corpus: bool = False
+    data: type[DataSection] = DataSection
     data_keys: tuple[str, ...] = ("train",)
     keeps_best: bool = True
     no_validation_rows: str | None = None

@@ -34,12 +34,18 @@ from trainwright.errors import (
 )
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.registries import WATCHERS
+from trainwright.recipe.registries import LAUNCHERS, WATCHERS
 from trainwright.run import run_directory
 from trainwright.run.ending.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
 from trainwright.run.ending.requests import Deadline, deadline_of
 from trainwright.run.ending.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
-from trainwright.run.group.environment import SUPERVISING_LAUNCHERS, LaunchEnvironment, read_environment
+from trainwright.run.group.environment import (
+    SUPERVISING_LAUNCHERS,
+    LaunchEnvironment,
+    Variables,
+    accelerate_variables,
+    read_environment,
+)
 from trainwright.run.group.report_once import should_report
 from trainwright.run.group.waiting import Waiting
 from trainwright.run.limits import check_limits
@@ -51,14 +57,21 @@ from trainwright.run.process import (
     threads_allowed,
     warn_of_launcher,
 )
-from trainwright.run.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
+from trainwright.run.request import (
+    AUTO,
+    LauncherSettings,
+    RunRequest,
+    check_request,
+    for_started,
+    request_of,
+    resolve_request,
+)
 from trainwright.run.start import recorded_run
 from trainwright.run.stored_runs import is_url
 from trainwright.utils.paths import appears
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
-    from trainwright.compatibility.accelerate.translation import Translation
     from trainwright.parallel.world import RankInfo
     from trainwright.recipe.yaml_text import Tree
     from trainwright.run.group.device_slots import DeviceSlot
@@ -129,7 +142,7 @@ def run_joined(
     environment = read_environment(parent=options.launcher)
     if options.number:
         environment = replace(environment, job=f"{environment.job}-{options.number}")
-    translation = _accelerate()
+    settings = next((s for launcher in LAUNCHERS.present() if (s := launcher.of_environment()) is not None), None)
     os.environ.update(environment.torch_variables())
     if (parent := _parent(environment)) is not None:
         die_with_parent(parent)
@@ -157,7 +170,7 @@ def run_joined(
                 stack.enter_context(_interruptible(failures))
                 seconds_before = seconds_since_launch(options.launcher, options.number)
                 deadline = deadline_of(options.until, options.time_limit, 0.0 if options.number else seconds_before)
-                opened, slot = participant.open(translation, stack, seconds_before, deadline)
+                opened, slot = participant.open(settings, stack, seconds_before, deadline)
             else:
                 opened, slot = participant.follow()
         except Exception as error:
@@ -197,16 +210,6 @@ def _words(options: JoinRequest) -> list[str]:
     """Return the request as words of a command line; the same in all processes of a run."""
     recipe = [] if options.recipe is None else [str(options.recipe)]
     return [*recipe, *options.overrides, *([] if options.resume is None else ["--resume", options.resume])]
-
-
-def _accelerate() -> Translation | None:
-    """Return what `accelerate launch` read from its file; hide the GPUs that the file excludes."""
-    from trainwright.compatibility.accelerate.environment import from_environment
-
-    translation = from_environment()
-    if translation is not None:
-        os.environ.update(translation.device_environment())
-    return translation
 
 
 def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
@@ -253,7 +256,7 @@ class _Participant:
     tell: Callable[[int, str], None]
 
     def open(
-        self, translation: Translation | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
+        self, settings: LauncherSettings | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
     ) -> tuple[Opened, DeviceSlot]:
         """Do on rank 0 everything before the first step that has to be done once."""
         from trainwright.run.group.device_slots import Member, device_slots, first_ranks
@@ -263,7 +266,7 @@ class _Participant:
             members = [Member.here(environment)]
         else:
             members = [Member.read(posted) for posted in rendezvous.gather(self.options.seconds).values()]
-        request = self._request(translation)
+        request = self._request(settings)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
         everyone = device_slots(members)
@@ -290,20 +293,13 @@ class _Participant:
             rendezvous.publish("opened", {"opened": vars(opened), "places": shown})
         return opened, everyone[0]
 
-    def _request(self, translation: Translation | None) -> RunRequest:
-        if translation is not None:
-            from trainwright.compatibility.accelerate.machine import require
-
-            if translation.one_of_several:
-                raise MachineError(
-                    f"{translation.source}: accelerate launch starts one process for {translation.distributed_type} "
-                    "on a CPU, whatever num_processes says; start the recipe with trainwright train RECIPE "
-                    "--accelerate-config FILE, or with torchrun --nproc-per-node"
-                )
-            translation.refuse_problems()
-            require(translation, detect())
+    def _request(self, settings: LauncherSettings | None) -> RunRequest:
+        if settings is None and accelerate_variables(Variables(os.environ)):
+            LAUNCHERS.get("accelerate")  # is not installed: its settings must not be ignored
+        if settings is not None and settings.refusal is not None:
+            raise settings.refusal
         options = self.options
-        request = request_of(options.recipe, list(options.overrides), options.resume, translation)
+        request = request_of(options.recipe, list(options.overrides), options.resume, settings)
         return for_started(request, self.environment.size, self.environment.launcher)
 
     def follow(self) -> tuple[Opened, DeviceSlot]:

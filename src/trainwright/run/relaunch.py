@@ -21,7 +21,6 @@ from typing import Any
 from trainwright.engine.event_reader import read_events
 from trainwright.engine.events import Event, Fault, Restart
 from trainwright.errors import EXIT_TRAINING
-from trainwright.planning.plan_watch import REPLAN
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import rate_of
@@ -31,6 +30,8 @@ from trainwright.run.supervisor import raise_failure
 from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
 
+# The file that names what to change of a run that is to continue with another plan.
+REPLAN = "replan.json"
 # What a plan changes of a run.
 _PARALLEL = ("strategy", "num_processes", "replicate_size", "reshard_after_forward")
 _TRAIN = ("micro_batch_size", "activation_checkpointing")

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
 from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.observer_spec import check_installed
 from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import KEYS
 from trainwright.recipe.schema import Recipe
@@ -27,15 +28,33 @@ from trainwright.run.ending.requests import Deadline
 from trainwright.run.resolve import Resolved, resolve
 from trainwright.run.resuming import resumed_recipe
 from trainwright.run.stored_runs import is_url
-from trainwright.utils.installation import FIRST, install_command
+from trainwright.utils.installation import FIRST
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import say
 
-if TYPE_CHECKING:
-    from trainwright.compatibility.accelerate.translation import Translation
-
 AUTO = "auto"  # of --resume
 _DIRECTORY = f"{run_directory.DIRECTORY_KEY}="
+
+
+class LauncherSettings(Protocol):
+    """Settings of another launcher in a recipe's terms; see LAUNCHERS in ``recipe/registries.py``."""
+
+    @property
+    def nodes(self) -> int:
+        """The number of machines."""
+
+    @property
+    def refusal(self) -> TrainwrightError | None:
+        """Why a process that the launcher has started cannot train."""
+
+    def over(
+        self, recipe: Path | Tree, overrides: Sequence[str], *, resumed: bool = False
+    ) -> tuple[list[str], tuple[str, ...]]:
+        """Return overrides of a recipe, these settings first and then the user's own, and notes.
+
+        A ``resumed`` run's recipe has every key, so there settings may replace what a new recipe may not contradict.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -136,9 +155,9 @@ def is_override(word: str) -> bool:
 
 
 def request_of(
-    recipe: Path | Tree | None, overrides: list[str], resume: str | None, translation: Translation | None = None
+    recipe: Path | Tree | None, overrides: list[str], resume: str | None, settings: LauncherSettings | None = None
 ) -> RunRequest:
-    """Return the request for ``recipe``; an Accelerate file overrides it, and ``overrides`` override both.
+    """Return the request for ``recipe``; the settings of another launcher override it, and ``overrides`` override both.
 
     `resume` is None for a new run, else the run directory or its URL in a place for copies, "" for the recipe's newest
     run, or "auto" for the run in the recipe's own directory if it has begun there or has copies, otherwise a new one.
@@ -147,23 +166,28 @@ def request_of(
     if recipe is None and not resume:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
     if resume == AUTO:
-        return _started_or_new(recipe, overrides, translation)
+        return _started_or_new(recipe, overrides, settings)
+    reasons: tuple[str, ...] = ()
     if resume is None:
         assert recipe is not None
-        overrides, reasons = _under(overrides, translation, recipe, resumed=False)
+        if settings is not None:
+            overrides, reasons = settings.over(recipe, overrides)
         return RunRequest(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons)
     if is_url(resume):
-        return _fetched(resume, recipe, overrides, translation)
+        return _fetched(resume, recipe, overrides, settings)
     run = _run_of(resume, recipe, overrides)
     run_directory.check_files(run)
     own = run / run_directory.RECIPE
-    overrides, reasons = _under(overrides, translation, recipe or own, resumed=recipe is None)
+    if settings is not None:
+        overrides, reasons = settings.over(recipe or own, overrides, resumed=recipe is None)
     resumed = resumed_recipe(run, recipe, overrides)
     everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
     return RunRequest(resumed.recipe, run_directory.stem_of(own), run, everything, resumed.chosen)
 
 
-def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
+def _fetched(
+    url: str, recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None
+) -> RunRequest:
     """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
     from trainwright.run.stored_runs import fetch, store_of
 
@@ -177,10 +201,10 @@ def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], transla
     if not (run / run_directory.RECIPE).is_file():
         raise RequestError(f"--resume: {url} has no complete copy of a run; correct it, or start a new run")
     rest = [each for each in overrides if not each.startswith(_DIRECTORY)]
-    return _discarded_on_error(fetched, run, recipe, rest, translation, url)
+    return _discarded_on_error(fetched, run, recipe, rest, settings, url)
 
 
-def _started_or_new(recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
+def _started_or_new(recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None) -> RunRequest:
     if recipe is None:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
     loaded = load_recipe(recipe, overrides)
@@ -192,8 +216,8 @@ def _started_or_new(recipe: Path | Tree | None, overrides: list[str], translatio
 
         has_started = fetched = fetch(stores_of(loaded.checkpoint.copies, run), run)
     if not has_started:
-        return replace(request_of(recipe, there, None, translation), in_place=True)
-    return _discarded_on_error(fetched, run, recipe, there, translation)
+        return replace(request_of(recipe, there, None, settings), in_place=True)
+    return _discarded_on_error(fetched, run, recipe, there, settings)
 
 
 def _discarded_on_error(
@@ -201,11 +225,11 @@ def _discarded_on_error(
     run: Path,
     recipe: Path | Tree | None,
     overrides: list[str],
-    translation: Translation | None,
+    settings: LauncherSettings | None,
     url: str | None = None,
 ) -> RunRequest:
     try:
-        return replace(request_of(recipe, overrides, str(run), translation), fetched=fetched, url=url)
+        return replace(request_of(recipe, overrides, str(run), settings), fetched=fetched, url=url)
     except TrainwrightError:
         if fetched:
             from trainwright.run.stored_runs import discard_fetched
@@ -321,8 +345,6 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     Extensions are imported last, as that can take seconds. `creates` is False if another node creates the run
     directory, and may have done so already. Raises RequestError, or MachineError for a missing library of the strategy.
     """
-    from importlib.util import find_spec
-
     from trainwright.data.check import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
@@ -330,17 +352,8 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     from trainwright.recipe.strategy_spec import check_library
 
     recipe = request.recipe
-    if recipe.logging.report is True and find_spec("vl_convert") is None:
-        raise RequestError(
-            f"logging.report: vl-convert-python is not installed; {install_command('report')}, or set auto"
-        )
-    if recipe.logging.tensorboard and find_spec("tensorboard") is None:
-        raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
     if creates:
-        from trainwright.observe.trackers.base import check_installed
-
-        for tracker in (*recipe.logging.observers, *["prometheus"] * (recipe.logging.prometheus is not None)):
-            check_installed(tracker)
+        check_installed(recipe.logging.observers)
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         check_directory = run_directory.check_not_started if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
@@ -409,7 +422,7 @@ def _named(recipe: Recipe) -> dict[str, list[str]]:
     """Return the extensions that only training and evaluation need, by key."""
     return {
         "train.step_policies": recipe.train.step_policies,
-        "logging.observers": recipe.logging.observers,
+        "logging.observers": [name for name, setting in recipe.logging.observers.items() if setting is not False],
         "evaluate.metrics": recipe.evaluate.metrics,
     }
 
@@ -417,15 +430,3 @@ def _named(recipe: Recipe) -> dict[str, list[str]]:
 def is_bare_resume(following: str | None) -> bool:
     """Return whether `--resume`, followed by this argument, has no value and so means the newest run."""
     return following is None or following.startswith("-") or is_override(following) or Path(following).is_file()
-
-
-def _under(
-    overrides: list[str], translation: Translation | None, path: Path | Tree, *, resumed: bool
-) -> tuple[list[str], tuple[str, ...]]:
-    if translation is None:
-        return overrides, ()
-    from trainwright.compatibility.accelerate.recipe import join
-
-    joined = join(translation, path, overrides, resumed=resumed)
-    notes = (f"{translation.source}: {', '.join(note.keys)}: {note.reason}" for note in translation.notes)
-    return joined.overrides, (*joined.reasons, *notes)

@@ -160,10 +160,11 @@ def by_default(recipe: Recipe, machine: Machine, nodes: int) -> Planned:
 
 
 def _simplest_strategy(processes: int) -> str:
-    for name, spec in all_specs().items():
-        if not spec.shards and spec.least_processes <= processes <= (spec.most_processes or processes):
-            return name
-    raise _ask("parallel.strategy", f"no strategy without shards runs {processes} processes; write its name")
+    return next(
+        name
+        for name, spec in all_specs().items()
+        if not spec.shards and spec.least_processes <= processes <= (spec.most_processes or processes)
+    )
 
 
 def _micro_batch_size(recipe: Recipe, processes: int) -> int | str:
@@ -176,12 +177,11 @@ def _micro_batch_size(recipe: Recipe, processes: int) -> int | str:
     sizes = range(share, 0, -1)
     batches = ((rows, math.ceil(math.ceil(train.global_batch_size / rows) / processes)) for rows in sizes)
     if (rows := next((rows for rows, count in batches if count == steps), None)) is None:
-        raise _ask("train.micro_batch_size", f"no number of rows gives {steps} accumulation steps on {processes}")
+        raise RequestError(
+            f"train.gradient_accumulation_steps: no micro-batch size gives {steps} on {processes} processes with "
+            f"train.global_batch_size {train.global_batch_size}; set parallel.num_processes or set it to auto"
+        )
     return rows
-
-
-def _ask(key: str, why: str) -> RequestError:
-    return RequestError(f"{key}: auto has no value without a planner: {why}")
 
 
 def on_nodes(recipe: Recipe, machine: Machine, nodes: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]
         del tree.values[section][key]  # a default that is written counts as asked for
     recipe = checked(tree, Origin(str(own))).recipe
     shown = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
-    lines = [change.line() for change in shown if change.new != "auto"]
+    lines = [line for change in shown if change.new != "auto" for line in change.lines()]
     still_true = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
     asked_for = {dotted(change.path) for change in shown}
     still_chosen = tuple(key for key in chosen if key not in asked_for)
@@ -114,9 +114,9 @@ class _Change(NamedTuple):
             for path, old, new in _parts(self.path, self.old, self.new):
                 yield f"{dotted(path)}: {_text(old)} in the run, now {_text(new)} {origin}"
 
-    def line(self) -> str:
-        key, new = dotted(self.path), _text(self.new)
-        return f"{key} {new}: {_text(self.old)} until the run was resumed ({self.origin})"
+    def lines(self) -> Iterator[str]:
+        for path, old, new in _parts(self.path, self.old, self.new):
+            yield f"{dotted(path)} {_text(new)}: {_text(old)} until the run was resumed ({self.origin})"
 
 
 def _changes(before: Recipe, changed: LoadedRecipe) -> list[_Change]:
@@ -124,7 +124,8 @@ def _changes(before: Recipe, changed: LoadedRecipe) -> list[_Change]:
     changes = []
     for path in dict.fromkeys([*new, *old]):
         was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
-        origin = changed.origins.get(path)
+        written = [origin for key, origin in changed.origins.items() if key[: len(path)] == path]
+        origin = min(written, key=lambda origin: origin.line is not None, default=None)  # an override, if there is one
         typed = origin is not None and origin.line is None
         if was != now and (now != "auto" or typed):
             changes.append(_Change(path, was, now, origin or Origin("the default")))

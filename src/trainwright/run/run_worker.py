@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,23 +28,20 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.numa import bind
-from trainwright.machine.usage.sample import OwnProcess, UsageSampler
+from trainwright.machine.usage.sample import OwnProcess
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
-from trainwright.observe.ledger import LedgerWriter
-from trainwright.observe.stalls import Stalls
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.planning.plan_watch import PlanWatch, WatchedPlan
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.process_range import with_processes
-from trainwright.recipe.registries import OBSERVERS, STEP_POLICIES, STOP_WARNINGS, WATCHERS
+from trainwright.recipe.registries import STEP_POLICIES, STOP_WARNINGS, WATCHERS
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Auto, seconds_of
 from trainwright.recipe.sections.parallel import ProcessRange
@@ -56,6 +53,7 @@ from trainwright.run.ending.stop import resize_requested, take_save_to_resize
 from trainwright.run.group.contract import agree, check_layout, usable_device
 from trainwright.run.group.start_event import DTYPES, start_event
 from trainwright.run.limits import open_files_in_words
+from trainwright.run.observers.observed import ObservedRank, ObservedRun, beside_rank, observers_of
 from trainwright.run.process import (
     console,
     keep_freed_memory,
@@ -141,14 +139,13 @@ def train(worker: Worker) -> int:
     with Activity(console(), "looking at the machine"):
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
-    sampler = UsageSampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
-    alone, warn = rank_info.size == 1, functools.partial(_stop_warning, worker.launcher)
+    warn = functools.partial(_stop_warning, worker.launcher)
 
     def requests(state_bytes: int) -> StopRequests:
         return StopRequests(run, worker.deadline, state_bytes, request_stop, _say_to_user, warn=warn)
 
-    with LedgerWriter(run, rank_info.rank, own, sampler), nullcontext() if alone else Stalls(own):
-        return run_worker(worker, observers=functools.partial(_observers, run), requests=requests)
+    with beside_rank(ObservedRank(run, rank_info, own, gpu)):
+        return run_worker(worker, observers=observers_of, requests=requests)
 
 
 def _stop_warning(launcher: str, needed: float) -> str | None:
@@ -160,37 +157,10 @@ def _say_to_user(line: str) -> None:
     say(f"\n{line}", file=console() or sys.stderr)
 
 
-def _observers(run: Path, recipe: Recipe) -> list[Observer]:
-    from trainwright.observe.report import ReportObserver
-    from trainwright.observe.trackers.base import show_on
-    from trainwright.run.observers.console import ConsoleObserver
-    from trainwright.run.observers.registry import observers_named
-
-    section, stream = recipe.logging, console()
-    show_on(stream)
-    observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
-    if section.prometheus is not None:
-        from trainwright.observe.trackers.prometheus import PrometheusObserver
-
-        observers.append(PrometheusObserver(run, section.prometheus))
-    if section.tensorboard:
-        observers.append(OBSERVERS.get("tensorboard")(run))
-    if section.report is True or (section.report == "auto" and ReportObserver.is_available()):
-        observers.append(ReportObserver(run, always=section.report is True))
-    if recipe.push is not None and recipe.push.checkpoints:
-        from trainwright.observe.trackers.hub import HubObserver
-
-        report = functools.partial(say, file=stream or sys.stderr, wrap=False)
-        observers.append(HubObserver(run, recipe.push.repository, recipe.push.private, report))
-    if stream is not None:
-        observers.append(ConsoleObserver(stream))  # last, so that its final output comes after the others have finished
-    return observers
-
-
 def run_worker(
     worker: Worker,
     *,
-    observers: Callable[[Recipe], Sequence[Observer]] = lambda recipe: (),
+    observers: Callable[[ObservedRun], Sequence[Observer]] = lambda run: (),
     requests: Callable[[int], StopRequests] | None = None,
     stop_requested: Callable[[], bool] = stop_requested,
     trial: TrialRun | None = None,
@@ -199,7 +169,7 @@ def run_worker(
     """Train this process's share of a run until it ends or a stop is requested.
 
     Args:
-        observers: called with the recipe, on rank 0 only; returns the observers of the events.
+        observers: called on rank 0 only; returns the observers of the events.
         requests: called on rank 0 with the bytes of a checkpoint; looks for stop requests other than signals.
         trial: take a few steps instead.
         watch: called with the task and its strategy before they are used.
@@ -237,16 +207,15 @@ def run_worker(
         agree(recipe, task, world)
         strategy, layout = _strategy(recipe, task, world)
         watch(task, strategy)
-    with Activity(console(), "starting the trackers"):
-        events = EventLog(run / "events.jsonl", observers(recipe)) if world.is_main else EventLog(None)
-    resized = resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
+    events = EventLog(run / "events.jsonl" if world.is_main else None)
     may_change = worker.may_change and recipe.train.replan == "auto"
-    if trial is None and world.is_main:
+    if world.is_main:
         gpu = None if world.device.type == "cpu" else world.device.index
         own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
-        watched = WatchedPlan.of(run, run_directory.plan_of(run), may_change)
-        if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
-            events.follow(PlanWatch(watched, events.emit, own_process))
+        with Activity(console(), "starting the trackers"):
+            for observer in observers(ObservedRun(run, recipe, events.emit, world.size, own_process, may_change)):
+                events.follow(observer)
+    resized = resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
     stop_requests = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
     if stop_requests is not None:
         events.follow(stop_requests)

@@ -24,9 +24,9 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.machine.usage.sample import process_age
-from trainwright.run.ending.failed import record_failure
 from trainwright.run.ending.requests import check_before_steps, forget_stops
 from trainwright.run.ending.stop import Stopping, describe_stop
+from trainwright.run.failed import record_failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
 from trainwright.run.group.elastic import Elastic, devices_for

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, error_of, writes_to
-from trainwright.observe.ledger import count_ends
 from trainwright.recipe.registries import WATCHERS
 from trainwright.run.ending.failure import (
     Cause,
@@ -26,6 +25,7 @@ from trainwright.run.group.addresses import LOOPBACK
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes.nodes import Nodes, NodesLost
+from trainwright.run.observers.observed import after_workers
 from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers
 
@@ -92,7 +92,7 @@ def run_workers(
             codes = workers.exit_codes
             if not (workers.have_failed or stopping.killed):
                 if watched is not None:
-                    count_ends(watched, ranks)
+                    after_workers(watched, ranks)
                 own = [int(code or 0) for code in codes.values()]
                 return _joint_code(own + (nodes.finish(codes) if nodes else []))
         except WatcherVerdict as ended:

@@ -12,7 +12,7 @@ from trainwright.errors import RequestError, writes_to
 
 FIRST = "trainwright recipe new sft/tiny, then trainwright {} recipes/sft/tiny.yaml"
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _CHECKOUT = _PACKAGE.parents[1]
 _RECIPES = _PACKAGE / "recipes"  # in a checkout a link to its folder of that name
 _NAME = "trainwright"

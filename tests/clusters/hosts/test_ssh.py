@@ -93,7 +93,7 @@ def ssh(hosts: Hosts) -> str:
 
 
 def command(run: Path, *more: str) -> tuple[str, ...]:
-    return ("train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *more)
+    return ("train", str(TINY), f"logging.run_directory={run}", "logging.observers.tensorboard=false", *more)
 
 
 def test_two_hosts_are_the_same_run(runs: Runs, ssh: str, tmp_path: Path) -> None:

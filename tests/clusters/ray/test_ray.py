@@ -19,7 +19,7 @@ from trainwright.clusters.ray import command
 from trainwright.errors import RequestError
 
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
-SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "checkpoint.every=1000")
+SETTINGS = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "checkpoint.every=1000")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import translation, written
-from trainwright.compatibility.accelerate.recipe import find_translation, join
+from trainwright.compatibility.accelerate.launcher import find_translation
 from trainwright.errors import MachineError, RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
@@ -29,8 +29,8 @@ def recipe(directory: Path, more: str = "") -> Path:
 
 def joined(directory: Path, text: str, more: str = "", *overrides: str, resumed: bool = False) -> Recipe:
     path = recipe(directory, more)
-    result = join(translation(directory, text), path, overrides, resumed=resumed)
-    return load_recipe(path, result.overrides)
+    ours, _ = translation(directory, text).over(path, overrides, resumed=resumed)
+    return load_recipe(path, ours)
 
 
 def test_file_fills_what_the_recipe_leaves_open(tmp_path: Path) -> None:
@@ -51,10 +51,10 @@ def test_every_setting_of_every_file_is_a_key_of_the_recipe(tmp_path: Path) -> N
 
 def test_file_wins_over_the_recipe_and_says_so(tmp_path: Path) -> None:
     path = recipe(tmp_path, "parallel: {num_processes: 8, strategy: ddp}\n")
-    result = join(translation(tmp_path, files.TWO_CPU), path, ())
-    assert load_recipe(path, result.overrides).parallel.num_processes == 2
-    assert len(result.reasons) == 1
-    assert "recipe.yaml:5: parallel.num_processes is 8, replaced by 2" in result.reasons[0]
+    overrides, reasons = translation(tmp_path, files.TWO_CPU).over(path, ())
+    assert load_recipe(path, overrides).parallel.num_processes == 2
+    assert len(reasons) == 1
+    assert "recipe.yaml:5: parallel.num_processes is 8, replaced by 2" in reasons[0]
 
 
 def test_strategies_that_contradict_are_refused_naming_both(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_a_file_that_contradicts_the_recipe_is_named_with_its_line_and_the_recip
     more = "  micro_batch_size: 4\n"
     path = recipe(tmp_path)
     path.write_text(RECIPE.replace("train: {global_batch_size: 16}", "train:\n  global_batch_size: 16\n" + more))
-    result = join(translation(tmp_path, files.INLINE_ZERO), path, ())
+    overrides, _ = translation(tmp_path, files.INLINE_ZERO).over(path, ())
     with pytest.raises(RequestError) as refused:
-        load_recipe(path, result.overrides)
+        load_recipe(path, overrides)
     said = str(refused.value)
     assert f"{tmp_path}/accelerate.yaml:7: gradient_accumulation_steps: 4: train.gradient_accumulation_steps" in said
     assert f"train.global_batch_size: {path}:5, train.micro_batch_size: {path}:6" in said

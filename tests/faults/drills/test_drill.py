@@ -178,13 +178,12 @@ def test_a_trial_expects_nothing_of_the_recipes_own_faults_and_writes_to_its_dir
             "faults={restarts: off, on_hang: stop, on_non_finite: skip, on_loss_spike: stop, on_corruption: stop}",
             "faults.mean_time_between=6 h",
             "faults.replay_every=5",
-            "logging={observers: [wandb], prometheus: 9100, report: true}",
+            "logging.observers={wandb: true, prometheus: {address: 9100}, report: true}",
         ],
     )
     assert recipe.faults == FaultsSection() and recipe.train.profile is None
     assert recipe.train.gradient_accumulation_steps == "auto" and recipe.train.replan == "offer"
-    assert recipe.checkpoint.copies == recipe.logging.observers == []
-    assert recipe.logging.prometheus is None and recipe.logging.report is False
+    assert recipe.checkpoint.copies == [] and not any(recipe.logging.observers.values())
 
 
 def test_a_recipe_that_cannot_be_trained_is_refused_in_its_own_words() -> None:

@@ -25,7 +25,7 @@ POLICY = "train.step_policies=['tests.support.hanging:Hanging']"
 
 def train(runs: Runs, hang: str, *overrides: str, seconds: float = 600) -> Started:
     run = runs.new_directory("run")
-    fixed = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=8")
+    fixed = (f"logging.run_directory={run}", "logging.observers.tensorboard=false", ON_ROWS, "data.validation=8")
     two = ("parallel.num_processes=2", "train.max_steps=12", "train.global_batch_size=4", POLICY)
     variables = {"HANG": hang, "HANG_SECONDS": str(seconds)}
     started = runs.command("train", str(TINY), *fixed, *two, *overrides, **variables)
@@ -90,7 +90,13 @@ def test_a_slow_first_step_is_no_hang(runs: Runs) -> None:
 @pytest.mark.parametrize(("count", "seconds"), [(1, 0), pytest.param(2, 14, marks=pytest.mark.slow)])
 def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_resumes(runs: Runs, count: int, seconds: int) -> None:
     file, run = runs.directory / f"checked-{seconds}", runs.new_directory("run")
-    settings = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=null", CHECKING)
+    settings = (
+        f"logging.run_directory={run}",
+        "logging.observers.tensorboard=false",
+        ON_ROWS,
+        "data.validation=null",
+        CHECKING,
+    )
     settings += ("train.max_steps=2", f"parallel.num_processes={count}", "faults.on_hang=stop")
     variables = {"CHECKING_SECONDS": str(seconds), "CHECKING_FILE": str(file)}
     assert runs.command("train", str(TINY), *settings, **variables).wait().code == 0
@@ -102,7 +108,13 @@ def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_resumes(runs: Run
 @pytest.mark.slow
 def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_rewinds(runs: Runs) -> None:
     file, run = runs.directory / "checked-rewind", runs.new_directory("run")
-    settings = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=null", CHECKING)
+    settings = (
+        f"logging.run_directory={run}",
+        "logging.observers.tensorboard=false",
+        ON_ROWS,
+        "data.validation=null",
+        CHECKING,
+    )
     settings += ("train.max_steps=6", "checkpoint.every=2", "faults.on_hang=stop")
     variables = {"CHECKING_SECONDS": "14", "CHECKING_FILE": str(file), "CHECKING_REWINDS": "1"}
     ended = runs.command("train", str(TINY), *settings, **variables).wait()
@@ -116,7 +128,7 @@ def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_rewinds(runs: Run
 def test_an_end_that_takes_long_is_no_hang(runs: Runs) -> None:
     """It is not compared with the checkpoints before it."""
     run = runs.new_directory("run")
-    settings = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=null")
+    settings = (f"logging.run_directory={run}", "logging.observers.tensorboard=false", ON_ROWS, "data.validation=null")
     settings += ("checkpoint.every=1", "logging.observers=['tests.support.hanging:slow_to_finish']")
     words = ("--until", "step 6", *settings, "parallel.num_processes=1", "faults.on_hang=stop")
     ended = runs.command("train", str(TINY), *words, HANG_SECONDS="20").wait()

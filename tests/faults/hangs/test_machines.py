@@ -39,7 +39,7 @@ from trainwright.utils.heartbeat import Heartbeat
 
 HANG = "train.step_policies=['tests.support.hanging:Hanging']"
 OVERRIDES = (
-    "logging.tensorboard=false",
+    "logging.observers.tensorboard=false",
     ON_ROWS,
     "data.validation=8",
     "train.max_steps=12",

@@ -322,7 +322,7 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_real_run_writes_its_report(runs: Runs) -> None:
     run = runs.new_directory("run")
-    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=3", "logging.tensorboard=false")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=3", "logging.observers.tensorboard=false")
     samples = (
         "evaluate.prompts=['What is a list?']",
         "evaluate.every=2",
@@ -330,7 +330,7 @@ def test_a_real_run_writes_its_report(runs: Runs) -> None:
         "data.validation=8",
     )
     ended = runs.command(
-        "train", str(TINY), *fixed, *samples, f"logging.run_directory={run}", "logging.report=true"
+        "train", str(TINY), *fixed, *samples, f"logging.run_directory={run}", "logging.observers.report=true"
     ).wait()
     assert ended.code == 0, ended.stderr
     page = (run / "report.html").read_text()
@@ -348,9 +348,9 @@ def test_a_real_run_writes_its_report(runs: Runs) -> None:
 )
 def test_the_page_of_a_failed_run_says_so(runs: Runs, overrides: tuple[str, ...], status: str, shown: str) -> None:
     run = runs.new_directory("run")
-    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.tensorboard=false")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.observers.tensorboard=false")
     ended = runs.command(
-        "train", str(TINY), *fixed, *overrides, f"logging.run_directory={run}", "logging.report=true"
+        "train", str(TINY), *fixed, *overrides, f"logging.run_directory={run}", "logging.observers.report=true"
     ).wait()
     assert ended.code == 4, ended.stderr
     assert badge(run) == status
@@ -359,9 +359,9 @@ def test_the_page_of_a_failed_run_says_so(runs: Runs, overrides: tuple[str, ...]
 
 def test_a_stopped_run_says_so_on_its_page(runs: Runs) -> None:
     run = runs.new_directory("run")
-    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.tensorboard=false")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.observers.tensorboard=false")
     ended = runs.command(
-        "train", str(TINY), *fixed, f"logging.run_directory={run}", "logging.report=true", "--until", "step 2"
+        "train", str(TINY), *fixed, f"logging.run_directory={run}", "logging.observers.report=true", "--until", "step 2"
     ).wait()
     assert ended.code == 75, ended.stderr
     assert badge(run) == "stopped"

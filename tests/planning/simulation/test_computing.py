@@ -18,7 +18,7 @@ GOLDEN = ROOT / "tests" / "engine" / "golden" / "tiny.json"
 
 def trained(directory: Path, machine: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     """`trainwright train` on a simulated machine, in a process that has not imported torch."""
-    fixed = (ON_ROWS, f"logging.run_directory={directory / 'run'}", "logging.tensorboard=false")
+    fixed = (ON_ROWS, f"logging.run_directory={directory / 'run'}", "logging.observers.tensorboard=false")
     command = [sys.executable, "-m", "trainwright", "train", str(TINY), "--simulate", machine, "--compute"]
     return subprocess.run(
         [*command, *fixed, *overrides], env=environment(), cwd=directory, capture_output=True, text=True

@@ -24,7 +24,7 @@ from trainwright.run.resolve import resolve
 SAME = (
     *(ON_ROWS, "model.dropout=null", "data.pack_length=128", "data.max_length=128", "train.max_steps=2"),
     *("train.micro_batch_size=1", "train.global_batch_size=24", "train.mixed_precision=bf16", "train.compile=false"),
-    *("train.activation_checkpointing=none", "logging.tensorboard=false"),
+    *("train.activation_checkpointing=none", "logging.observers.tensorboard=false"),
 )
 REAL = {
     "ddp on 2": (2, ("parallel.strategy=ddp",)),

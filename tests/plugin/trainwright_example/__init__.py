@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,11 @@ from typing import Any
 from pydantic import Field
 
 from trainwright import extension
+from trainwright.data.rows.formats import EXAMPLES, Example
+from trainwright.data.rows.layouts import RowLayout
 from trainwright.data.sources.registry import Source
+from trainwright.errors import RequestError
+from trainwright.models.attention.kernels import AttentionKernel
 from trainwright.parallel.replicated.spec import DDP
 from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
 from trainwright.recipe.sections.fields import NotNegative, Section
@@ -31,6 +37,7 @@ FOCAL = TaskSpec(
     module="trainwright_example.training",
     section=FocalSection,
     section_description="The focal loss; only with `task: focal`.",
+    rows=lambda recipe, key: "right_sums",
     also_called=("focal_loss",),
 )
 
@@ -68,6 +75,24 @@ def _sums() -> Iterator[dict[str, str]]:
 
 SUMS = Source(
     rows=_sums, key=lambda: "sums of digits, version 1", example={"question": "What is 1 + 1?", "answer": "2"}
+)
+
+
+def _right(row: dict[str, Any], layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
+    if (sum_ := re.search(r"(\d) \+ (\d)", row["question"])) and int(sum_[1]) + int(sum_[2]) != int(row["answer"]):
+        raise RequestError(f"{sum_[0]} is not {row['answer']}; correct the row")
+    return EXAMPLES.convert(row, layout, remarks)
+
+
+RIGHT_SUMS = replace(EXAMPLES, name="right sums", convert=_right)
+
+BY_HAND = AttentionKernel(
+    name="by_hand",
+    title="attention by hand",
+    packed=True,
+    memory="scores",
+    vendors=frozenset({"CPU"}),
+    implementation="trainwright_example.training:attention_by_hand",
 )
 
 

@@ -3,7 +3,7 @@
     reading      a file, or the environment that `accelerate launch` gives its workers, as one plain mapping
     translation      the translation of that mapping, with what is unsupported or contradictory
     machine      whether this machine supports it, and what would run here
-    recipe       a file and a recipe combined
+    launcher     what the core calls for a file, or for the environment of a worker
     environment  the variables that Accelerate's own library reads in a worker
     showing      all of it on one screen
     writing      a new file

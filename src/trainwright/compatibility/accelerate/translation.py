@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,9 @@ from trainwright.compatibility.accelerate import deepspeed, fsdp
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read
 from trainwright.compatibility.accelerate.sizes import PREFIX, ParallelismSizes, apply_sizes, read_sizes
 from trainwright.compatibility.accelerate.values import ConfigProblem, ConfigSection, Draft, Note, RecipeValue
-from trainwright.errors import RequestError
-from trainwright.recipe.loading import Override
-from trainwright.recipe.yaml_text import Origin
+from trainwright.errors import RequestError, TrainwrightError
+from trainwright.recipe.loading import Override, read_merged
+from trainwright.recipe.yaml_text import Origin, Tree
 from trainwright.run.group.addresses import in_words
 
 DEFAULT_PORT = 29500  # Accelerate's and torchrun's
@@ -70,6 +70,17 @@ _PLAIN_KEYS = (
 )
 
 
+# Keys that only apply to the strategy that the file names.
+_OF_THE_STRATEGY = (
+    "parallel.replicate_size",
+    "parallel.reshard_after_forward",
+    "parallel.offload_parameters",
+    "parallel.offload_optimizer",
+    "parallel.wrap",
+    "parallel.deepspeed_config",
+)
+
+
 @dataclass(frozen=True)
 class Translation:
     """An Accelerate file (or environment) translated to Trainwright's terms.
@@ -85,6 +96,7 @@ class Translation:
         one_of_several: Accelerate's launcher was asked for several processes and started only this one.
         notes: what is ignored or done differently, and why.
         problems: what is not supported or contradictory.
+        refusal: why a process that Accelerate's launcher has started cannot train, or None.
     """
 
     source: str
@@ -99,6 +111,7 @@ class Translation:
     one_of_several: bool
     notes: tuple[Note, ...]
     problems: tuple[ConfigProblem, ...]
+    refusal: TrainwrightError | None = None
 
     @property
     def strategy(self) -> str | None:
@@ -113,6 +126,42 @@ class Translation:
     def value(self, key: str) -> Any:
         """Return the value of a recipe key; None if the file does not set it."""
         return self.settings[key].value if key in self.settings else None
+
+    def over(
+        self, recipe: Path | Tree, overrides: Sequence[str], *, resumed: bool = False
+    ) -> tuple[list[str], tuple[str, ...]]:
+        """Return overrides of the recipe at ``recipe``, these settings first and then the user's own; and notes.
+
+        A setting is for a key that the recipe leaves to auto or to its default; another value is overridden, with a
+        note. The strategy is not: if recipe and file name different ones, RequestError names both. The recipe of a
+        ``resumed`` run has every key, so there the strategy is overridden, too.
+        """
+        self.refuse_problems()
+        explicit = {override.partition("=")[0].strip() for override in overrides}
+        reasons = [
+            f"{key}: the command line's value, not {self.settings[key].origin}"
+            for key in self.settings
+            if key in explicit
+        ]
+        dropped = set(explicit)
+        if "parallel.strategy" in explicit and last_value(overrides, "parallel.strategy") != self.strategy:
+            dropped |= set(_OF_THE_STRATEGY)
+        written = read_merged(recipe, ())
+        for key, setting in self.settings.items():
+            there = _written(written, key)
+            if key in dropped or there in (None, "auto", setting.value):
+                continue
+            where = f"{written.origins.get(tuple(key.split('.')), recipe)}: {key} is {as_yaml(there)}"
+            if key == "parallel.strategy" and not resumed:
+                raise RequestError(
+                    f"{where}, but {setting.origin} means {setting.value}; remove one of the two, or set {key}=… on "
+                    "the command line"
+                )
+            if not resumed:
+                reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")
+        reasons += [f"{self.source}: {', '.join(note.keys)}: {note.reason}" for note in self.notes]
+        remaining = replace(self, settings={k: v for k, v in self.settings.items() if k not in dropped})
+        return [*remaining.to_overrides(), *overrides], tuple(reasons)
 
     def to_overrides(self) -> list[Override]:
         """Return `section.key=value` for every recipe key that the file sets. Raises RequestError for its problems."""
@@ -201,6 +250,18 @@ def interpret(source: AccelerateConfig) -> Translation:
         notes=tuple(draft.notes),
         problems=tuple(dict.fromkeys(draft.problems)),
     )
+
+
+def last_value(overrides: Sequence[str], key: str) -> str | None:
+    """Return the last value that ``overrides`` give to a key; None without one."""
+    values = [override.partition("=")[2].strip() for override in overrides if override.partition("=")[0] == key]
+    return values[-1] if values else None
+
+
+def _written(tree: Tree, key: str) -> object:
+    section, name = key.split(".")
+    values = tree.values.get(section)
+    return values.get(name) if isinstance(values, dict) else None
 
 
 def as_yaml(value: Any) -> str:

@@ -8,20 +8,31 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trainwright.compatibility.accelerate.environment import worker_environment
+from trainwright.compatibility.accelerate.machine import (
+    becomes_ddp,
+    default_processes,
+    refuse_count_of_one_machine,
+    require,
+)
+from trainwright.compatibility.accelerate.reading import AccelerateConfig, default_path, read, without_file
+from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
-from trainwright.run.group.environment import NodeRendezvous
+from trainwright.machine.accelerators import refuse_unusable
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Machine
+from trainwright.recipe.files import missing_file
+from trainwright.run import run_directory
+from trainwright.run.ending.stop import Stopping
+from trainwright.run.group.environment import NodeRendezvous, refuse_worker
+from trainwright.run.limits import check_limits
+from trainwright.run.process import prepare_environment
 from trainwright.utils.text import quoted, say
 
 _NOTICE = "stopping: the script is interrupted; ctrl-C again kills it"
-
-if TYPE_CHECKING:
-    from trainwright.compatibility.accelerate.reading import AccelerateConfig
-    from trainwright.compatibility.accelerate.translation import Translation
-    from trainwright.machine.machine import Machine
-    from trainwright.run.group.environment import NodeRendezvous
 
 
 @dataclass(frozen=True)
@@ -35,8 +46,6 @@ class NodeOptions:
 
     def met(self) -> NodeRendezvous | None:
         """Return where the nodes meet; None for one node. Raises RequestError."""
-        from trainwright.run.group.environment import NodeRendezvous
-
         return NodeRendezvous.of(self.nodes or 1, self.node_rank, self.rendezvous, self.seconds)
 
 
@@ -78,8 +87,6 @@ def launch_script(
         MachineError: the machine lacks what is asked for.
         TrainwrightError: the script failed; the exit code is its own if it sets one.
     """
-    from trainwright.run.group.environment import refuse_worker
-
     refuse_worker("launch", options.nodes.nodes or 1)
     check_script(script, module)
     plan = _plan(options)
@@ -109,10 +116,6 @@ class ScriptPlan:
 
 def check_script(script: str, module: bool) -> None:
     """Raise RequestError if there is no such script."""
-    from importlib.util import find_spec
-
-    from trainwright.recipe.files import missing_file
-
     if not module:
         if not Path(script).is_file():
             raise RequestError(missing_file(Path(script)))
@@ -125,8 +128,6 @@ def check_script(script: str, module: bool) -> None:
 
 def make_logs(script: str, module: bool, logs: Path | None) -> Path:
     """Return the directory for the logs of a script, which is made: ``logs``, or a new one under ``runs/``."""
-    from trainwright.run import run_directory
-
     stem = script.rpartition(".")[2] if module else Path(script).stem
     directory = logs or run_directory.create("auto", stem) / "logs"
     directory.mkdir(parents=True, exist_ok=True)
@@ -134,11 +135,6 @@ def make_logs(script: str, module: bool, logs: Path | None) -> Path:
 
 
 def _plan(options: ScriptOptions) -> ScriptPlan:
-    from trainwright.compatibility.accelerate.machine import default_processes
-    from trainwright.compatibility.accelerate.reading import default_path, read, without_file
-    from trainwright.machine.accelerators import refuse_unusable
-    from trainwright.machine.detect import detect
-
     config_file = options.config_file
     if config_file is None and default_path().is_file():
         config_file = default_path()
@@ -170,17 +166,6 @@ def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
 
 
 def _plan_of_file(source: AccelerateConfig, options: ScriptOptions) -> ScriptPlan:
-    from trainwright.compatibility.accelerate.environment import worker_environment
-    from trainwright.compatibility.accelerate.machine import (
-        becomes_ddp,
-        default_processes,
-        refuse_count_of_one_machine,
-        require,
-    )
-    from trainwright.compatibility.accelerate.translation import interpret
-    from trainwright.machine.accelerators import refuse_unusable
-    from trainwright.machine.detect import detect
-
     nodes, translation = options.nodes, interpret(source)
     translation.refuse_problems(for_script=True)
     if nodes.nodes is None and translation.nodes > 1:
@@ -229,10 +214,6 @@ def _check_gpus(processes: int, machine: Machine) -> None:
 
 
 def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan, logs: Path | None) -> int:
-    from trainwright.run.ending.stop import Stopping
-    from trainwright.run.limits import check_limits
-    from trainwright.run.process import prepare_environment
-
     os.environ.update(plan.variables)
     check_limits(plan.processes, plan.everywhere)
     prepare_environment(plan.cores, plan.processes)

@@ -17,12 +17,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.rows.layouts import SINGLE, RowLayout, layout_of
 from trainwright.data.rows.tool_calls import calls_of, calls_of_content, tools_of
 from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, not_text, text_of
 from trainwright.errors import RequestError
+from trainwright.recipe.registries import ROW_KINDS
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
 
 # {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``calls_of``, and
 # "name" and "tool_call_id" for tool turns; the first turn of a conversation holds its "tools", if any.
@@ -133,6 +137,12 @@ def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> l
 
 
 EXAMPLES = RowReader("examples", SINGLE, one_sequence)
+
+
+def kind_of_rows(recipe: Recipe, key: str = "data.train") -> RowReader:
+    """Return the reader of the rows at ``key`` for the recipe's task; raise RequestError if it cannot be made."""
+    kind: RowReader | Callable[[Recipe], RowReader] = ROW_KINDS.get(recipe.spec.rows(recipe, key))
+    return kind if isinstance(kind, RowReader) else kind(recipe)
 
 
 def by_turn(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:

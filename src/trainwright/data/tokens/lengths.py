@@ -121,8 +121,7 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
 
 def rows_of(recipe: Recipe) -> str:
     """Return what the examples of a recipe's task are made of, which decides their lengths; empty: of one row."""
-    from trainwright.data.rows.formats import EXAMPLES
-    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.data.rows.formats import EXAMPLES, kind_of_rows
 
     if recipe.spec.corpus:
         return ""

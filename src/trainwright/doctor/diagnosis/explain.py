@@ -134,15 +134,6 @@ def explain(text: str) -> Diagnosis:
     return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, own, skipped)
 
 
-def advice(trace: str) -> str:
-    """Return lines with the reason and the fixes for the traceback of one process; '' if the error is not known."""
-    cause = explain(trace).cause
-    if cause is None or cause.error.role > Role.REACTION:
-        return ""
-    error = cause.error
-    return "".join((f"\n{error.title}: {error.cause}", *(f"\n- {fix}" for fix in error.fixes_of(own=True))))
-
-
 def shortened(text: str) -> str:
     """Return a line of a log with at most 400 characters."""
     text = text.strip()

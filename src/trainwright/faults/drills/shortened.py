@@ -33,10 +33,7 @@ _SHORT = (
     "checkpoint.keep_best=false",
     # Trials write to their own directories only, and read events.jsonl.
     "checkpoint.copies=[]",
-    "logging.tensorboard=false",
-    "logging.report=false",
-    "logging.observers=[]",
-    "logging.prometheus=null",
+    "logging.observers={tensorboard: false, report: false}",
     # Trials expect the defaults, and set what their fault is about.
     *(f"faults.{key}={json.dumps(field.default)}" for key, field in FaultsSection.model_fields.items()),
 )

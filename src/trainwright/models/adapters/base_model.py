@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trainwright.errors import RequestError
 from trainwright.models.resolve_model import resolve, weight_files
 from trainwright.recipe.files import read_json
+from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
@@ -126,9 +127,7 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
     fingerprint = _fingerprint(source.directory)
     if source.gguf is None:
         return BaseModel(name, fingerprint, name, _stored_precision(source.directory))
-    from trainwright.compatibility.gguf.reading import gguf_facts
-
-    facts = gguf_facts(source.gguf)
+    facts = WEIGHT_FORMATS.get("gguf").facts(source.gguf)
     return BaseModel(
         name,
         fingerprint,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.models.attention.kernels import KERNELS, AttentionNeeds, Chosen, Platform, in_words
+from trainwright.models.attention.kernels import AttentionNeeds, Chosen, Platform, in_words, kernels
 from trainwright.models.attention.packs import DTYPES
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.sections.model import OWN
@@ -28,7 +28,7 @@ def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platfo
     if model.config.model_type == OWN:
         return [f"computed by {model.config.implementation} itself"]
     name = model.config._attn_implementation  # chosen by transformers, whatever the heads are
-    kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
+    kernel = next((kernel for kernel in kernels() if kernel.name == name), None)
     needs = AttentionNeeds(
         0, 0, DTYPES[dtype], packed=False, deterministic=torch.are_deterministic_algorithms_enabled()
     )

@@ -1,6 +1,6 @@
 """The attention kernels, their limits, and the choice among them. Imports no torch, so that plans use it too.
 
-``choose`` returns the first kernel of ``KERNELS`` that can compute a layer's attention on a device, with the reasons
+``choose`` returns the first of ``kernels()`` that can compute a layer's attention on a device, with the reasons
 why the faster ones before it cannot. The limits are those that the kernels check themselves:
 
 - flash attention of torch 2.13, through ``torch.nn.attention.varlen.varlen_attn``: mha_varlen_fwd and mha_varlen_bwd in
@@ -21,11 +21,13 @@ Flash attention adds gradients of queries in no fixed order, unless it is asked 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
 from trainwright.errors import RequestError
+from trainwright.recipe.registries import ATTENTION_KERNELS
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Vendor = Literal["CPU", "NVIDIA", "AMD"]
@@ -90,12 +92,15 @@ class Gap:
 class AttentionKernel:
     """An attention kernel and its limits.
 
+    ``implementation``: ``module:name`` of its function, which takes a ``call.Call`` with padded heads and the
+    ``sequences.Sequences``, if the host knows them, and returns [1, T, H, V]; None: transformers' own of that name.
     ``memory``: how much memory it takes. "flash": a number for each query; "sequences": the same, sequence by sequence;
     "scores": all scores of a sequence. ``vendors``: of devices. ``min_capability``, ``max_capability``: of NVIDIA's.
     ``least_bf16``: the one from which it computes in bf16. ``multiple``: heads are padded with zeros to a
     multiple of it, which changes no result. ``values``: their width: "any"; "padded": made as wide as keys
     with zeros; "equal": only as wide as keys. ``largest``: width of a padded head. ``gaps``: widths that fail.
     ``features``: fields of ``AttentionNeeds`` that it can compute. ``apart``: pairs that it cannot compute together.
+    ``before``: the kernel that it is faster than, if it is of another package; None: it is the slowest.
     ``always_deterministic``: also without asking. ``largest_deterministic``: width of a padded head. ``generation``: of
     FlashAttention, for the time.
     """
@@ -105,6 +110,8 @@ class AttentionKernel:
     packed: bool
     memory: Literal["flash", "sequences", "scores"]
     vendors: frozenset[Vendor]
+    implementation: str | None = None
+    before: str | None = None
     dtypes: frozenset[Dtype] = _ALL
     min_capability: Capability = (0, 0)
     max_capability: Capability | None = None
@@ -136,120 +143,123 @@ _CONSUMER_GAPS = (Gap((193, 224), ((8, 6), (8, 9))), Gap((193, 224), ((12, 0), (
 # run_mha_bwd_hdim256 in csrc/flash_attn/src/flash_bwd_launch_template.h: dropout does not fit into shared memory.
 _DROPOUT_GAPS = (Gap((225, 256), ((8, 6), (8, 9)), dropout=True), Gap((225, 256), ((12, 0), (12, 1)), dropout=True))
 
-# For each kind of rows and device, the fastest first.
-KERNELS = (
-    AttentionKernel(
-        name="flash_attn_3",
-        title="FlashAttention-3",
-        packed=True,
-        memory="flash",
-        vendors=_NVIDIA,
-        dtypes=_HALVES,
-        min_capability=(9, 0),
-        max_capability=(9, 0),
-        multiple=8,
-        values="padded",
-        largest=256,
-        features=frozenset({"softcap", "window"}),
-        largest_deterministic=192,
-        generation=3,
-    ),
-    AttentionKernel(
-        name="varlen",
-        title="torch's varlen flash attention",
-        packed=True,
-        memory="flash",
-        vendors=_GPU,
-        dtypes=_HALVES,
-        min_capability=(8, 0),
-        multiple=8,
-        values="padded",
-        largest=256,
-        gaps=_CONSUMER_GAPS,
-        features=frozenset({"window"}),
-    ),
-    AttentionKernel(
-        name="flash_attn",
-        title="flash-attn 2",
-        packed=True,
-        memory="flash",
-        vendors=_NVIDIA,
-        dtypes=_HALVES,
-        min_capability=(8, 0),
-        multiple=8,
-        values="padded",
-        largest=256,
-        gaps=(*_CONSUMER_GAPS, *_DROPOUT_GAPS),
-        features=frozenset({"softcap", "dropout", "window"}),
-        apart=(("softcap", "dropout"),),
-    ),
-    AttentionKernel(
-        name="sdpa_each",
-        title="torch's SDPA, sequence by sequence",
-        packed=True,
-        memory="sequences",
-        vendors=_GPU,
-        min_capability=(5, 0),
-        least_bf16=(8, 0),
-        multiple=8,
-        features=frozenset({"dropout"}),
-    ),
-    AttentionKernel(
-        name="flex",
-        title="torch's flex_attention",
-        packed=True,
-        memory="flash",
-        vendors=_NVIDIA,
-        min_capability=(8, 0),
-        multiple=16,
-        largest=256,
-        features=frozenset({"softcap", "sinks", "window"}),
-        always_deterministic=True,
-    ),
-    AttentionKernel(
-        name="cpu_flash",
-        title="torch's flash attention for CPUs, sequence by sequence",
-        packed=True,
-        memory="sequences",
-        vendors=_ONLY_CPU,
-        values="equal",
-        always_deterministic=True,
-    ),
-    AttentionKernel(
-        name="scores",
-        title="plain operations, sequence by sequence",
-        packed=True,
-        memory="scores",
-        vendors=_EVERYWHERE,
-        features=_EVERYTHING,
-    ),
-    AttentionKernel(
-        name="sdpa",
-        title="torch's SDPA",
-        packed=False,
-        memory="flash",
-        vendors=_EVERYWHERE,
-        features=frozenset({"dropout", "window", "bias"}),
-    ),
-    AttentionKernel(
-        name="eager",
-        title="plain operations",
-        packed=False,
-        memory="scores",
-        vendors=_EVERYWHERE,
-        features=_EVERYTHING | {"bias"},
-        always_deterministic=True,
-    ),
+FLASH_ATTN_3 = AttentionKernel(
+    name="flash_attn_3",
+    title="FlashAttention-3",
+    packed=True,
+    memory="flash",
+    vendors=_NVIDIA,
+    implementation="trainwright.models.attention.packs:flash_attn_3",
+    dtypes=_HALVES,
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+    multiple=8,
+    values="padded",
+    largest=256,
+    features=frozenset({"softcap", "window"}),
+    largest_deterministic=192,
+    generation=3,
+)
+VARLEN = AttentionKernel(
+    name="varlen",
+    title="torch's varlen flash attention",
+    packed=True,
+    memory="flash",
+    vendors=_GPU,
+    implementation="trainwright.models.attention.packs:varlen",
+    dtypes=_HALVES,
+    min_capability=(8, 0),
+    multiple=8,
+    values="padded",
+    largest=256,
+    gaps=_CONSUMER_GAPS,
+    features=frozenset({"window"}),
+)
+FLASH_ATTN = AttentionKernel(
+    name="flash_attn",
+    title="flash-attn 2",
+    packed=True,
+    memory="flash",
+    vendors=_NVIDIA,
+    implementation="trainwright.models.attention.packs:flash_attn_2",
+    dtypes=_HALVES,
+    min_capability=(8, 0),
+    multiple=8,
+    values="padded",
+    largest=256,
+    gaps=(*_CONSUMER_GAPS, *_DROPOUT_GAPS),
+    features=frozenset({"softcap", "dropout", "window"}),
+    apart=(("softcap", "dropout"),),
+)
+SDPA_EACH = AttentionKernel(
+    name="sdpa_each",
+    title="torch's SDPA, sequence by sequence",
+    packed=True,
+    memory="sequences",
+    vendors=_GPU,
+    implementation="trainwright.models.attention.packs:sequence_by_sequence",
+    min_capability=(5, 0),
+    least_bf16=(8, 0),
+    multiple=8,
+    features=frozenset({"dropout"}),
+)
+FLEX = AttentionKernel(
+    name="flex",
+    title="torch's flex_attention",
+    packed=True,
+    memory="flash",
+    vendors=_NVIDIA,
+    implementation="trainwright.models.attention.packs:flex",
+    min_capability=(8, 0),
+    multiple=16,
+    largest=256,
+    features=frozenset({"softcap", "sinks", "window"}),
+    always_deterministic=True,
+)
+CPU_FLASH = AttentionKernel(
+    name="cpu_flash",
+    title="torch's flash attention for CPUs, sequence by sequence",
+    packed=True,
+    memory="sequences",
+    vendors=_ONLY_CPU,
+    implementation="trainwright.models.attention.packs:flash_on_cpu",
+    values="equal",
+    always_deterministic=True,
+)
+SCORES = AttentionKernel(
+    name="scores",
+    title="plain operations, sequence by sequence",
+    packed=True,
+    memory="scores",
+    vendors=_EVERYWHERE,
+    implementation="trainwright.models.attention.packs:sequence_by_sequence",
+    features=_EVERYTHING,
+)
+SDPA = AttentionKernel(
+    name="sdpa",
+    title="torch's SDPA",
+    packed=False,
+    memory="flash",
+    vendors=_EVERYWHERE,
+    features=frozenset({"dropout", "window", "bias"}),
+)
+EAGER = AttentionKernel(
+    name="eager",
+    title="plain operations",
+    packed=False,
+    memory="scores",
+    vendors=_EVERYWHERE,
+    features=_EVERYTHING | {"bias"},
+    always_deterministic=True,
 )
 
-# The kernels of each value of model.attention but auto.
-REQUESTED: Mapping[str, frozenset[str]] = MappingProxyType(
+# The kernels of values of model.attention that are not the name of one.
+_GROUPS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "eager": frozenset({"scores", "eager"}),
         "sdpa": frozenset({"sdpa_each", "cpu_flash", "sdpa"}),
         "flash_attention_2": frozenset({"flash_attn", "varlen"}),
         "flash_attention_3": frozenset({"flash_attn_3"}),
-        "flex": frozenset({"flex"}),
     }
 )
 
@@ -282,6 +292,25 @@ class Chosen:
         return self.words() + rows + longer + ("" if ordered else f"; {_UNORDERED}")
 
 
+@cache
+def kernels() -> tuple[AttentionKernel, ...]:
+    """Return the registered kernels: for each kind of rows and device, the fastest first."""
+    ordered: list[AttentionKernel] = []
+    for kernel in map(ATTENTION_KERNELS.get, ATTENTION_KERNELS.names()):
+        names = [other.name for other in ordered]
+        ordered.insert(names.index(kernel.before) if kernel.before in names else len(names), kernel)
+    return tuple(ordered)
+
+
+def kernels_of(attention: str) -> tuple[AttentionKernel, ...]:
+    """Return the kernels of a value of ``model.attention``."""
+    if attention == "auto":
+        return kernels()
+    if attention not in _GROUPS:
+        return (ATTENTION_KERNELS.get(attention),)
+    return tuple(kernel for kernel in kernels() if kernel.name in _GROUPS[attention])
+
+
 def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
     """Return the fastest kernel that computes ``needs`` on ``platform``, and why not a faster one.
 
@@ -290,8 +319,12 @@ def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
         ValueError: there is none: biases within the sequences of a pack.
     """
     refused: list[tuple[str, str]] = []
-    for kernel in KERNELS:
-        if (why := _against(kernel, needs, platform)) is None:
+    requested = kernels_of(platform.attention)
+    for kernel in dict.fromkeys((*kernels(), *requested)):
+        why = _against(kernel, needs, platform)
+        if kernel not in requested:
+            why = f"model.attention is {platform.attention}"
+        if why is None:
             return Chosen(kernel, tuple(refused))
         if kernel.packed == needs.packed and platform.vendor in kernel.vendors:
             refused.append((kernel.title, why))
@@ -302,25 +335,23 @@ def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
 
 def _impossible(needs: AttentionNeeds, platform: Platform) -> str:
     """Return why no kernel of ``model.attention`` computes ``needs``, and the values that do."""
-    free = replace(platform, attention="auto")
-    against = {kernel.name: _against(kernel, needs, free) for kernel in KERNELS}
-    requested = [kernel for kernel in KERNELS if kernel.name in REQUESTED[platform.attention]]
-    possible = [word for word, names in REQUESTED.items() if any(against[name] is None for name in names)]
+    against = {kernel.name: _against(kernel, needs, platform) for kernel in kernels()}
+    requested = kernels_of(platform.attention)
+    groups = {**_GROUPS, "flex": {"flex"}}
+    possible = [word for word, names in groups.items() if any(against[name] is None for name in names)]
     return (
         f"model.attention: {platform.attention} is not possible here: "
-        f"{'; '.join(f'{kernel.title} {against[kernel.name]}' for kernel in requested)}; set it to "
+        f"{'; '.join(f'{kernel.title} {_against(kernel, needs, platform)}' for kernel in requested)}; set it to "
         f"{' or '.join(['auto', *possible])}"
     )
 
 
 def _against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> str | None:
-    """Return the first reason why a kernel cannot compute ``needs`` on ``platform``, or is not to; None if it can."""
+    """Return the first reason why a kernel cannot compute ``needs`` on ``platform``, ; None if it can."""
     if kernel.packed != needs.packed:
         return "is for packs, see data.pack_length" if kernel.packed else "is for padded rows"
     if platform.vendor not in kernel.vendors:
         return f"does not run on {'a CPU' if platform.vendor == 'CPU' else f'GPUs of {platform.vendor}'}"
-    if platform.attention != "auto" and kernel.name not in REQUESTED[platform.attention]:
-        return f"model.attention is {platform.attention}"
     return next(_reasons_against(kernel, needs, platform), None)
 
 

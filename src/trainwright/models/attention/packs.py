@@ -4,7 +4,7 @@ With the implementation ``PACKED``, a model passes queries, keys and values of a
 boundaries (``cu_seq_lens_q``) and the host's copy of them (``sequences``). Tokens do not attend to other sequences, and
 no mask over the pack is created. ``kernels.choose`` decides which kernel computes a layer.
 
-Each kernel's function takes padded heads and returns [1, T, H, D]. A window of transformers includes the current token;
+A window of transformers includes the current token;
 that of flash attention counts the tokens before it.
 
 flex_attention computes blocks of allowed pairs only (arXiv 2412.05496). Outside of compiled code it has to be compiled
@@ -14,6 +14,7 @@ changed before the softmax, weights not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -27,8 +28,6 @@ from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
 from trainwright.models.attention.installed import missing_kernels
 from trainwright.models.attention.kernels import (
     CPU,
-    KERNELS,
-    REQUESTED,
     AttentionKernel,
     AttentionNeeds,
     Dtype,
@@ -37,6 +36,7 @@ from trainwright.models.attention.kernels import (
     choose,
 )
 from trainwright.models.attention.sequences import Sequences
+from trainwright.recipe.extensions import load
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -50,21 +50,17 @@ class UnpackableError(ValueError):
     """The architecture cannot be trained on packs."""
 
 
-def register() -> None:
-    """Register ``PACKED`` with transformers, for every value of ``model.attention``. Can be called more than once.
+def register(attention: str = "auto") -> str:
+    """Register the attention of packs with transformers; return its name for a value of ``model.attention``.
 
     It gets no mask function: without one transformers makes no mask (``_preprocess_mask_arguments`` in
     masking_utils.py); with one, it first looks for packs in the positions, for which the host waits for the GPU.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for attention in ("auto", *REQUESTED):
-        ALL_ATTENTION_FUNCTIONS.register(packed_name(attention), partial(packed_attention, attention=attention))
-
-
-def packed_name(attention: str) -> str:
-    """Return the implementation for a value of ``model.attention``."""
-    return PACKED if attention == "auto" else f"{PACKED}_{attention}"
+    name = PACKED if attention == "auto" else re.sub(r"\W", "_", f"{PACKED}_{attention}")
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(packed_attention, attention=attention))
+    return name
 
 
 class PackArguments(TypedDict, total=False):
@@ -126,12 +122,12 @@ def packed_attention(
         arguments.get("softcap"),
         arguments.get("s_aux"),
     )
-    name = _kernel(call, attention)
-    padded = call.padded(*_KERNELS[name].widths(query.shape[-1], value.shape[-1]))
-    return call.cut(_RUNS[name](padded, sequences)), None
+    kernel, compute = _functions[_kernel_name(call, attention)]
+    padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
+    return call.cut(compute(padded, sequences)), None
 
 
-def _kernel(call: Call, attention: str) -> str:
+def _kernel_name(call: Call, attention: str) -> str:
     query = call.query
     flags = call.softcap is not None, call.sinks is not None, bool(call.dropout), call.window is not None
     sizes = query.shape[-1], call.value.shape[-1]
@@ -167,11 +163,16 @@ def kernel_name(
             window=window,
             deterministic=deterministic,
         )
-        _chosen[key] = choose(needs, platform_of(device, index or 0, attention)).kernel.name
+        kernel = choose(needs, platform_of(device, index or 0, attention)).kernel
+        assert kernel.implementation is not None, "a kernel of packs"
+        _functions[kernel.name] = kernel, load(kernel.implementation, f"attention kernel {kernel.name}")
+        _chosen[key] = kernel.name
     return _chosen[key]
 
 
 _chosen: dict[Any, str] = {}
+# Of each chosen kernel; see ``AttentionKernel.implementation``.
+_functions: dict[str, tuple[AttentionKernel, Callable[[Call, Sequences | None], torch.Tensor]]] = {}
 
 
 def platform_of(device: str, index: int = 0, attention: str = "auto") -> Platform:
@@ -195,7 +196,8 @@ def _on_host(sequences: Sequences | None, boundaries: torch.Tensor, longest: int
     return Sequences(boundaries.cpu(), longest, boundaries.device) if sequences is None else sequences
 
 
-def _cpu_flash(call: Call, sequences: Sequences | None) -> torch.Tensor:
+def flash_on_cpu(call: Call, sequences: Sequences | None) -> torch.Tensor:
+    """Run torch's flash attention for CPUs on each sequence."""
     # Converted inputs differ from those saved for the backward pass, which needs a custom operator.
     converted = call.query.dtype != torch.float32 and call.longest < BF16_FROM_LENGTH
     if not converted and plain.are_equal(call):
@@ -204,97 +206,64 @@ def _cpu_flash(call: Call, sequences: Sequences | None) -> torch.Tensor:
     return flash_cpu(*inputs, call.boundaries, call.scale)[0].transpose(1, 2)
 
 
-def _sequences(call: Call, sequences: Sequences | None) -> torch.Tensor:
+def sequence_by_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
+    """Run torch's SDPA or plain operations on each sequence."""
     if call.is_plain and plain.are_equal(call):
         return plain.equal_sequences(call)
     return plain.each_sequence(call, sequences)
 
 
-def _flex(call: Call, sequences: Sequences | None) -> torch.Tensor:
+def flex(call: Call, sequences: Sequences | None) -> torch.Tensor:
+    """Run flex_attention."""
     return attend(call, _on_host(sequences, call.boundaries, call.longest).block_mask(call.window))
 
 
-_KERNELS: Mapping[str, AttentionKernel] = {kernel.name: kernel for kernel in KERNELS}
-# Maps a kernel's name to its function, which takes padded heads and returns [1, T, H, V].
-_RUNS: Mapping[str, Callable[[Call, Sequences | None], torch.Tensor]] = {
-    "flash_attn_3": lambda call, sequences: third(call),
-    "varlen": lambda call, sequences: of_torch(call),
-    "flash_attn": lambda call, sequences: second(call),
-    "sdpa_each": _sequences,
-    "flex": _flex,
-    "cpu_flash": _cpu_flash,
-    "scores": _sequences,
-}
-
-
-def of_torch(call: Call) -> torch.Tensor:
+def varlen(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run torch's flash attention. It is deterministic while torch.use_deterministic_algorithms is on."""
     from torch.nn.attention.varlen import varlen_attn
 
-    output = varlen_attn(
-        *call.flat(),
-        call.boundaries,
-        call.boundaries,
-        call.longest,
-        call.longest,
-        scale=call.scale,
-        window_size=(_before(call), 0),
-        enable_gqa=call.grouped,
-    )
+    window = (_before(call), 0)
+    output = varlen_attn(*_of_sequences(call), scale=call.scale, window_size=window, enable_gqa=call.grouped)
     assert isinstance(output, torch.Tensor)
     return output.unsqueeze(0)
 
 
-def second(call: Call) -> torch.Tensor:
+def flash_attn_2(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run flash-attn 2."""
     from flash_attn import flash_attn_varlen_func
 
-    return _first(
-        flash_attn_varlen_func(
-            *call.flat(),
-            call.boundaries,
-            call.boundaries,
-            call.longest,
-            call.longest,
-            dropout_p=call.dropout,
-            softmax_scale=call.scale,
-            causal=True,
-            window_size=(_before(call), 0),
-            softcap=call.softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-    )
+    return _flash_attn(flash_attn_varlen_func, call, dropout_p=call.dropout)
 
 
-def third(call: Call) -> torch.Tensor:
+def flash_attn_3(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run FlashAttention-3."""
     from flash_attn_interface import flash_attn_varlen_func
 
-    return _first(
-        flash_attn_varlen_func(
-            *call.flat(),
-            call.boundaries,
-            call.boundaries,
-            call.longest,
-            call.longest,
-            softmax_scale=call.scale,
-            causal=True,
-            window_size=(_before(call), 0),
-            softcap=call.softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+    return _flash_attn(flash_attn_varlen_func, call)
+
+
+def _flash_attn(compute: Callable[..., Any], call: Call, **options: Any) -> torch.Tensor:
+    result = compute(
+        *_of_sequences(call),
+        softmax_scale=call.scale,
+        causal=True,
+        window_size=(_before(call), 0),
+        softcap=call.softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **options,
     )
+    output: torch.Tensor = result[0] if isinstance(result, tuple) else result  # some return the log-sum-exp with it
+    return output.unsqueeze(0)
+
+
+def _of_sequences(call: Call) -> tuple[Any, ...]:
+    """Return queries, keys, values, and boundaries and the greatest length for queries and for keys."""
+    return *call.flat(), call.boundaries, call.boundaries, call.longest, call.longest
 
 
 def _before(call: Call) -> int:
     """Return how many tokens before itself a token attends to; -1: all of its sequence."""
     return -1 if call.window is None else call.window - 1
-
-
-def _first(result: Any) -> torch.Tensor:
-    """Return the output [1, T, H, D]; some versions return the log-sum-exp with it."""
-    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return output.unsqueeze(0)
 
 
 def attend(call: Call, mask: BlockMask) -> torch.Tensor:

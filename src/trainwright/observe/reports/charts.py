@@ -68,18 +68,9 @@ def time_chart(title: str, unit: str, rows: list[dict[str, Any]]) -> Specificati
 
 def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     """Return a chart of shares by rank and category. ``rows``: ``rank``, ``part`` and ``share``."""
-    return {
-        "title": title,
-        "description": title,
-        "height": 60 + 24 * len({row["part"] for row in rows}),
-        "data": {"values": list(rows)},
-        "mark": {"type": "rect", "tooltip": True},
-        "encoding": {
-            "x": {"field": "rank", "type": "ordinal", "title": "Rank", "axis": {"labelAngle": 0}},
-            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
-            "color": {"field": "share", "type": "quantitative", "title": "Share", "legend": {"format": ".0%"}},
-        },
-    }
+    rank = {"field": "rank", "type": "ordinal", "title": "Rank", "axis": {"labelAngle": 0}}
+    share = {"field": "share", "type": "quantitative", "title": "Share", "legend": {"format": ".0%"}}
+    return _chart(title, 60 + 24 * _parts(rows), rows, {"type": "rect"}, {"x": rank, "y": _PART, "color": share})
 
 
 def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
@@ -88,56 +79,46 @@ def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Spe
     is_rate = key.endswith("rate") and min(numbers, default=0.0) > 0
     scale = {**_around(numbers), **({"type": "log"} if is_rate else {})}
     scale_type = {"type": "quantitative", "scale": scale} if len(numbers) == len(rows) else {"type": "nominal"}
-    values = {"scale": _around([row["value"] for row in rows])}
-    return {
-        "title": key,
-        "description": f"{metric} by {key}",
-        "height": _HEIGHT,
-        "data": {"values": list(rows)},
-        "mark": {"type": "point", "filled": True, "size": 80, "tooltip": True},
-        "encoding": {
-            "x": {"field": "place", "title": key, **scale_type},
-            "y": {"field": "value", "type": "quantitative", "title": metric, **values},
-            "color": {"field": "steps", "type": "nominal", "title": None, "legend": {"orient": "top"}},
-            "tooltip": [
-                {"field": "run", "type": "nominal"},
-                {"field": "value", "type": "quantitative", "title": metric},
-            ],
-        },
+    value = {"field": "value", "type": "quantitative", "title": metric}
+    encoding = {
+        "x": {"field": "place", "title": key, **scale_type},
+        "y": {**value, "scale": _around([row["value"] for row in rows])},
+        "color": {"field": "steps", **_LEGEND},
+        "tooltip": [{"field": "run", "type": "nominal"}, value],
     }
+    mark = {"type": "point", "filled": True, "size": 80}
+    return {**_chart(key, _HEIGHT, rows, mark, encoding), "description": f"{metric} by {key}"}
 
 
 def bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specification:
     """Return a chart with a bar for each part."""
     rows = [{"part": part, "value": value} for part, value in parts.items()]
-    return {
-        "title": title,
-        "description": title,
-        "height": 60 + 24 * len(rows),
-        "data": {"values": rows},
-        "mark": {"type": "bar", "tooltip": True},
-        "encoding": {
-            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
-            "x": {"field": "value", "type": "quantitative", "title": unit},
-        },
-    }
+    return _chart(title, 60 + 24 * len(rows), rows, {"type": "bar"}, _bars(unit))
 
 
 def pair_chart(title: str, rows: Sequence[Mapping[str, Any]], unit: str) -> Specification:
     """Return a chart with two bars for each part. ``rows``: ``part``, ``kind`` and ``value``."""
-    return {
-        "title": title,
-        "description": title,
-        "height": 80 + 28 * len({row["part"] for row in rows}),
-        "data": {"values": list(rows)},
-        "mark": {"type": "bar", "tooltip": True},
-        "encoding": {
-            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
-            "yOffset": {"field": "kind", "sort": None},
-            "x": {"field": "value", "type": "quantitative", "title": unit},
-            "color": {"field": "kind", "type": "nominal", "sort": None, "title": None, "legend": {"orient": "top"}},
-        },
-    }
+    kinds = {"yOffset": {"field": "kind", "sort": None}, "color": {"field": "kind", "sort": None, **_LEGEND}}
+    return _chart(title, 80 + 28 * _parts(rows), rows, {"type": "bar"}, {**_bars(unit), **kinds})
+
+
+_PART = {"field": "part", "type": "nominal", "sort": None, "title": None}
+_LEGEND = {"type": "nominal", "title": None, "legend": {"orient": "top"}}
+
+
+def _bars(unit: str) -> dict[str, Any]:
+    return {"y": _PART, "x": {"field": "value", "type": "quantitative", "title": unit}}
+
+
+def _parts(rows: Sequence[Mapping[str, Any]]) -> int:
+    return len({row["part"] for row in rows})
+
+
+def _chart(
+    title: str, height: int, rows: Sequence[Mapping[str, Any]], mark: dict[str, Any], encoding: dict[str, Any]
+) -> Specification:
+    head = {"title": title, "description": title, "height": height, "data": {"values": list(rows)}}
+    return {**head, "mark": {**mark, "tooltip": True}, "encoding": encoding}
 
 
 def _around(values: Sequence[float]) -> dict[str, Any]:
@@ -187,9 +168,7 @@ def _lines(
     # A line for each power of ten, not for its multiples too, as soon as there are some of them.
     lines = {"axis": {"tickCount": 3}} if logarithmic else {}
     hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}}
-    color = (
-        {"color": {"field": "run", "type": "nominal", "title": None, "legend": {"orient": "top"}}} if several else {}
-    )
+    color = {"color": {"field": "run", **_LEGEND}} if several else {}
     tip = [{"field": "run", "type": "nominal", "title": "Run"}] if several else []
     return {
         "title": title,

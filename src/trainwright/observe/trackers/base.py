@@ -5,29 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from trainwright.engine.event_reader import EventRecord, resumed_step
-from trainwright.errors import RequestError
-from trainwright.utils.installation import install_command
+from trainwright.run.observers.tensorboard import Values, values_of
+from trainwright.run.process import console
 from trainwright.utils.text import say
 
 _EVENTS = 10_000  # those that wait for a slow tracker; about an hour of steps
 _LAST_SECONDS = 30.0
-_STEP = (
-    *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_time"),
-    *("memory_bytes", "resident_bytes"),
-)
-
-_LIBRARIES = {
-    **{name: name for name in ("wandb", "mlflow", "trackio")},
-    "opentelemetry": "opentelemetry.exporter.otlp.proto.http",
-    "prometheus": "prometheus_client",
-}
-
-Values = dict[str, float]
 
 
 class Tracker(Protocol):
@@ -112,40 +99,9 @@ class TrackerObserver:
         print_notice_of(self._name, what)
 
 
-_console: TextIO | None = None
-
-
-def show_on(console: TextIO | None) -> None:
-    """Show what is wrong with a tracker on ``console``; None: on standard output, which a worker writes to its log."""
-    global _console
-    _console = console
-
-
 def print_notice_of(tracker: str, what: str) -> None:
-    """Tell the user what is wrong with a tracker."""
-    say(f"warning: logging.observers: {tracker} {what}", file=_console)
-
-
-def values_of(event: EventRecord) -> Values:
-    """Return the figures of an event by name: ``train/NAME`` of a step, ``evaluate/NAME`` of an evaluation."""
-    metrics = event.get("metrics") or {}
-    if event["event"] == "step":
-        fields = {f"train/{name}": event.get(name) for name in _STEP} | {f"train/{n}": v for n, v in metrics.items()}
-    else:
-        fields = {f"evaluate/{name}": value for name, value in metrics.items()}
-    return {name: value for name, value in fields.items() if isinstance(value, (int, float))}
-
-
-def check_installed(observer: str) -> None:
-    """Raise RequestError if the observer is a tracker whose library is missing."""
-    if observer not in _LIBRARIES:
-        return
-    try:
-        spec = find_spec(_LIBRARIES[observer])
-    except ModuleNotFoundError:  # not even the package of the module
-        spec = None
-    if spec is None:
-        raise RequestError(f"logging: {observer} is not installed; {install_command(observer)}, or leave it out")
+    """Tell the user what is wrong with a tracker: on the console, or in the worker's log."""
+    say(f"warning: logging.observers: {tracker} {what}", file=console())
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.event_reader import EventRecord
-from trainwright.observe.trackers.base import TrackerObserver, Values, check_installed, print_notice_of
+from trainwright.observe.trackers.base import TrackerObserver, Values, print_notice_of
+from trainwright.run.observers.observed import ObservedRun
 
 _NAMESPACE = "trainwright"
 _LAST_MILLISECONDS = 10_000
 _NANOSECONDS = 1e9
+
+
+def of_run(run: ObservedRun, _: object) -> TrackerObserver:
+    """Return an observer that sends a run's figures and spans to a collector."""
+    return TrackerObserver("opentelemetry", run.directory, OpenTelemetry)
 
 
 class OpenTelemetry:
@@ -98,9 +104,3 @@ def _print_once(name: str) -> None:
     logger = logging.getLogger("opentelemetry")
     logger.handlers = [_Once(name)]
     logger.propagate = False
-
-
-def opentelemetry(run: Path) -> TrackerObserver:
-    """Return an observer that sends a run's figures and spans to a collector."""
-    check_installed("opentelemetry")
-    return TrackerObserver("opentelemetry", run, OpenTelemetry)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import RequestError
 from trainwright.machine.usage.gpu import all_gpus
-from trainwright.observe.trackers.base import check_installed, values_of
+from trainwright.observe.specs import PrometheusOptions
+from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.tensorboard import values_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -24,6 +26,12 @@ _GPU_GAUGES = {
 }
 
 
+def of_run(run: ObservedRun, setting: Any) -> PrometheusObserver:
+    """Return an observer that serves the newest figures of a run."""
+    options = PrometheusOptions.model_validate(setting if isinstance(setting, dict) else {})
+    return PrometheusObserver(run.directory, options.address)
+
+
 class PrometheusObserver:
     """Observer that answers Prometheus in a thread: a gauge for every figure, ``trainwright_step``, and what the GPUs
     of this machine do when Prometheus asks.
@@ -32,11 +40,10 @@ class PrometheusObserver:
         address: a port of this machine alone (127.0.0.1), or HOST:PORT.
 
     Raises:
-        RequestError: prometheus-client is missing, or the port is in use.
+        RequestError: the port is in use.
     """
 
     def __init__(self, run: Path, address: int | str) -> None:
-        check_installed("prometheus")
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry = CollectorRegistry()
@@ -47,7 +54,7 @@ class PrometheusObserver:
         try:
             self._server, _ = start_http_server(int(port), addr=host or "127.0.0.1", registry=self._registry)
         except OSError as error:
-            raise RequestError(f"logging.prometheus: port {port} cannot be used: {error.strerror}") from None
+            raise RequestError(f"logging.observers.prometheus: port {port} cannot be used: {error.strerror}") from None
 
     def __call__(self, event: EventRecord) -> None:
         """Keep the figures of an event; at the end of the run, close the port."""

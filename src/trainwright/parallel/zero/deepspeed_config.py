@@ -89,7 +89,7 @@ _ELSEWHERE = {
     "activation_checkpointing": "use train.activation_checkpointing",
     "checkpoint": "use the recipe's checkpoint section",
     "compile": "use train.compile",
-    "tensorboard": "use logging.tensorboard",
+    "tensorboard": "use logging.observers",
     "amp": "use train.mixed_precision",
     "torch_autocast": "use train.mixed_precision",
     "seed": "use train.seed",

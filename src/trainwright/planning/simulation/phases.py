@@ -74,7 +74,7 @@ class Phases:
         setattr(strategy, name, call)
 
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[2])
 _SIMULATION = str(Path(__file__).parent)
 _INSTALLED = ("site-packages/", "dist-packages/")
 _STANDARD = sysconfig.get_path("stdlib")

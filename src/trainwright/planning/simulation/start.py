@@ -17,9 +17,8 @@ from trainwright.machine.machine import Machine
 from trainwright.machine.machine_file import VARIABLE, machine_of
 from trainwright.planning.facts import configuration_named
 from trainwright.planning.simulation.report import Simulation
+from trainwright.recipe.registries import LAUNCHERS
 from trainwright.recipe.schema import Recipe
-from trainwright.recipe.sections.data import PARTS, DataSection
-from trainwright.recipe.task_spec import RowKind
 from trainwright.recipe.yaml_text import Tree
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
@@ -73,17 +72,14 @@ def simulate(request: SimulationRequest) -> Simulation:
 
 def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tuple[SimulationRequest, Cluster]:
     """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
-    from trainwright.compatibility.accelerate.recipe import find_translation, join
-
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster has only those GPUs already
-    translation = find_translation(file, request.overrides, rendezvous="simulated:29500")
+    translation = LAUNCHERS.get("accelerate").of_file(file, request.overrides, rendezvous="simulated:29500")
     if translation.nodes != cluster.nodes:
         raise RequestError(
             f"{file}: num_machines is {translation.nodes}, but --simulate: {request.on} has {cluster.nodes}; change one"
         )
-    return replace(request, overrides=join(translation, request.recipe, request.overrides).overrides), visible_part(
-        cluster
-    )
+    overrides, _ = translation.over(request.recipe, request.overrides)
+    return replace(request, overrides=overrides), visible_part(cluster)
 
 
 class _Simulating:
@@ -162,7 +158,7 @@ class _Simulating:
         recipe = filled(possible_recipe, chosen_values(plan), self._cluster.device)
         train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
         train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
-        logging = {"tensorboard": False, "observers": []}
+        logging = {"observers": dict[str, Any]()}
         return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging)
 
 
@@ -220,7 +216,7 @@ def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
     data = recipe.data
     if not recipe.has_texts or all(_is_here(source.source) for source in data.sources):
         return recipe
-    keys = ["train"] if data.train is not None else [key for key in PARTS if getattr(data, key) is not None]
+    keys = [key for key in recipe.spec.data_keys if key != "benchmark" and getattr(data, key) is not None]
     changed: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
     for key in keys:
         file = directory / f"{key}.jsonl"
@@ -233,7 +229,7 @@ def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
         changed[key] = str(file)
     notes.append(f"data: {data.name} is not here; {_MADE_UP_ROWS} full rows of {data.max_length} tokens instead")
     written = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
-    return recipe.model_copy(update={"data": DataSection.model_validate({"train": data.train, **written, **changed})})
+    return recipe.model_copy(update={"data": type(data).model_validate({"train": data.train, **written, **changed})})
 
 
 def _is_here(source: str) -> bool:
@@ -243,7 +239,7 @@ def _is_here(source: str) -> bool:
     return user_path(source).exists() or user_path(name).exists()
 
 
-def _row(kind: RowKind, name: str, tokens: int) -> dict[str, Any]:
+def _row(kind: str, name: str, tokens: int) -> dict[str, Any]:
     text = (f"{name}: " + "made up text for the simulation of a run ") * (_TOKEN_CHARACTERS * tokens // 40 + 1)
     if kind in ("refused", "alternates"):
         return {"prompt": "What is it?", "completion": text, "alternate": text[::-1]}

@@ -8,15 +8,11 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    PrivateAttr,
     SerializerFunctionWrapHandler,
     Tag,
     model_serializer,
-    model_validator,
 )
 
-from trainwright.errors import RequestError
-from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.registries import SOURCES
 from trainwright.recipe.sections.fields import Count, Positive, Section, Text, ValidationRows, reject_bool
 
@@ -32,10 +28,6 @@ DataFormat = Literal[
     "preference",
     "labelled",
 ]
-
-# The keys of unlearning that replace `train`.
-PARTS = ("forget", "retain", "holdout", "idk")
-_OF_A_TASK = ("train", "benchmark", *PARTS)
 
 
 class SourceSection(Section):
@@ -74,25 +66,6 @@ class DataSection(Section):
         "Text, Markdown, code and Word documents are read whole. A list of {source, weight, format, limit} is a "
         "mixture. Sources of other packages are given by name or as module:Name.",
         json_schema_extra=lambda schema: schema.update(examples=[*SOURCES.names()]),
-    )
-    benchmark: Text | None = Field(
-        None,
-        description="unlearn: a benchmark that provides forget, retain, holdout and idk if they are not set: "
-        "tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books or wmdp:cyber, with @DIRECTORY for a "
-        "local copy.",
-    )
-    forget: Text | None = Field(None, description="unlearn: the rows to forget; a source as in train.")
-    retain: Text | None = Field(
-        None,
-        description="unlearn: the rows to retain; each forget row is paired with one, a different one every epoch.",
-    )
-    holdout: Text | None = Field(
-        None, description="unlearn: rows that were never trained on, for comparison with the forget rows."
-    )
-    idk: Text | None = Field(
-        None,
-        description='unlearn: a file with one refusal per line, such as "I do not know", for objectives that train '
-        "on refusals.",
     )
     validation: ValidationRows = Field(
         0.05,
@@ -136,40 +109,18 @@ class DataSection(Section):
         description="Use only the first N rows of train (including those held out for validation), or of forget and "
         "of retain each. A separate validation source is not limited.",
     )
-    _part: str | None = PrivateAttr(None)  # the key that `train` was filled in from
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_the_benchmark(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not isinstance(name := values.get("benchmark"), str):
-            return values
-        from trainwright.tasks.unlearn.benchmarks import find_benchmark
-
-        key = "data.benchmark"
-        try:
-            parts = find_benchmark(name, key).training
-        except RequestError as error:
-            raise Contradictions([Contradiction((key,), str(error).removeprefix(f"{key}: "))]) from None
-        return {**values, **{key: parts[key] for key in PARTS if key in parts and values.get(key) is None}}
 
     @model_serializer(mode="wrap")
     def _without_other_rows(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        return {key: value for key, value in values.items() if value is not None or key not in _OF_A_TASK}
-
-    def part(self, key: str) -> DataSection:
-        """Return the data of one of ``PARTS`` alone, as training data; no validation rows are held out."""
-        nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
-        section = self.model_copy(update={**nothing, "train": getattr(self, key)})
-        section._part = f"data.{key}"
-        return section
+        own = DataSection.model_fields.keys() - {"train"}  # not those of a task
+        return {key: value for key, value in values.items() if value is not None or key in own}
 
     @property
     def sources(self) -> tuple[SourceSection, ...]:
         """Return the training sources, one or several."""
         if self.train is None:
-            parts = (self.forget, self.retain)
-            return tuple(SourceSection(source=one, format=self.format, limit=self.limit) for one in parts if one)
+            return ()
         if isinstance(self.train, str):
             return (SourceSection(source=self.train, format=self.format, limit=self.limit),)
         return tuple(self.train)
@@ -178,9 +129,9 @@ class DataSection(Section):
     def source_keys(self) -> tuple[str, ...]:
         """Return the recipe keys of ``sources``, for messages."""
         if self.train is None:
-            return tuple(f"data.{key}" for key in ("forget", "retain") if getattr(self, key))
+            return ()
         if isinstance(self.train, str):
-            return (self._part or "data.train",)
+            return ("data.train",)
         return tuple(f"data.train[{index}]" for index in range(len(self.train)))
 
     @property

@@ -11,9 +11,12 @@ from pydantic_core import PydanticCustomError
 
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import is_file
+from trainwright.recipe.registered import Registered
+from trainwright.recipe.registries import ATTENTION_KERNELS
 from trainwright.recipe.sections.fields import BelowOne, Count, Positive, Section, Text
 from trainwright.utils.paths import user_path
 
+_ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex")
 OWN = "own_module"  # model_type of a torch module of the user's own
 _CLASS = r"(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*"
 # Short forms of an adapter, and what they stand for.
@@ -117,12 +120,13 @@ class ModelSection(Section):
         "file.py:Class: a torch module of your own, which is called with vocab_size and the values of config, or "
         "saved in name by an earlier run.",
     )
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex"] = Field(
+    attention: Annotated[str, Registered(ATTENTION_KERNELS, _ATTENTIONS)] = Field(
         "auto",
         description="Kernel of the attention in training. auto: the fastest that computes this model on the device. "
         "What was chosen, and why, is shown by plan and when the run starts. eager: plain operations; sdpa: "
         "torch's scaled_dot_product_attention; flash_attention_2: the package flash-attn or torch's own; "
-        "flash_attention_3: the package of that name; flex: torch's flex_attention. The last three compute packs.",
+        "flash_attention_3: the package of that name; flex: torch's flex_attention. The last three compute packs. "
+        "Other names are of one kernel.",
     )
     tokenizer: Text | None = Field(
         None,

@@ -66,6 +66,7 @@ class KnownError:
         return [_compiled(pattern) for pattern in self.unless]
 
 
+_MAX_LINES = 200  # of a traceback
 _LETTERS = re.compile(r"\\.|[A-Z]+")
 # A run of characters that nothing ends would be scanned again from every place where a pattern begins.
 _RUN, _LONGEST_RUN = re.compile(r"(\\[SsWwd])([*+])"), 300
@@ -98,6 +99,16 @@ def known_error(line: str, *, is_notice: bool = False) -> KnownError | None:
     """
     matching = (error for error in known_errors() if (error.in_notices or not is_notice) and error.matches(line))
     return min(matching, key=lambda error: error.role, default=None)
+
+
+def advice(trace: str) -> str:
+    """Return lines with the reason and the fixes for the traceback of one process; '' if the error is not known."""
+    lines = [line for line in trace.splitlines() if not line.startswith("  ")][-_MAX_LINES:]  # without frames
+    errors = [error for line in lines if (error := known_error(line)) is not None]
+    error = min(errors, key=lambda error: error.role, default=None)
+    if error is None or error.role > Role.REACTION:
+        return ""
+    return "".join((f"\n{error.title}: {error.cause}", *(f"\n- {fix}" for fix in error.fixes_of(own=True))))
 
 
 def is_machine_fault(message: str) -> bool:

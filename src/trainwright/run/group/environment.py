@@ -110,7 +110,7 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     environment = _launched(variables_given, os.getppid())
     start, variables_of_it = _WORKERS[launcher]
     if launcher == "accelerate launch":
-        variables_of_it = " and ".join(_of_accelerate(variables_given))
+        variables_of_it = " and ".join(accelerate_variables(variables_given))
     as_rank = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
@@ -135,13 +135,13 @@ def launcher_of(variables: Variables, nodes: int = 1) -> str | None:
     also for one process and where a user has set them.
     """
     environment = _launched(variables, os.getppid())
-    by_accelerate = bool(_of_accelerate(variables))
+    by_accelerate = bool(accelerate_variables(variables))
     if not by_accelerate and (environment is None or environment.size in (1, nodes)):
         return None
     return "accelerate launch" if environment is None or by_accelerate else environment.launcher
 
 
-def _of_accelerate(variables: Variables) -> list[str]:
+def accelerate_variables(variables: Variables) -> list[str]:
     """Return the variables that show Accelerate's launcher or ask for one of its plugins."""
     return [_ACCELERATE] * variables.has(_ACCELERATE) + [*variables.accelerate_plugins().values()]
 

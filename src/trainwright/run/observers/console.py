@@ -21,8 +21,9 @@ from trainwright.engine.event_reader import (
 from trainwright.machine.usage.sample import figures_of
 from trainwright.models.supported import class_in
 from trainwright.models.usage import evaluating
-from trainwright.observe.ledger import NewestSamples
+from trainwright.run.observers.observed import ObservedRun, samples_of
 from trainwright.run.observers.progress import Remaining, progress_on
+from trainwright.run.process import console
 from trainwright.utils import text
 from trainwright.utils.activity import Ticker
 
@@ -34,6 +35,11 @@ _LABEL = 14
 VERBOSE = "TRAINWRIGHT_VERBOSE"
 _CHOICE = re.compile(r"(\w+\.[\w.]+ [^:;]+): .+")  # a key, its value, and why
 _DETAILS = re.compile(r"tokens kept in .*|\w+: [\d,]+ tokens, .*")
+
+
+def of_run(run: ObservedRun, _: object) -> ConsoleObserver | None:
+    """Return the observer that writes to the console of this process; None if it has none."""
+    return None if (stream := console()) is None else ConsoleObserver(stream)
 
 
 class ConsoleObserver:
@@ -115,7 +121,7 @@ class ConsoleObserver:
         for label, value in _banner(_brief(event) if brief else event):
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()
-        samples = NewestSamples(self._run, event["world_size"])
+        samples = samples_of(self._run, event["world_size"])
         self._progress.begin(self._resumed or 0, self._remaining, lambda: [*figures_of(samples()).values()])
 
     def _measured(self, metrics: dict[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from trainwright.engine.event_reader import EventRecord
 from trainwright.utils import text
@@ -19,31 +19,7 @@ _REDRAW_SECONDS = 0.1
 _BAR = 24
 
 
-class ProgressDisplay(Protocol):
-    """Show steps; `write` prints a line without disturbing the display.
-
-    ``is_drawn``: whether it is drawn over and over, instead of lines that stay.
-    """
-
-    is_drawn: bool
-
-    def begin(self, done: int, remaining: Remaining, machine: Callable[[], list[str]] = list) -> None:
-        """Start with ``done`` steps; ``machine``: returns figures of what the machine does."""
-
-    def step(self, event: EventRecord) -> None:
-        """Show a step."""
-
-    def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
-        """Show that ``what`` has been running for ``seconds`` instead of a step; ``for_log``: a log gets a line."""
-
-    def write(self, line: str, *, warns: bool = False) -> None:
-        """Print a line; ``warns``: in the color of a warning, where there are colors."""
-
-    def close(self) -> None:
-        """Remove the display."""
-
-
-def progress_on(stream: TextIO, seconds: float) -> ProgressDisplay:
+def progress_on(stream: TextIO, seconds: float) -> Bar | Lines:
     """Return a bar if the stream supports it, else lines, one every ``seconds``."""
     return Bar(stream) if text.is_terminal(stream) else Lines(stream, seconds)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.engine.event_reader import EventRecord, resumed_step
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+    from trainwright.run.observers.observed import ObservedRun
 
 _STEP_SCALARS = (
     "loss",
@@ -23,6 +25,13 @@ _STEP_SCALARS = (
     "resident_bytes",
 )
 _FLUSH_SECONDS = 10
+
+Values = dict[str, float]
+
+
+def of_run(run: ObservedRun, _: object) -> TensorBoardObserver:
+    """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
+    return TensorBoardObserver(run.directory / "tensorboard")
 
 
 class TensorBoardObserver:
@@ -38,11 +47,6 @@ class TensorBoardObserver:
         self._thread: threading.Thread | None = None
         self._purge_step = 0
         self._closed = False
-
-    @classmethod
-    def of_run(cls, run: Path) -> TensorBoardObserver:
-        """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
-        return cls(run / "tensorboard")
 
     def __call__(self, event: EventRecord) -> None:
         """Write the curves of an event."""
@@ -85,21 +89,19 @@ class TensorBoardObserver:
 
 def write_event(writer: SummaryWriter, event: EventRecord) -> None:
     """Write the scalars and texts of one event; other events write nothing."""
-    kind, step = event["event"], event.get("step")
-    if kind == "step":
-        for name in _STEP_SCALARS:
-            _scalar(writer, f"train/{name}", event.get(name), step)
-        for name, value in event.get("metrics", {}).items():
-            _scalar(writer, f"train/{name}", value, step)
-    elif kind == "evaluate":
-        for name, value in event["metrics"].items():
-            _scalar(writer, f"evaluate/{name}", value, step)
-    elif kind == "generate":
+    for name, value in values_of(event).items():
+        writer.add_scalar(name, value, event["step"])
+    if event["event"] == "generate":
         # TensorBoard renders Markdown; indented text is shown literally.
         body = "\n".join(f"    {line}" for line in str(event["text"]).splitlines())
-        writer.add_text(f"generate/{event['prompt'][:60]}", body, step)
+        writer.add_text(f"generate/{event['prompt'][:60]}", body, event["step"])
 
 
-def _scalar(writer: SummaryWriter, name: str, value: Any, step: int | None) -> None:
-    if isinstance(value, (int, float)):
-        writer.add_scalar(name, value, step)
+def values_of(event: EventRecord) -> Values:
+    """Return the figures of an event by name: ``train/NAME`` of a step, ``evaluate/NAME`` of an evaluation."""
+    kinds = {"step": "train", "evaluate": "evaluate"}
+    if event["event"] not in kinds:
+        return {}
+    values = {name: event.get(name) for name in _STEP_SCALARS} | (event.get("metrics") or {})
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {f"{kinds[event['event']]}/{name}": value for name, value in numbers.items()}

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.sections.fields import BelowHalf, Positive, Section
-from trainwright.recipe.task_spec import RowKind, TaskSpec
+from trainwright.recipe.task_spec import TaskSpec
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -66,7 +66,7 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _rows(recipe: Recipe, key: str) -> RowKind:
+def _rows(recipe: Recipe, key: str) -> str:
     return "answers" if recipe.own(DpoSection).loss == "kto" else "pairs"
 
 

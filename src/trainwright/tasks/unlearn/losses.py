@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.transfer import on_device
 from trainwright.errors import RequestError
@@ -27,6 +26,7 @@ from trainwright.models.causal_lm import objective_at
 from trainwright.models.linear_losses import Head, LogitLoss, linear_logit_loss
 from trainwright.recipe.extensions import load
 from trainwright.tasks.unlearn.module import UnlearnLM
+from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
 from trainwright.tasks.unlearn.section import UnlearnSection
 
 ROLES = (FORGET, RETAIN, REFUSAL)

@@ -1,15 +1,25 @@
-"""The recipe section of unlearning."""
+"""The recipe section of unlearning, and its keys of the section ``data``."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from trainwright.errors import RequestError
+from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import OBJECTIVES
+from trainwright.recipe.sections.data import DataSection, SourceSection
 from trainwright.recipe.sections.fields import NotNegative, Positive, Section, Steps, Text, reject_bool
+from trainwright.tasks.unlearn.benchmarks import find_benchmark
 from trainwright.tasks.unlearn.objective import Objective
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
+
+# The keys of ``data`` that a benchmark can provide.
+PARTS = ("forget", "retain", "holdout", "idk")
 
 
 class UnlearnSection(Section):
@@ -110,3 +120,68 @@ class UnlearnSection(Section):
         """Whether the reference runs in every step; log-probabilities are computed before training instead."""
         compares_retain = self.retains and self.value("retain_loss") != "nll"
         return compares_retain or self.facts.reference in ("logits", "activations")
+
+
+class UnlearnData(DataSection):
+    """The section ``data`` with the keys of unlearning."""
+
+    benchmark: Text | None = Field(
+        None,
+        description="unlearn: a benchmark that provides forget, retain, holdout and idk if they are not set: "
+        "tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books or wmdp:cyber, with @DIRECTORY for a "
+        "local copy.",
+    )
+    forget: Text | None = Field(None, description="unlearn: the rows to forget; a source as in train.")
+    retain: Text | None = Field(
+        None,
+        description="unlearn: the rows to retain; each forget row is paired with one, a different one every epoch.",
+    )
+    holdout: Text | None = Field(
+        None, description="unlearn: rows that were never trained on, for comparison with the forget rows."
+    )
+    idk: Text | None = Field(
+        None,
+        description='unlearn: a file with one refusal per line, such as "I do not know", for objectives that train '
+        "on refusals.",
+    )
+    _part: str | None = PrivateAttr(None)  # the key of the rows that are in `train`
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_benchmark(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(name := values.get("benchmark"), str):
+            return values
+        key = "data.benchmark"
+        try:
+            parts = find_benchmark(name, key).training
+        except RequestError as error:
+            raise Contradictions([Contradiction((key,), str(error).removeprefix(f"{key}: "))]) from None
+        return {**values, **{key: parts[key] for key in PARTS if key in parts and values.get(key) is None}}
+
+    def part(self, key: str) -> UnlearnData:
+        """Return the data of one of ``PARTS`` alone, as training data; no validation rows are held out."""
+        nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
+        section = self.model_copy(update={**nothing, "train": getattr(self, key)})
+        section._part = f"data.{key}"
+        return section
+
+    @property
+    def sources(self) -> tuple[SourceSection, ...]:
+        """Return the training sources: without ``train``, the rows to forget and to retain."""
+        if self.train is not None:
+            return super().sources
+        parts = (self.forget, self.retain)
+        return tuple(SourceSection(source=one, format=self.format, limit=self.limit) for one in parts if one)
+
+    @property
+    def source_keys(self) -> tuple[str, ...]:
+        """Return the recipe keys of ``sources``, for messages."""
+        if self.train is not None:
+            return super().source_keys if self._part is None else (self._part,)
+        return tuple(f"data.{key}" for key in ("forget", "retain") if getattr(self, key))
+
+
+def data_of(recipe: Recipe) -> UnlearnData:
+    """Return the section ``data`` of a recipe, which has the keys of all tasks."""
+    assert isinstance(recipe.data, UnlearnData)
+    return recipe.data

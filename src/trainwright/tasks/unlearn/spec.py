@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.registries import OBJECTIVES
-from trainwright.recipe.task_spec import Needs, ReferenceModel, RowKind, TaskSpec
-from trainwright.tasks.unlearn.section import UnlearnSection
+from trainwright.recipe.task_spec import Needs, ReferenceModel, TaskSpec
+from trainwright.tasks.unlearn.section import UnlearnData, UnlearnSection, data_of
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -28,7 +28,7 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _check_rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
-    data = recipe.data
+    data = data_of(recipe)
     if data.train is not None:
         yield Contradiction(
             ("data.train", "task"), "has no effect with task unlearn, which uses data.forget and data.retain; remove it"
@@ -132,7 +132,7 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "data": {"train": None, **data}} if isinstance(data, dict) else values
 
 
-def _rows(recipe: Recipe, key: str) -> RowKind:
+def _rows(recipe: Recipe, key: str) -> str:
     facts = recipe.own(UnlearnSection).facts
     if key != "data.forget":
         return "examples"
@@ -171,6 +171,7 @@ SPEC = TaskSpec(
     fill=_fill,
     rows=_rows,
     needs=_needs,
+    data=UnlearnData,
     data_keys=("benchmark", "forget", "retain", "holdout", "idk"),
     keeps_best=False,  # its loss is lowest when everything is forgotten
     no_validation_rows=(

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.data.rows.formats import EXAMPLES
-from trainwright.data.rows.kinds import FORGET, RETAIN
 from trainwright.data.stream.dataset_cache import CANNOT_STORE
 from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, opened, permuted
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.sharing import build_once
+from trainwright.tasks.unlearn.rows import FORGET, RETAIN
 
 if TYPE_CHECKING:
-    from trainwright.recipe.sections.data import DataSection
+    from trainwright.tasks.unlearn.section import UnlearnData
 
 
 def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:
@@ -77,7 +77,7 @@ def some_of(dataset: TokenDataset, size: float | int, seed: int) -> TokenDataset
     return replace(dataset, members=members[chosen], paired=paired, fingerprint=digest)
 
 
-def refuse_overlap(data: DataSection) -> None:
+def refuse_overlap(data: UnlearnData) -> None:
     """Raise RequestError if a row is both in the forget and in the retain data.
 
     Raises:
@@ -95,7 +95,7 @@ def refuse_overlap(data: DataSection) -> None:
         )
 
 
-def _contents(data: DataSection, part: str) -> Iterator[tuple[str, bytes]]:
+def _contents(data: UnlearnData, part: str) -> Iterator[tuple[str, bytes]]:
     """Yield ``(place, digest)`` of every row with targets; the digest ignores the layout and white space."""
     from trainwright.data.rows.formats import NoTarget
     from trainwright.data.sources.reading import iterate_source

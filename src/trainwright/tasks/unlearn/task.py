@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.data.rows.formats import EXAMPLES
-from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN, kind_of_rows
+from trainwright.data.rows.formats import EXAMPLES, kind_of_rows
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
@@ -42,7 +41,8 @@ from trainwright.tasks.unlearn.benchmarks import find_benchmark
 from trainwright.tasks.unlearn.evaluation.watch import Watch
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.section import UnlearnSection
+from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
+from trainwright.tasks.unlearn.section import UnlearnSection, data_of
 from trainwright.tasks.unlearn.stream import joined, refuse_overlap, some_of, with_roles
 from trainwright.utils.text import plural
 
@@ -62,7 +62,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
             layer or pattern.
     """
     section = recipe.own(UnlearnSection)
-    refuse_overlap(recipe.data)
+    refuse_overlap(data_of(recipe))
     tokenizer = prepare_model(recipe)
     check_reference(recipe, tokenizer)
     config = load_config(recipe.model, tokenizer)
@@ -103,10 +103,11 @@ class Unlearning(ReferenceTask):
 
     def _watched(self, recipe: Recipe) -> Watch | None:
         """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
-        if recipe.data.benchmark is None or self._prepared.validation is None:
+        name = data_of(recipe).benchmark
+        if name is None or self._prepared.validation is None:
             return None
         positions = max_positions(recipe.model, self._tokenizer)
-        benchmark = find_benchmark(recipe.data.benchmark, "data.benchmark")
+        benchmark = find_benchmark(name, "data.benchmark")
         rows = len(self._prepared.validation)
         return Watch.of(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
@@ -319,7 +320,7 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
         RequestError: a source or a row is wrong.
     """
     section = recipe.own(UnlearnSection)
-    data, seed = recipe.data, recipe.train.seed
+    data, seed = data_of(recipe), recipe.train.seed
     positions = max_positions(recipe.model, tokenizer)
     parts = {"forget": kind_of_rows(recipe, "data.forget")}
     if section.retains:

@@ -32,11 +32,11 @@ finetune:
   data: {{max_length: 64}}
   optimizer: {{learning_rate: 1e-2}}
   train: {{max_steps: 6, global_batch_size: 4, mixed_precision: "no", compile: false}}
-  logging: {{tensorboard: false}}
+  logging: {{observers: {{tensorboard: false}}}}
 unlearn:
   data: {{max_length: 64}}
   train: {{max_steps: 2, global_batch_size: 2, mixed_precision: "no", compile: false}}
-  logging: {{tensorboard: false}}
+  logging: {{observers: {{tensorboard: false}}}}
 objectives:
   npo: {{}}
   steep: {{unlearn: {{objective: grad_ascent}}, optimizer: {{learning_rate: 1e-3}}}}

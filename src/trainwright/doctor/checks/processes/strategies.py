@@ -30,7 +30,7 @@ data: {max_length: 128}
 optimizer: {learning_rate: 1.0e-3, warmup_steps: 0}
 train: {max_steps: 2, global_batch_size: 4, micro_batch_size: 1, mixed_precision: "no", compile: false,
   activation_checkpointing: none}
-logging: {tensorboard: false}
+logging: {observers: {tensorboard: false}}
 """
 
 

@@ -7,15 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.models.usage import names_code
 from trainwright.recipe.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.environments.base import Environment, VectorEnvironment
 
-__all__ = ["Environment", "VectorEnvironment", "check_stored", "make", "names_code"]
-
-
-def names_code(environment: Mapping[str, Any]) -> bool:
-    """Return whether the ``name`` and ``options`` of an environment name code (``module:Class``)."""
-    return ":" in environment["name"] or "entry_point" in environment["options"]
+__all__ = ["Environment", "VectorEnvironment", "check_stored", "make"]
 
 
 def check_stored(environment: Mapping[str, Any], file: str) -> None:

@@ -11,8 +11,8 @@ from trainwright.engine.event_log import append_event
 from trainwright.engine.event_reader import read_log
 from trainwright.engine.events import Fault
 from trainwright.errors import RequestError
-from trainwright.observe.report import write_after_failure
 from trainwright.recipe.loading import load_recipe
+from trainwright.run.observers.observed import after_failure
 
 _RANK = re.compile(r"^rank (\d+)\b")
 
@@ -38,5 +38,5 @@ def record_failure(run: Path, message: str | None, *, waits: bool = True) -> Non
         with suppress(OSError):
             append_event(run / "events.jsonl", fault)
     with suppress(OSError, RequestError):
-        report = load_recipe(run / "recipe.yaml").logging.report
-        write_after_failure(run, report, time.time() - started["time"], waits=waits)
+        settings = load_recipe(run / "recipe.yaml").logging.observers
+        after_failure(run, settings, time.time() - started["time"], waits=waits)

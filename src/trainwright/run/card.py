@@ -130,7 +130,9 @@ def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
 def _published(recipe: Recipe) -> Recipe:
     """Return the recipe without what belongs to the place where it ran: its job, its copies and its ports."""
     checkpoint = recipe.checkpoint.model_copy(update={"copies": []})
-    logging = recipe.logging.model_copy(update={"prometheus": None})
+    # Options of observers, such as a port, are of that place too.
+    observers = {name: setting for name, setting in recipe.logging.observers.items() if not isinstance(setting, dict)}
+    logging = recipe.logging.model_copy(update={"observers": observers})
     return recipe.model_copy(update={"launch": None, "push": None, "checkpoint": checkpoint, "logging": logging})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +11,9 @@ from pathlib import Path
 from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.resolve_model import hub_token
-from trainwright.utils.text import quoted
+from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.process import console
+from trainwright.utils.text import quoted, say
 
 _LAST_SECONDS = 60.0
 
@@ -49,6 +53,15 @@ def push_command(run: Path, repository: str, private: bool, step: int | None = N
     """Return the command that uploads a run's model, or one of its checkpoints."""
     which = "" if step is None else f" --checkpoint {step}"
     return f"trainwright push {quoted(run)} {repository}{which}{' --private' if private else ''}"
+
+
+def of_run(run: ObservedRun, _: object) -> HubObserver | None:
+    """Return the observer that uploads a run's checkpoints, if its section ``push`` asks for it."""
+    push = run.recipe.push
+    if push is None or not push.checkpoints:
+        return None
+    report = functools.partial(say, file=console() or sys.stderr, wrap=False)
+    return HubObserver(run.directory, push.repository, push.private, report)
 
 
 class HubObserver:

@@ -1,0 +1,50 @@
+"""Keys that have another name since the last version: the old one is read for one more version, with a notice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from trainwright.recipe.observer_spec import names_as_settings
+from trainwright.recipe.yaml_text import KeyPath, Tree, dotted
+from trainwright.utils.text import say
+
+
+def _address(value: Any) -> Any:
+    return False if value is None else {"address": value}
+
+
+# By old path: the new one, and what the value becomes.
+_RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
+    ("logging", "tensorboard"): (("logging", "observers", "tensorboard"), lambda value: value),
+    ("logging", "report"): (("logging", "observers", "report"), lambda value: value),
+    ("logging", "prometheus"): (("logging", "observers", "prometheus"), _address),
+}
+
+
+def rename_keys(tree: Tree, *, silently: bool = False) -> None:
+    """Give old keys of a tree that was just read their new names.
+
+    Args:
+        silently: without the notice: the tree is of a run of the last version.
+    """
+    for old, (new, changed) in _RENAMED.items():
+        section = tree.values.get(old[0])
+        if not isinstance(section, dict) or old[1] not in section:
+            continue
+        settings = names_as_settings(section.get(new[1]) or {})
+        if not isinstance(settings, dict):
+            continue  # of a type that the key cannot have
+        section[new[1]] = {**settings, new[2]: changed(section.pop(old[1]))}
+        for path in [path for path in tree.origins if path[: len(old)] == old]:
+            tree.origins[(*new, *path[len(old) :])] = tree.origins.pop(path)
+        if not silently:
+            origin = tree.origins.get(new)
+            _notice(f"note: {'' if origin is None else f'{origin}: '}{dotted(old)} is now {dotted(new)}")
+
+
+@cache  # once for each place
+def _notice(line: str) -> None:
+    say(f"{line}; the old key will not be read by the next version", file=sys.stderr)
