@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.run.nodes.messages import SILENCE_LIMIT, Silence
+from trainwright.run.nodes.silence import SILENCE_LIMIT, Silence
 from trainwright.run.nodes.spread import Spread, spread
 
 

@@ -20,22 +20,8 @@ from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
 from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
-from trainwright.run.nodes.messages import (
-    DROPPED,
-    FAILED,
-    FINISHED,
-    KILLED,
-    LAUNCH,
-    OVER,
-    READY,
-    REFUSED,
-    RUNS,
-    SILENCE_LIMIT,
-    STOP,
-    Silence,
-    is_valid,
-)
 from trainwright.run.nodes.node_info import NodeInfo, check_machine, check_same, visible
+from trainwright.run.nodes.silence import SILENCE_LIMIT, Silence
 from trainwright.run.nodes.spread import Launch, Spread
 from trainwright.run.worker_processes import WorkerRanks
 from trainwright.utils.text import say
@@ -70,6 +56,9 @@ class NodeRules:
     on_hang: str
 
 
+_STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
+# The messages between launches: a node waits for one, node 0 begins or refuses one, or the run is over.
+_READY, _LAUNCH, _REFUSED, _OVER, _DROPPED = "ready", "launch", "refused", "over", "dropped"
 # How long a failed node waits for the reports of the others, and node 0 at the end for their leaving.
 _REPORT_SECONDS, _LEAVE_SECONDS = 6.0, 5.0
 _POLL_SECONDS = 0.1
@@ -198,7 +187,7 @@ class Nodes:
         except BaseException as error:
             code = error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING
             if not self._late:  # the run goes on without this node
-                self._report(FAILED, text=str(error) or type(error).__name__, code=code)
+                self._report(_FAILED, text=str(error) or type(error).__name__, code=code)
             raise
 
     def poll(self) -> None:
@@ -210,7 +199,7 @@ class Nodes:
             NodeDropped: node 0 goes on without this one, and no workers run here.
         """
         self.listen()
-        failed = {index: report for index, report in self._ended.items() if report["kind"] == FAILED}
+        failed = {index: report for index, report in self._ended.items() if report["kind"] == _FAILED}
         if self.running and (failed or self._gone or self._dropped or self._stopping.killed):
             raise NodesLost
         if self._over is not None:  # node 0 leaves
@@ -236,7 +225,9 @@ class Nodes:
         launch = Launch(number, spread, int(self._store.port))
         self.rendezvous.publish("opened", [*self._opened, recipe])
         self.rendezvous.publish("begun", number)
-        self.rendezvous.peers.send_direct(LAUNCH, number=number, nodes=spread.nodes, each=spread.each, port=launch.port)
+        self.rendezvous.peers.send_direct(
+            _LAUNCH, number=number, nodes=spread.nodes, each=spread.each, port=launch.port
+        )
         self.rendezvous.peers.forget()
         self._take_launch(launch)
         return launch
@@ -254,7 +245,7 @@ class Nodes:
         self.running, before = False, self.launch
         self._ended.clear()
         description = {"host": self._mine.host, "gpus": self._mine.gpus, "version": self._mine.version}
-        self.rendezvous.peers.send_direct(READY, room=room, **description)
+        self.rendezvous.peers.send_direct(_READY, room=room, **description)
         while self._over is None:
             self.poll()
             launch = self.launch
@@ -276,7 +267,7 @@ class Nodes:
     def over(self, code: int, text: str = "") -> None:
         """Tell nodes that wait for a launch how the run has ended, as node 0."""
         if self.index == 0:
-            self.rendezvous.peers.send_direct(OVER, code=code, text=text)
+            self.rendezvous.peers.send_direct(_OVER, code=code, text=text)
 
     @property
     def lost(self) -> str | None:
@@ -291,11 +282,11 @@ class Nodes:
 
     def kill(self) -> None:
         """Have all nodes end without a checkpoint, as the user has asked for."""
-        self.rendezvous.peers.send(KILLED)
+        self.rendezvous.peers.send(_KILLED)
 
     def finish(self, codes: dict[int, int | None]) -> list[int]:
         """Wait for the others to finish; return the exit codes of their workers. Raises NodesLost."""
-        self._report(FINISHED, codes=codes)
+        self._report(_FINISHED, codes=codes)
         while self._expected - self._ended.keys() - {self.index}:
             self.poll()
             time.sleep(_POLL_SECONDS)
@@ -307,7 +298,7 @@ class Nodes:
     ) -> Failure:
         """Report the failure here, collect those of the others, and return the first of all."""
         mine = first_failure(logs, 0, codes, out_of_memory, records=records)
-        self._report(FAILED, codes=codes, records=records, memory=out_of_memory, code=mine.exit_code)
+        self._report(_FAILED, codes=codes, records=records, memory=out_of_memory, code=mine.exit_code)
         deadline = time.monotonic() + _REPORT_SECONDS
         while self._expected - self._ended.keys() - self._gone.keys() - {self.index} and time.monotonic() < deadline:
             self.listen()
@@ -333,17 +324,17 @@ class Nodes:
         """Process the messages of the others, pass a stop request on, and say that this node runs."""
         early, self.rendezvous.early = self.rendezvous.early, []
         for message in early + self.rendezvous.peers.poll():
-            if (peer := message["peer"]) != self.index and is_valid(message):  # its own from before it was lost
+            if (peer := message["peer"]) != self.index:  # its own from before it was lost
                 self._hear(message["kind"], peer, message)
         there = self.rendezvous.peers.connected()
         for index in (self._expected if self.index == 0 else {0}) - there - {self.index}:
             self._forget(index, _LOST)
         if self._stopping.flag.value and not self._stop_sent:
             self._stop_sent = True
-            self.rendezvous.peers.send(STOP)
+            self.rendezvous.peers.send(_STOP)
         if self._silence.is_time():
             room = {} if self.room is None else {"room": self.room()}
-            self.rendezvous.peers.send_direct(RUNS, **room)
+            self.rendezvous.peers.send_direct(_RUNS, **room)
         watched = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
         for index in self._silence.silent(watched) if self.launch is not None else ():
             self._is_silent(index)
@@ -356,25 +347,25 @@ class Nodes:
         if peer in self._warned:
             self._warned.remove(peer)
             say(f"{self._name(peer)} answers again", file=sys.stderr)
-        if kind in (FAILED, FINISHED):
+        if kind in (_FAILED, _FINISHED):
             if message["number"] == self._number and peer in self._expected and not self._late:
                 self._ended[peer] = message
-        elif kind == RUNS and self.index == 0:
+        elif kind == _RUNS and self.index == 0:
             if peer in self.rooms:
                 self.rooms[peer] = int(message.get("room", self.rooms[peer]))
-        elif kind == READY and self.index == 0:
+        elif kind == _READY and self.index == 0:
             self._admit(peer, message)
-        elif kind == LAUNCH:
+        elif kind == _LAUNCH:
             spread = Spread(tuple(message["nodes"]), int(message["each"]))
             self._take_launch(Launch(int(message["number"]), spread, int(message["port"])))
-        elif kind == OVER or (kind == REFUSED and message["node"] == self.index):
+        elif kind == _OVER or (kind == _REFUSED and message["node"] == self.index):
             self._over = message
-        elif kind == DROPPED:
+        elif kind == _DROPPED:
             self._dropped = True
-        elif kind == STOP:
+        elif kind == _STOP:
             self._stop_sent = True
             self._stopping.flag.value = 1
-        elif kind == KILLED:
+        elif kind == _KILLED:
             self._stopping.killed = True
             self._stopping.flag.value = 1
 
@@ -383,7 +374,7 @@ class Nodes:
             theirs = NodeInfo(message["host"], 0, message["gpus"], "", resume=False, version=message["version"])
             check_machine(self._mine, peer, theirs)
         except TrainwrightError as error:
-            self.rendezvous.peers.send_direct(REFUSED, node=peer, text=str(error), code=error.exit_code)
+            self.rendezvous.peers.send_direct(_REFUSED, node=peer, text=str(error), code=error.exit_code)
             return
         self._hosts[peer] = str(message["host"])
         self.rooms[peer] = int(message["room"])
@@ -392,7 +383,7 @@ class Nodes:
     def _forget(self, peer: int, how: str) -> None:
         self.rooms.pop(peer, None)
         self.waiting.discard(peer)
-        if peer in self._expected | {0} and self._ended.get(peer, {}).get("kind") != FINISHED:
+        if peer in self._expected | {0} and self._ended.get(peer, {}).get("kind") != _FINISHED:
             self._gone.setdefault(peer, how)
 
     def _is_silent(self, peer: int) -> None:
@@ -403,7 +394,7 @@ class Nodes:
                 say(f"warning: {self._name(peer)} {_SILENT}; {goes_on}", file=sys.stderr)
             return
         if self.index == 0:
-            self.rendezvous.peers.drop(peer, DROPPED)
+            self.rendezvous.peers.drop(peer, _DROPPED)
         self._forget(peer, _SILENT)
 
     def _take_launch(self, launch: Launch) -> None:
