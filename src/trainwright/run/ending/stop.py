@@ -22,6 +22,7 @@ from typing import Any, Protocol, Self
 import psutil
 
 from trainwright.errors import Interrupted
+from trainwright.utils.parent import signal_after_parent
 from trainwright.utils.text import say
 
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
@@ -36,7 +37,6 @@ _LOOK_SECONDS = 0.5
 _LAUNCHER_DECIDES_SECONDS = 1.0
 
 _SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish", "busybox"}
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # What a stopped launch has left behind.
 CHECKPOINT, NEWEST, BEFORE_FIRST_STEP = "checkpoint", "newest", "before the first step"
@@ -299,7 +299,7 @@ def _stop_with_shell() -> None:
     parent = os.getppid()
     if not sys.platform.startswith("linux") or scheduler_job() is None or not is_shell(parent):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal_after_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it died between the two
         os.kill(os.getpid(), signal.SIGTERM)
 
