@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.run.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
+from trainwright.run.group.addresses import LOOPBACK, in_words, to_listen_at
 from trainwright.run.group.peers import JOB_DIFFERENCES, Job, Membership, Message, NotPeerZero, Peers, PeerUnreachable
 from trainwright.run.group.trust import VARIABLE, Unproven, secret_of
 from trainwright.run.group.waiting import Waiting
@@ -51,7 +51,7 @@ class Rendezvous:
 
     def host_store(self) -> TCPStore:
         """Return a new store on this machine, which is member 0's, that the other members can reach."""
-        store = host_store(LOOPBACK, 0, "")
+        store = host_store()
         self.peers.open_to_members(int(store.port))
         return store
 
@@ -183,7 +183,7 @@ def rendezvous_of_host(noun: str, member: Membership, job: Job, listener: socket
     secret, file = secret_of(member.address, shared)  # once this process has the port, nobody else removes the file
     peers = Peers.host(listener, job, member.count, secret)
     peers.files += [] if file is None else [file]
-    store = host_store(LOOPBACK, 0, "")
+    store = host_store()
     peers.open_to_members(int(store.port))
     peers.welcome = {"store": store.port}
     return Rendezvous(noun, member, store, peers)
@@ -215,16 +215,12 @@ def _not_member_zero(noun: str, member: Membership, differs: list[str] | None, f
     return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {port}; {fix}"
 
 
-def host_store(address: str, port: int, fix: str) -> TCPStore:
-    """Return a store that listens at `address`; `port` 0 chooses a free one, which the store then reports.
-
-    Raises MachineError, ending with `fix` if the port is in use.
-    """
-    listener = _listen(address, port, fix)
-    port = listener.getsockname()[1]
+def host_store() -> TCPStore:
+    """Return a store on the loopback interface, at a port that the kernel picks, so that ports cannot collide."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=4096)
     return TCPStore(
-        address,
-        port,
+        LOOPBACK,
+        listener.getsockname()[1],
         is_master=True,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
@@ -233,13 +229,7 @@ def host_store(address: str, port: int, fix: str) -> TCPStore:
     )
 
 
-def _listen(
-    address: str,
-    port: int,
-    fix: str,
-    seconds: float = LOOKUP_SECONDS,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> socket.socket:
+def _listen(address: str, port: int, fix: str, seconds: float, meanwhile: Callable[[], None]) -> socket.socket:
     family, number = to_listen_at(address, seconds, meanwhile)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
