@@ -7,7 +7,6 @@ touched. The other process does not import the script, so no ``if __name__ == "_
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
@@ -25,10 +24,10 @@ from trainwright.errors import TrainingError
 from trainwright.recipe.extensions import trusting
 from trainwright.run.program import passing_on
 from trainwright.utils.activity import Activity
+from trainwright.utils.parent import signal_after_parent
 
 T = TypeVar("T")
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from trainwright.api.separate_process import serve; serve(*sys.argv[2:])"
@@ -128,7 +127,6 @@ def serve(call: str, answer_file: str, parent: str) -> None:
 
 def _stop_with(parent: int) -> None:
     """Have the kernel send SIGTERM when the process that waits for the answer dies in any way (prctl(2))."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal_after_parent(signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)

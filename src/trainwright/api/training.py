@@ -324,8 +324,7 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
 
 def _join(request: JoinRequest) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
-    from trainwright.run.ending.left import describe_stop
-    from trainwright.run.ending.stop import interruptible
+    from trainwright.run.ending.stop import describe_stop, interruptible
     from trainwright.run.joined import run_joined
 
     failed: list[tuple[int, str]] = []

@@ -37,9 +37,8 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import LAUNCHERS, WATCHERS
 from trainwright.run import run_directory
 from trainwright.run.ending.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
-from trainwright.run.ending.left import describe_stop
 from trainwright.run.ending.requests import Deadline, deadline_of
-from trainwright.run.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
+from trainwright.run.ending.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
 from trainwright.run.group.environment import (
     SUPERVISING_LAUNCHERS,
     LaunchEnvironment,
@@ -67,6 +66,7 @@ from trainwright.run.request import (
     request_of,
     resolve_request,
 )
+from trainwright.run.start import recorded_run
 from trainwright.run.stored_runs import is_url
 from trainwright.utils.paths import appears
 from trainwright.utils.text import quoted, say
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from trainwright.run.group.rendezvous import Rendezvous
 
 
-# How long rank 0, which may host the store, waits for the others at the end; after a rejected request some may never
+# How long rank 0, which hosts the store, waits for the others at the end; after a rejected request some may never
 # arrive.
 _LEAVE_SECONDS, _REPORT_SECONDS = 20.0, 3.0
 
@@ -275,12 +275,12 @@ class _Participant:
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
         if not self.options.force:
             resolved.plan.refuse_shortage()
-        run = stack.enter_context(request.opened(resolved))
-        with request.undone_on_error(run):
+
+        def refuse(run: Path) -> None:
             refuse_stopped(run, seconds_before, deadline, resumed=request.run is not None)
-            text = request.record(run, resolved)
+
+        with recorded_run(request, resolved, stack, refuse) as (run, text):
             logs = run / "logs"
-            logs.mkdir(exist_ok=True)
             failures.clear(logs, environment.size)
             enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
             from trainwright.run.run_worker import prepare
@@ -357,13 +357,13 @@ class _Participant:
             environment.local_rank,
             slot.local_size,
             slot.gpu,
-            None if rendezvous is None else PrefixStore(f"job{rendezvous.prefix}", rendezvous.store),
+            None if rendezvous is None else PrefixStore("job", rendezvous.store),
         )
 
     def leave_together(self, seconds: float = _LEAVE_SECONDS) -> None:
         """End in order: the others wait until rank 0 is done.
 
-        Rank 0, which may host the store, waits until they have left.
+        Rank 0, which hosts the store, waits until they have left.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # sent by a launcher that ends the others after the first has ended

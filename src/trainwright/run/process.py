@@ -1,7 +1,4 @@
-"""Set-up of every process of a run: it dies with its parent, writes to its log, and knows its console.
-
-`stop_requested` and `set_fresh` are also here, for code that runs in a worker.
-"""
+"""Set-up of every process of a run: it dies with its parent, writes to its log, and knows its console."""
 
 from __future__ import annotations
 
@@ -31,35 +28,18 @@ from trainwright.run.ending.stop import (
     START_METHOD,
     STOP_SIGNALS,
     Stopping,
-    request_stop,
     restore_default_signals,
-    set_fresh,
-    stop_requested,
 )
 from trainwright.utils.activity import Activity
+from trainwright.utils.parent import signal_after_parent
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
-__all__ = [
-    "console",
-    "die_with_parent",
-    "enter_process",
-    "ignore_closed_output",
-    "preload_libraries",
-    "preload_worker",
-    "prepare_environment",
-    "request_stop",
-    "run_in_child",
-    "set_fresh",
-    "stop_requested",
-]
-
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 # Of oneDNN and of torch: how many shapes of products they cache code for; 1,024 by default. Read at the first product.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 _console: TextIO | None = None
@@ -121,9 +101,8 @@ def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send ``number`` to this process when `parent` (its pid) dies in any way (prctl(2))."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    else:
+    signal_after_parent(number)
+    if not sys.platform.startswith("linux"):
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it died between the fork and the line above
         os._exit(EXIT_STOPPED)

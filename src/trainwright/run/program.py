@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -20,8 +19,8 @@ from trainwright.errors import RequestError
 from trainwright.run.ending.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, recorded_code
 from trainwright.run.ending.stop import STOP_SIGNALS
 from trainwright.utils.activity import doing
+from trainwright.utils.parent import signal_after_parent
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others, which Slurm may send to every
 # process of a job: it ignores them here and is sent SIGTERM instead.
 _STOPS_OF_LAUNCHERS: Mapping[int, int] = dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU), signal.SIGTERM)
@@ -82,12 +81,12 @@ def started(command: Sequence[str], ignored: Sequence[int] = (), **options: Any)
     """Start ``command``, which gets SIGTERM when this process dies in any way (prctl(2)) and ignores some signals."""
     if not sys.platform.startswith("linux"):
         return subprocess.Popen(command, **options)
-    parent, libc = os.getpid(), ctypes.CDLL(None)
+    parent = os.getpid()
 
     def end_with_parent() -> None:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        signal_after_parent(signal.SIGTERM)
         if os.getppid() != parent:  # it died between the fork and the line above
             os._exit(1)
 

@@ -49,7 +49,13 @@ from trainwright.recipe.strategy_spec import check_library
 from trainwright.run import run_directory
 from trainwright.run.ending.exit_code import ATTEMPT, torchrun_warning
 from trainwright.run.ending.requests import STATE_BYTES, Deadline, StopRequests
-from trainwright.run.ending.stop import resize_requested, take_save_to_resize
+from trainwright.run.ending.stop import (
+    request_stop,
+    resize_requested,
+    set_fresh,
+    stop_requested,
+    take_save_to_resize,
+)
 from trainwright.run.group.contract import agree, check_layout, usable_device
 from trainwright.run.group.start_event import DTYPES, start_event
 from trainwright.run.limits import open_files_in_words
@@ -58,9 +64,6 @@ from trainwright.run.process import (
     console,
     keep_freed_memory,
     limit_product_caches,
-    request_stop,
-    set_fresh,
-    stop_requested,
     threads_allowed,
 )
 from trainwright.run.relaunch import is_replan_requested

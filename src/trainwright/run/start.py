@@ -8,32 +8,24 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.engine.event_reader import read_events
 from trainwright.errors import (
     EXIT_FINISHED,
     EXIT_REQUEST,
     EXIT_STOPPED,
-    MachineError,
     Stopped,
     TrainingError,
     TrainwrightError,
 )
 from trainwright.machine.usage.sample import process_age
-from trainwright.recipe.loading import load_recipe
-from trainwright.run import run_directory
-from trainwright.run.ending.left import describe_stop
-from trainwright.run.ending.oom_killer import raise_oom_score
 from trainwright.run.ending.requests import check_before_steps, forget_stops
-from trainwright.run.ending.stop import Stopping
+from trainwright.run.ending.stop import Stopping, describe_stop
 from trainwright.run.failed import record_failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
@@ -49,6 +41,7 @@ from trainwright.run.process import (
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
+from trainwright.run.trial_step import fit
 from trainwright.utils.activity import Activity
 from trainwright.utils.text import quoted, say
 
@@ -56,7 +49,7 @@ if TYPE_CHECKING:
     from trainwright.engine.events import Event
     from trainwright.machine.machine import Machine
     from trainwright.run.group.environment import NodeRendezvous
-    from trainwright.run.nodes.launches import Crew
+    from trainwright.run.nodes.launches import NodeLaunches
     from trainwright.run.nodes.nodes import LinkedStopping, Nodes
 
 
@@ -107,7 +100,8 @@ def _as_node(
     """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
     from trainwright.recipe.loading import dump_recipe
     from trainwright.run.nodes.launches import taking_part
-    from trainwright.run.nodes.nodes import NodeInfo, NodeRules, Nodes
+    from trainwright.run.nodes.node_info import NodeInfo
+    from trainwright.run.nodes.nodes import NodeRules, Nodes
 
     mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
     rules = NodeRules(may_lose=bool(resolved.usable), on_hang=resolved.recipe.faults.on_hang)
@@ -132,7 +126,7 @@ class _Launch:
         processes: on this machine.
         nodes: all nodes of the run, if there are several.
         elastic: chooses the number of processes, if the recipe leaves it open.
-        crew: chooses the nodes of each launch, if there are several.
+        launches: chooses the nodes of each launch, if there are several.
     """
 
     request: RunRequest
@@ -142,7 +136,7 @@ class _Launch:
     machine: Machine
     nodes: Nodes | None = None
     elastic: Elastic | None = field(default=None, init=False)
-    crew: Crew | None = field(default=None, init=False)
+    launches: NodeLaunches | None = field(default=None, init=False)
 
     def train(self) -> Path:
         """Prepare the run directory, and run the workers of this machine to their end."""
@@ -181,12 +175,8 @@ class _Launch:
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                run = stack.enter_context(request.opened(self.resolved, lambda: self.stopping.requested))
-                if forget_stops(run, process_age()):
-                    raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
-                until_prepared.enter_context(request.undone_on_error(run))
-                (run / "logs").mkdir(exist_ok=True)
-                return run, request.record(run, self.resolved)
+                opened = recorded_run(request, self.resolved, stack, _refuse_stopped, lambda: self.stopping.requested)
+                return until_prepared.enter_context(opened)
 
             if nodes is not None:
                 run = nodes.open(make)
@@ -206,7 +196,7 @@ class _Launch:
 
     def _gather(self, run: Path, nodes: Nodes) -> None:
         """Wait for the other nodes, and begin the first launch with them."""
-        from trainwright.run.nodes.launches import Crew
+        from trainwright.run.nodes.launches import NodeLaunches
 
         limit, usable, devices = self.processes, self.resolved.usable, self._devices()
 
@@ -214,9 +204,9 @@ class _Launch:
             count = devices() if usable else None
             return limit if count is None else count
 
-        self.crew = Crew(run, nodes, usable or (_max_processes(self.resolved),), room, self.stopping)
-        self.processes = self.crew.first()
-        self.elastic = self.crew.elastic
+        self.launches = NodeLaunches(run, nodes, usable or (_max_processes(self.resolved),), room, self.stopping)
+        self.processes = self.launches.first()
+        self.elastic = self.launches.elastic
 
     def _get_ready(self, run: Path) -> None:
         preload_worker(self.resolved.recipe)
@@ -254,12 +244,12 @@ class _Launch:
         from trainwright.run.run_worker import Worker, train
         from trainwright.run.supervisor import run_workers
 
-        crew, recipe = self.crew, self.resolved.recipe
+        launches, recipe = self.launches, self.resolved.recipe
         relaunch = Relaunch(run, recipe.faults.restarts)
-        resume = self.request.run is not None or (crew is not None and crew.has_launched)
+        resume = self.request.run is not None or (launches is not None and launches.has_launched)
         reported: Event | None = None
         while self.processes:
-            may_change = crew is None or crew.changes
+            may_change = launches is None or launches.changes
             worker = Worker(run, resume, reported=reported, may_change=may_change, deadline=self.request.deadline)
             ended = run_workers(
                 functools.partial(train, worker),
@@ -274,19 +264,19 @@ class _Launch:
             if not isinstance(ended, Failure):
                 if ended == EXIT_FINISHED or self.stopping.requested or not may_change:
                     return ended
-            elif crew is None or crew.leads:
-                goes_on = not self.stopping.flag.value and (crew is None or crew.may_go_on)
+            elif launches is None or launches.leads:
+                goes_on = not self.stopping.flag.value and (launches is None or launches.may_go_on)
                 reported = relaunch.decide(ended, goes_on)
             with self._looking(run):
                 self.processes = self._next_processes(run, failed=isinstance(ended, Failure))
-        return EXIT_STOPPED if crew is None else crew.code
+        return EXIT_STOPPED if launches is None else launches.code
 
     def _next_processes(self, run: Path, *, failed: bool) -> int:
         """Return the number of processes here of the next launch; 0: there is none."""
         from trainwright.run.relaunch import take_replan
 
-        if self.crew is not None:
-            return self.crew.next()
+        if self.launches is not None:
+            return self.launches.next()
         if self.elastic is not None:
             return self.elastic.next()
         if failed:
@@ -304,6 +294,35 @@ class _Launch:
         return show_answering_gpus if self.machine.gpus else lambda: None
 
 
+@contextmanager
+def recorded_run(
+    request: RunRequest,
+    resolved: Resolved,
+    stack: ExitStack,
+    check: Callable[[Path], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[Path, str]]:
+    """Open the run's directory until ``stack`` ends, and write recipe and plan into it; undone if the context raises.
+
+    Args:
+        check: raises if the run is not to begin.
+        stopped: of ``RunRequest.opened``.
+
+    Yields:
+        The directory, and the text of its recipe.
+    """
+    run = stack.enter_context(request.opened(resolved, stopped))
+    with request.undone_on_error(run):
+        check(run)
+        (run / "logs").mkdir(exist_ok=True)
+        yield run, request.record(run, resolved)
+
+
+def _refuse_stopped(run: Path) -> None:
+    if forget_stops(run, process_age()):
+        raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
+
+
 def _max_processes(resolved: Resolved) -> int:
     """Return the number of processes, or the largest of those that the recipe allows."""
     processes = resolved.recipe.parallel.num_processes
@@ -319,96 +338,3 @@ def _set_threads(before: int | None, threads: int | None) -> None:
 
 def _next(run: Path) -> str:
     return f"continue with: trainwright train --resume {quoted(run)}"
-
-
-_TRIAL_STEPS = 2  # the second step also has the optimizer state in memory
-_FIRST_TO_BE_KILLED = 1000
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """The result of a probe. `memory_bytes` is the largest peak of any rank and `step_time` that of the last step, in
-    seconds; both None if no step was finished. `error` describes why not, whether memory ran out or for another reason.
-    """
-
-    fits: bool
-    memory_bytes: int | None = None
-    step_time: float | None = None
-    out_of_memory: bool = False
-    error: str | None = None
-
-
-def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> ProbeResult:
-    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
-
-    Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
-
-    Args:
-        processes: number of workers; by default, as many as the recipe has.
-
-    Raises:
-        Stopped: a stop was requested meanwhile.
-    """
-    from trainwright.run.supervisor import run_workers
-
-    run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
-    try:
-        run_directory.record(run, recipe, run.name, [])
-        processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
-        work = functools.partial(_trial_run, run)
-        ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
-        if stopping.requested:
-            raise Stopped()
-        memory_bytes, step_time = _trial_figures(run)
-    finally:
-        shutil.rmtree(run, ignore_errors=True)
-    if not isinstance(ended, int):
-        ran_out = ended.ran_out is not None
-        return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
-    assert ended == EXIT_FINISHED, "a trial run that nobody stops is finished"
-    return ProbeResult(True, memory_bytes, step_time)
-
-
-def fit(run: Path, stopping: Stopping, processes: int) -> None:
-    """Try the largest step of a new run in `processes`, and halve its micro-batch until it fits.
-
-    Data and weights must be in the cache and the libraries imported, as before `launch`. Other failures are left to the
-    run itself to report.
-
-    Raises:
-        MachineError: even one row per micro-batch does not fit.
-        Stopped: a stop was requested meanwhile.
-    """
-    from trainwright.engine.policies.halving import halved, with_rows  # torch, which a refusal does not wait for
-
-    while True:
-        text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
-        probed = probe(text, stopping, processes)
-        if probed.fits or not probed.out_of_memory:
-            return
-        recipe = load_recipe(run / run_directory.RECIPE)
-        rows = recipe.train.micro_batch_size
-        if not isinstance(rows, int) or rows == 1:
-            raise MachineError(
-                f"the run's largest step was tested and does not fit: {probed.error}; `trainwright plan` shows what "
-                "would fit"
-            )
-        why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
-        run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
-
-
-def _trial_run(run: Path) -> int:
-    """Run in every worker."""
-    from trainwright.run.run_worker import TrialRun, Worker, run_worker
-
-    raise_oom_score(_FIRST_TO_BE_KILLED)
-    return run_worker(Worker(run), trial=TrialRun(_TRIAL_STEPS, largest=True))
-
-
-def _trial_figures(run: Path) -> tuple[int | None, float | None]:
-    """Return the peak memory in bytes and the time in seconds of the last finished step."""
-    try:
-        steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
-    except OSError:
-        return None, None
-    return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)

@@ -21,7 +21,6 @@ from trainwright.run.ending.failure import (
 )
 from trainwright.run.ending.oom_killer import count_memory_kills
 from trainwright.run.ending.stop import Stopping, StopWatcher
-from trainwright.run.group.addresses import LOOPBACK
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes.nodes import Nodes, NodesLost
@@ -64,7 +63,7 @@ def run_workers(
         elastic: looks whether the run is to go on with another number of processes.
     """
     if nodes is None:
-        store = host_store(LOOPBACK, 0, "")  # at a port that the kernel picks, so that ports cannot collide
+        store = host_store()
         ranks = WorkerRanks(0, processes, processes, int(store.port))
     else:
         ranks, nodes.running = nodes.ranks(), True

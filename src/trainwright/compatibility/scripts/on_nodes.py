@@ -9,8 +9,9 @@ from pathlib import Path
 from trainwright.run.ending.failure import Failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.environment import NodeRendezvous
-from trainwright.run.nodes.launches import Crew, taking_part
-from trainwright.run.nodes.nodes import LinkedStopping, NodeInfo, NodeRules, Nodes
+from trainwright.run.nodes.launches import NodeLaunches, taking_part
+from trainwright.run.nodes.node_info import NodeInfo
+from trainwright.run.nodes.nodes import LinkedStopping, NodeRules, Nodes
 from trainwright.run.supervisor import raise_failure, run_workers
 from trainwright.utils.activity import Activity
 
@@ -40,15 +41,15 @@ def run_as_node(
         nodes = Nodes.meet(met, mine, stopping, rules)
     with taking_part(nodes):
         logs = nodes.open(lambda: (make(), command), _made)
-        crew = Crew(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
-        if here := crew.first():
+        launches = NodeLaunches(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
+        if here := launches.first():
             ended = run_workers(entry, processes=here, logs=logs, stopping=stopping, nodes=nodes)
             if not isinstance(ended, Failure):
                 return ended
-            if crew.leads:
+            if launches.leads:
                 raise_failure(ended)
-            crew.next()
-        return crew.code
+            launches.next()
+        return launches.code
 
 
 def _made(logs: Path, command: str, node: int) -> Path:

@@ -5,7 +5,6 @@ table of them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
@@ -25,9 +24,9 @@ from trainwright.faults.drills.kinds import KINDS, DrillTrial
 from trainwright.faults.drills.trial_environment import perform
 from trainwright.faults.drills.trial_settings import TrialSettings
 from trainwright.utils import text
+from trainwright.utils.parent import signal_after_parent
 
 HELD, BROKEN, SKIPPED, MISSED = "held", "broken", "skipped", "missed"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> N
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the trial ends its commands
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_after_parent(signal.SIGTERM)
     kind = KINDS[trial.kind]
     verdict, why, measures = HELD, "", {}
     try:

@@ -22,6 +22,7 @@ from typing import Any, Protocol, Self
 import psutil
 
 from trainwright.errors import Interrupted
+from trainwright.utils.parent import signal_after_parent
 from trainwright.utils.text import say
 
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
@@ -36,7 +37,6 @@ _LOOK_SECONDS = 0.5
 _LAUNCHER_DECIDES_SECONDS = 1.0
 
 _SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish", "busybox"}
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # What a stopped launch has left behind.
 CHECKPOINT, NEWEST, BEFORE_FIRST_STEP = "checkpoint", "newest", "before the first step"
@@ -192,6 +192,24 @@ class Stopping:
             self.end(NEWEST)
 
 
+def describe_stop(run: Path, resumes_from: str = CHECKPOINT) -> str:
+    """Return how a stopped run ended, and what it can be resumed from.
+
+    Args:
+        resumes_from: what the launch says of its end, see ``Stopping.left``.
+    """
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
+    steps = checkpoints.steps()
+    if not steps:
+        return "stopped before the first checkpoint; nothing was kept"
+    if resumes_from == CHECKPOINT:
+        return "stopped after a checkpoint"
+    outcome = "killed" if resumes_from == NEWEST else "stopped before another step"
+    return f"{outcome}; the newest complete checkpoint is kept ({checkpoints.path(steps[-1])})"
+
+
 def _notify(line: str) -> None:
     """Write a line to standard error, past the buffered sys.stderr, which a signal may have interrupted.
 
@@ -281,7 +299,7 @@ def _stop_with_shell() -> None:
     parent = os.getppid()
     if not sys.platform.startswith("linux") or scheduler_job() is None or not is_shell(parent):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal_after_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it died between the two
         os.kill(os.getpid(), signal.SIGTERM)
 

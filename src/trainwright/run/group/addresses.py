@@ -14,7 +14,6 @@ from trainwright.errors import MachineError
 from trainwright.utils.text import say
 
 LOOPBACK = "127.0.0.1"
-LOOKUP_SECONDS = 60.0
 _LOOK_AGAIN_SECONDS = 1.0
 # Addresses that no machine has (RFC 5737, RFC 3849).
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
@@ -33,7 +32,7 @@ def is_loopback(address: str) -> bool:
 
 
 def to_listen_at(
-    address: str, seconds: float = LOOKUP_SECONDS, meanwhile: Callable[[], None] = lambda: None
+    address: str, seconds: float, meanwhile: Callable[[], None] = lambda: None
 ) -> tuple[socket.AddressFamily, str]:
     """Return the family and the number of this machine's ``address`` to bind to; "" is all addresses.
 

@@ -1,4 +1,4 @@
-"""Report a rejection once per machine, although every process that a launcher started there meets it.
+"""Report the failure of a rank once in the run, and end the others.
 
 The process that succeeds in creating the file logs/first-failure reports it. All others are informed by their peers and
 end too, even if they hang in a collective that will never complete.

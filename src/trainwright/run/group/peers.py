@@ -122,6 +122,7 @@ class Peers:
     Attributes:
         job: what every peer has to present.
         welcome: what peer 0 sends to each peer that joins.
+        files: what peer 0 removes when it leaves, such as the one of the secret.
     """
 
     def __init__(self, index: int, job: Job, size: int) -> None:
@@ -133,7 +134,7 @@ class Peers:
         self._members = {0}
         self._door: Door | None = None  # of peer 0
         self._relay: Relay | None = None  # of the others
-        self._secret_file: Path | None = None
+        self.files: list[Path] = []
         self._arrivals: deque[socket.socket] = deque()
         self._lines: list[_Line] = []
         self._history: list[Message] = []  # for peers that join late
@@ -143,10 +144,10 @@ class Peers:
         os.register_at_fork(after_in_child=self._close_in_child)
 
     @classmethod
-    def host(cls, listener: socket.socket, job: Job, size: int, secret: bytes, secret_file: Path | None) -> Peers:
-        """Return peer 0 of ``size``, listening at ``listener``; it removes the file of the secret in the end."""
+    def host(cls, listener: socket.socket, job: Job, size: int, secret: bytes) -> Peers:
+        """Return peer 0 of ``size``, listening at ``listener``."""
         peers = cls(0, job, size)
-        peers.port, peers._secret_file = listener.getsockname()[1], secret_file
+        peers.port = listener.getsockname()[1]
         peers._door = Door(listener, secret, peers._arrive)
         return peers
 
@@ -274,8 +275,8 @@ class Peers:
                 line.socket.close()
             if self._door is not None:
                 self._door.tell(ends=True)
-            if self._secret_file is not None:  # before the port is free for another job, which may need the file
-                self._secret_file.unlink(missing_ok=True)
+            for file in self.files:  # before the port is free for another job, which may need the one of the secret
+                file.unlink(missing_ok=True)
             for each in (self._door, self._relay):
                 if each is not None:
                     each.close()

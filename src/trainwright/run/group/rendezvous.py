@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.run.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
+from trainwright.run.group.addresses import LOOPBACK, in_words, to_listen_at
 from trainwright.run.group.peers import JOB_DIFFERENCES, Job, Membership, Message, NotPeerZero, Peers, PeerUnreachable
 from trainwright.run.group.trust import VARIABLE, Unproven, secret_of
 from trainwright.run.group.waiting import Waiting
@@ -37,28 +37,21 @@ class Rendezvous:
     """The members of a start, counted from 0: ranks or nodes. Member 0 collects, checks and decides.
 
     Attributes:
-        store: for further use, such as a process group.
-        prefix: of the keys of this start in the store, which earlier ones may have used.
+        store: of member 0, for further use, such as a process group.
         peers: reports at once when a member is gone.
         early: messages of the others that arrived while member 0 waited for all of them.
     """
 
-    def __init__(
-        self, noun: str, index: int, count: int, store: TCPStore, address: str, port: int, prefix: str = ""
-    ) -> None:
-        self.noun = noun
-        self.index = index
-        self.count = count
-        self.address = address
-        self.port = port
-        self.store, self.prefix = store, prefix
-        self._keys = PrefixStore(f"trainwright/{noun}{prefix}", store)
-        self.peers: Peers
+    def __init__(self, noun: str, member: Membership, store: TCPStore, peers: Peers) -> None:
+        self.noun, self.index, self.count = noun, member.index, member.count
+        self.address, self.port = member.address
+        self.store, self.peers = store, peers
+        self._keys = PrefixStore(f"trainwright/{noun}", store)
         self.early: list[Message] = []
 
     def host_store(self) -> TCPStore:
         """Return a new store on this machine, which is member 0's, that the other members can reach."""
-        store = host_store(LOOPBACK, 0, "")
+        store = host_store()
         self.peers.open_to_members(int(store.port))
         return store
 
@@ -129,13 +122,9 @@ class Rendezvous:
         self._keys.add("left", 1)
 
     def wait_until_left(self, seconds: float) -> None:
-        """Wait at most `seconds` for the others' `leave`; for member 0, which may host the store."""
-        self.wait_until_all_left(self.count - 1, seconds)
-
-    def wait_until_all_left(self, number: int, seconds: float) -> None:
-        """Wait like wait_until_left, for `number` members."""
+        """Wait at most `seconds` for the others' `leave`; for member 0, which hosts the store."""
         deadline = time.monotonic() + seconds
-        while self._keys.add("left", 0) < number and time.monotonic() < deadline:
+        while self._keys.add("left", 0) < self.count - 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
@@ -169,32 +158,41 @@ def meet(
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     if member.index == 0:
         listener = _listen(address, port, fix, member.seconds, meanwhile)
-        secret, file = secret_of(member.address, shared)  # once this process has the port, nobody else removes the file
-        peers = Peers.host(listener, job, member.count, secret, file)
-        store = host_store(LOOPBACK, 0, fix)
-        peers.open_to_members(int(store.port))
-        peers.welcome = {"store": store.port}
-    else:
-        try:
-            waiting, where = Waiting(f"{noun} {member.index}", member.seconds), in_words(address, port)
+        return rendezvous_of_host(noun, member, job, listener, shared)
+    waiting, where = Waiting(f"{noun} {member.index}", member.seconds), in_words(address, port)
 
-            def tell(reason: str) -> None:
-                waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
+    def tell(reason: str) -> None:
+        waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
 
-            peers = Peers.join(member, job, lambda: secret_of(member.address, shared)[0], meanwhile, tell)
-        except PeerUnreachable as error:
-            raise MachineError(
-                f"{noun} 0 did not open {in_words(address, port)} within {member.seconds:g} s ({error}); start it, or "
-                "increase --rendezvous-timeout"
-            ) from None
-        except NotPeerZero as error:
-            raise MachineError(_not_member_zero(noun, member, error.differs, fix)) from None
-        except Unproven:
-            raise FaultError(unproven(member.address, shared)) from None
-        store = _client(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
-    rendezvous = Rendezvous(noun, member.index, member.count, store, address, port)
-    rendezvous.peers = peers
-    return rendezvous
+    try:
+        peers = Peers.join(member, job, lambda: secret_of(member.address, shared)[0], meanwhile, tell)
+    except PeerUnreachable as error:
+        raise MachineError(
+            f"{noun} 0 did not open {in_words(address, port)} within {member.seconds:g} s ({error}); start it, or "
+            "increase --rendezvous-timeout"
+        ) from None
+    except NotPeerZero as error:
+        raise MachineError(_not_member_zero(noun, member, error.differs, fix)) from None
+    except Unproven:
+        raise FaultError(unproven(member.address, shared)) from None
+    return rendezvous_of_peer(noun, member, peers)
+
+
+def rendezvous_of_host(noun: str, member: Membership, job: Job, listener: socket.socket, shared: Path) -> Rendezvous:
+    """Return the rendezvous of member 0, whose other members come to ``listener``; its address names the secret."""
+    secret, file = secret_of(member.address, shared)  # once this process has the port, nobody else removes the file
+    peers = Peers.host(listener, job, member.count, secret)
+    peers.files += [] if file is None else [file]
+    store = host_store()
+    peers.open_to_members(int(store.port))
+    peers.welcome = {"store": store.port}
+    return Rendezvous(noun, member, store, peers)
+
+
+def rendezvous_of_peer(noun: str, member: Membership, peers: Peers) -> Rendezvous:
+    """Return the rendezvous of another member, which member 0 has accepted."""
+    store = _client(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
+    return Rendezvous(noun, member, store, peers)
 
 
 def unproven(address: tuple[str, int], shared: Path) -> str:
@@ -217,16 +215,12 @@ def _not_member_zero(noun: str, member: Membership, differs: list[str] | None, f
     return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {port}; {fix}"
 
 
-def host_store(address: str, port: int, fix: str) -> TCPStore:
-    """Return a store that listens at `address`; `port` 0 chooses a free one, which the store then reports.
-
-    Raises MachineError, ending with `fix` if the port is in use.
-    """
-    listener = _listen(address, port, fix)
-    port = listener.getsockname()[1]
+def host_store() -> TCPStore:
+    """Return a store on the loopback interface, at a port that the kernel picks, so that ports cannot collide."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=4096)
     return TCPStore(
-        address,
-        port,
+        LOOPBACK,
+        listener.getsockname()[1],
         is_master=True,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
@@ -235,13 +229,7 @@ def host_store(address: str, port: int, fix: str) -> TCPStore:
     )
 
 
-def _listen(
-    address: str,
-    port: int,
-    fix: str,
-    seconds: float = LOOKUP_SECONDS,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> socket.socket:
+def _listen(address: str, port: int, fix: str, seconds: float, meanwhile: Callable[[], None]) -> socket.socket:
     family, number = to_listen_at(address, seconds, meanwhile)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

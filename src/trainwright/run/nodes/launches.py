@@ -1,4 +1,4 @@
-"""How a number of processes is spread over nodes: the same number on each, and rank 0 on node 0.
+"""Which nodes of a run take part in each launch, and with how many processes.
 
 A launch begins when every node that is still there has ended the one before. Nodes that come back, or for which there
 is no use, wait for the next one.
@@ -15,12 +15,13 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, FaultError, Stopped,
 from trainwright.run import run_directory
 from trainwright.run.ending.stop import Stopping
 from trainwright.run.group.elastic import Elastic
-from trainwright.run.nodes.nodes import Nodes, Spread, spread
+from trainwright.run.nodes.nodes import Nodes
+from trainwright.run.nodes.spread import Spread, spread
 
 
 @dataclass
-class Crew:
-    """The nodes of a run, launch by launch.
+class NodeLaunches:
+    """The launches of a run on several nodes.
 
     Attributes:
         run: the directory of the run; None for a script, whose number of processes is fixed.

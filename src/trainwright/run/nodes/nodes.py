@@ -2,59 +2,29 @@
 
 The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
 It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back.
-
-The kernel of a machine that fails may still answer for its programs, so each launcher says now and then that it runs.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright import __version__
-from trainwright.errors import (
-    EXIT_FAULT,
-    EXIT_TRAINING,
-    MachineError,
-    RequestError,
-    Stopped,
-    TrainwrightError,
-)
-from trainwright.run import run_directory
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
 from trainwright.run.ending.failure import Failure, first_failure
 from trainwright.run.ending.stop import Stopping
 from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
 from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
+from trainwright.run.nodes.node_info import NodeInfo, check_machine, check_same, visible
+from trainwright.run.nodes.silence import SILENCE_LIMIT, Silence
+from trainwright.run.nodes.spread import Launch, Spread
 from trainwright.run.worker_processes import WorkerRanks
-from trainwright.utils.paths import appears
 from trainwright.utils.text import say
-
-
-@dataclass(frozen=True)
-class NodeInfo:
-    """What a node reports before anything is created; all fields but `host` must be the same on all nodes.
-
-    `processes`: how many it is to run at most.
-    """
-
-    host: str
-    processes: int
-    gpus: int
-    recipe: str
-    resume: bool
-    version: str = __version__
-
-    @classmethod
-    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> NodeInfo:
-        """Describe this node."""
-        return cls(socket.gethostname(), processes, gpus, recipe, resume)
 
 
 class NodeFailed(TrainwrightError):
@@ -86,111 +56,12 @@ class NodeRules:
     on_hang: str
 
 
-def check_same(nodes: Mapping[int, NodeInfo]) -> None:
-    """Raise an error that names a node that differs from node 0."""
-    for index in nodes:
-        check_machine(nodes[0], index, nodes[index])
-    for index in nodes:
-        _check_request(nodes[0], index, nodes[index])
-
-
-def check_machine(first: NodeInfo, index: int, node: NodeInfo) -> None:
-    """Raise MachineError if the machine or the installation of a node differs from that of node 0."""
-    if node.version != first.version:
-        raise MachineError(
-            f"node 0 ({first.host}) has trainwright {first.version}, and node {index} ({node.host}) has "
-            f"{node.version}; install the same on both"
-        )
-    if node.gpus != first.gpus:
-        raise MachineError(
-            f"all nodes must have the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node "
-            f"{index} ({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
-        )
-
-
-def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
-    if (node.processes, node.recipe, node.resume) != (first.processes, first.recipe, first.resume):
-        raise RequestError(
-            f"node {index} ({node.host}) was started with another recipe, other overrides or other options than "
-            f"node 0 ({first.host}); only --node-rank may differ"
-        )
-
-
-def visible(run: Path, recipe: str, node: int) -> Path:
-    """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
-    if not appears(run / run_directory.RECIPE, recipe):
-        raise MachineError(
-            f"node {node} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
-            "created; set logging.run_directory to a file system that all nodes share"
-        )
-    return run
-
-
-def port_fix(member: Membership) -> str:
-    """Return what to do if the port at which the nodes meet is taken."""
-    if node_of_srun(member.count) == (member.index, in_words(*member.address)):
-        return "set MASTER_PORT to another one, or unset it for one of the job's own"
-    return "choose another one with --rendezvous, on every node"
-
-
-SILENCE_LIMIT = 30.0
-_RUNS_SECONDS = 2.0
-# A longer gap between two calls is time in which this process did not run, and has not heard of anybody.
-_MAX_LOOK_GAP = 5.0
-
-
-class Silence:
-    """Count how long the other nodes have been silent; call `silent` repeatedly."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._heard: dict[int, float] = {}
-        self._looked = self._said = clock()
-
-    def hear(self, node: int) -> None:
-        """Note a message of a node."""
-        self._heard[node] = self._clock()
-
-    def is_time(self) -> bool:
-        """Return whether this node is to say that it runs."""
-        now = self._clock()
-        if now - self._said < _RUNS_SECONDS:
-            return False
-        self._said = now
-        return True
-
-    def silent(self, nodes: Iterable[int]) -> list[int]:
-        """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
-        now, watched = self._clock(), list(nodes)
-        if now - self._looked > _MAX_LOOK_GAP:
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
-        return [node for node in watched if now - self._heard.setdefault(node, now) > SILENCE_LIMIT]
-
-
 _STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
 # The messages between launches: a node waits for one, node 0 begins or refuses one, or the run is over.
 _READY, _LAUNCH, _REFUSED, _OVER, _DROPPED = "ready", "launch", "refused", "over", "dropped"
-# The fields of each kind of message that have to be there, with their types.
-_FIELDS: dict[str, dict[str, type]] = {
-    GONE: {},
-    _STOP: {},
-    _KILLED: {},
-    _DROPPED: {},
-    _FAILED: {"number": int, "code": int},
-    _FINISHED: {"number": int, "codes": dict},
-    _RUNS: {},
-    _READY: {"room": int, "host": str, "gpus": int, "version": str},
-    _LAUNCH: {"number": int, "nodes": list, "each": int, "port": int},
-    _REFUSED: {"node": int, "code": int, "text": str},
-    _OVER: {"code": int, "text": str},
-}
-_MORE_FIELDS: dict[str, type] = {"text": str, "codes": dict, "records": dict, "memory": bool, "room": int}
-_OF_NODE_0 = (_LAUNCH, _REFUSED, _OVER, _DROPPED)
 # How long a failed node waits for the reports of the others, and node 0 at the end for their leaving.
 _REPORT_SECONDS, _LEAVE_SECONDS = 6.0, 5.0
 _POLL_SECONDS = 0.1
-_DIGITS = 8  # of a rank
 _LOST = "is gone: it was killed, lost its network or lost its power"
 _FIX = "; resume the run with --resume, on the nodes that are left"
 _SILENT = f"has not answered for {SILENCE_LIMIT:.0f} s: it is suspended, hangs or has lost its network"
@@ -273,7 +144,7 @@ class Nodes:
             rendezvous.listen()
 
         member = Membership(met.node_rank, met.nodes, (met.host, met.port), met.seconds)
-        rendezvous = meet("node", member, job_of(met.nodes), port_fix(member), patient, shared=shared)
+        rendezvous = meet("node", member, job_of(met.nodes), _port_fix(member), patient, shared=shared)
         set_interfaces(met.host)
         rendezvous.post(asdict(mine))
         if met.node_rank == 0:
@@ -453,7 +324,7 @@ class Nodes:
         """Process the messages of the others, pass a stop request on, and say that this node runs."""
         early, self.rendezvous.early = self.rendezvous.early, []
         for message in early + self.rendezvous.peers.poll():
-            if (peer := message["peer"]) != self.index and _is_valid(message):  # its own from before it was lost
+            if (peer := message["peer"]) != self.index:  # its own from before it was lost
                 self._hear(message["kind"], peer, message)
         there = self.rendezvous.peers.connected()
         for index in (self._expected if self.index == 0 else {0}) - there - {self.index}:
@@ -544,63 +415,8 @@ class Nodes:
         return f"node {index} ({self._hosts.get(index, 'unknown')})"
 
 
-def _is_valid(message: Message) -> bool:
-    """Return whether a node may send this message, and whether it has the fields of its kind, with their types."""
-    kind = message["kind"]
-    if kind not in _FIELDS or (kind in _OF_NODE_0 and message["peer"] != 0):
-        return False
-    if any(type(message.get(name)) is not of for name, of in _FIELDS[kind].items()):
-        return False
-    if any(name in message and type(message[name]) is not of for name, of in _MORE_FIELDS.items()):
-        return False
-    ranks = [*message.get("codes", {}), *message.get("records", {})]
-    return (
-        all(rank.isascii() and rank.isdigit() and len(rank) < _DIGITS for rank in ranks)
-        and all(code is None or type(code) is int for code in message.get("codes", {}).values())
-        and all(isinstance(record, dict) for record in message.get("records", {}).values())
-        and all(type(node) is int for node in message.get("nodes", ()))
-        and 0 <= message.get("port", 0) < 2**16
-    )
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The nodes that take part in a launch, in the order of their ranks, and the number of processes on each."""
-
-    nodes: tuple[int, ...]
-    each: int
-
-    @property
-    def processes(self) -> int:
-        """Return the number of processes on all nodes."""
-        return self.each * len(self.nodes)
-
-    def first_rank(self, node: int) -> int:
-        """Return the lowest rank on a node."""
-        return self.each * self.nodes.index(node)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of the workers: its number, its nodes, and the port of the workers' store at node 0."""
-
-    number: int
-    spread: Spread
-    port: int
-
-
-def spread(usable: Collection[int], rooms: Mapping[int, int]) -> Spread | None:
-    """Return the spread of the largest usable number of processes, over as many nodes as possible; None if there is
-    room for none.
-
-    Args:
-        rooms: how many processes each node has room for, by its index.
-    """
-    best: Spread | None = None
-    for each in range(max(rooms.values(), default=0), 0, -1):
-        able = sorted(index for index, room in rooms.items() if room >= each)
-        for count in range(len(able), 0, -1):
-            number = count * each
-            if able[0] == 0 and number in usable and (best is None or number >= best.processes):
-                best = Spread(tuple(able[:count]), each)
-    return best
+def _port_fix(member: Membership) -> str:
+    """Return what to do if the port at which the nodes meet is taken."""
+    if node_of_srun(member.count) == (member.index, in_words(*member.address)):
+        return "set MASTER_PORT to another one, or unset it for one of the job's own"
+    return "choose another one with --rendezvous, on every node"

@@ -12,8 +12,9 @@ import pytest
 from tests.support.commands import wait_for
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, EXIT_STOPPED, RequestError
 from trainwright.run.group.environment import NodeRendezvous
-from trainwright.run.nodes.launches import Crew
-from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped, NodeFailed, NodeInfo, NodeRules, Nodes, NodesLost
+from trainwright.run.nodes.launches import NodeLaunches
+from trainwright.run.nodes.node_info import NodeInfo
+from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped, NodeFailed, NodeRules, Nodes, NodesLost
 
 
 class Members:
@@ -32,21 +33,21 @@ class Members:
         for nodes in reversed(self._nodes):
             nodes.leave()
 
-    def arrive(self, index: int, recipe: str = "", version: str = "1") -> Future[Crew]:
+    def arrive(self, index: int, recipe: str = "", version: str = "1") -> Future[NodeLaunches]:
         """Have a node meet the others and see the run's directory."""
         mine = NodeInfo("here", 1, 0, recipe, resume=False, version=version)
 
-        def meet() -> Crew:
+        def meet() -> NodeLaunches:
             stopping, met = LinkedStopping(), NodeRendezvous(self._count, index, *self._place, 20.0)
             nodes = Nodes.meet(met, mine, stopping, self._rules)
             self._nodes.append(nodes)
             run = nodes.open(lambda: (self._directory, "the recipe"))
-            return Crew(run, nodes, self._usable, lambda: 1, stopping)
+            return NodeLaunches(run, nodes, self._usable, lambda: 1, stopping)
 
         return self._threads.submit(meet)
 
-    def all_arrive(self) -> list[Crew]:
-        """Return the crews of all nodes, as each of them sees it."""
+    def all_arrive(self) -> list[NodeLaunches]:
+        """Return the launches of all nodes, as each of them sees it."""
         return [each.result(30) for each in [self.arrive(index) for index in range(self._count)]]
 
     def together(self, *works: Callable[[], int]) -> list[int]:
@@ -64,18 +65,18 @@ def two(tmp_path: Path) -> Iterator[Members]:
     members.close()
 
 
-def lose(crew: Crew) -> None:
+def lose(launches: NodeLaunches) -> None:
     """End a node's connection without a word, as its death does."""
-    for line in crew.nodes.rendezvous.peers._lines:
+    for line in launches.nodes.rendezvous.peers._lines:
         line.socket.shutdown(socket.SHUT_RDWR)
 
 
-def trains(crew: Crew) -> None:
-    crew.nodes.running = True
+def trains(launches: NodeLaunches) -> None:
+    launches.nodes.running = True
 
 
-def ranks(crew: Crew) -> tuple[int, int]:
-    ranks = crew.nodes.ranks()
+def ranks(launches: NodeLaunches) -> tuple[int, int]:
+    ranks = launches.nodes.ranks()
     return ranks.first, ranks.size
 
 
@@ -105,7 +106,7 @@ def test_what_comes_back_on_another_node_is_noticed_while_the_run_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU does that has fallen off the bus."""
-    monkeypatch.setattr("trainwright.run.nodes.nodes._RUNS_SECONDS", 0.1)
+    monkeypatch.setattr("trainwright.run.nodes.silence._RUNS_SECONDS", 0.1)
     members, there = Members(tmp_path, 2, (2, 4)), [1]
     first, second = members.all_arrive()
     first.room, second.room = lambda: 2, lambda: there[0]
@@ -116,8 +117,8 @@ def test_what_comes_back_on_another_node_is_noticed_while_the_run_trains(
     assert elastic is not None
 
     def available() -> int | None:
-        for crew in (second, first):
-            crew.nodes.poll()
+        for launches in (second, first):
+            launches.nodes.poll()
         return elastic.available()
 
     for there[0], number in ((2, 4), (1, 2)):
@@ -126,8 +127,8 @@ def test_what_comes_back_on_another_node_is_noticed_while_the_run_trains(
 
 
 def test_a_silent_node_is_dropped_and_told_so_when_it_wakes(two: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.run.nodes.nodes.SILENCE_LIMIT", 1.0)
-    monkeypatch.setattr("trainwright.run.nodes.nodes._RUNS_SECONDS", 0.1)
+    monkeypatch.setattr("trainwright.run.nodes.silence.SILENCE_LIMIT", 1.0)
+    monkeypatch.setattr("trainwright.run.nodes.silence._RUNS_SECONDS", 0.1)
     first, second = two.all_arrive()
     two.together(first.first, second.first)
     trains(first)
@@ -144,8 +145,8 @@ def test_a_silent_node_is_dropped_and_told_so_when_it_wakes(two: Members, monkey
 def test_a_silent_node_is_only_told_of_if_the_recipe_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainwright.run.nodes.nodes.SILENCE_LIMIT", 0.5)
-    monkeypatch.setattr("trainwright.run.nodes.nodes._RUNS_SECONDS", 0.1)
+    monkeypatch.setattr("trainwright.run.nodes.silence.SILENCE_LIMIT", 0.5)
+    monkeypatch.setattr("trainwright.run.nodes.silence._RUNS_SECONDS", 0.1)
     members = Members(tmp_path, 2, (1, 2), on_hang="warn")
     first, second = members.all_arrive()
     members.together(first.first, second.first)
