@@ -39,8 +39,8 @@ from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.process import keep_freed_memory, prepare_environment, threads_allowed
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
 from trainwright.tasks.registry import task_module
 

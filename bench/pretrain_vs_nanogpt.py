@@ -44,9 +44,9 @@ from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.process import keep_freed_memory, run_in_child, threads_allowed
 from trainwright.run.resolve import resolve
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
 from trainwright.tasks.registry import task_module
 

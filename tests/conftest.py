@@ -17,7 +17,7 @@ from tests.support.janitor import Janitor
 from tests.support.runs import Runs
 from trainwright.utils import heartbeat
 from trainwright.utils.heartbeat import Heartbeat
-from trainwright.utils.spent import Use
+from trainwright.utils.phase_clock import Use
 
 # What the shell that starts the tests may have set for something else: a batch system's step, a launcher's process,
 # a terminal. Commands under test would follow it.

@@ -27,9 +27,9 @@ from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.process import prepare_environment, run_in_child
 from trainwright.run.resolve import resolve
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
 from trainwright.tasks.registry import task_module
 

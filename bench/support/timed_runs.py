@@ -19,8 +19,8 @@ from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.process import run_in_child
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
 
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import nullcontext
 
 from trainwright.errors import EXIT_STOPPED, Interrupted
-from trainwright.run.ending.stop import interruptible
+from trainwright.run.shutdown.stop import interruptible
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import search_working_directory_last
 from trainwright.utils.text import say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.run.ending.exit_code import torchrun_warning
+from trainwright.run.shutdown.exit_code import torchrun_warning
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch"])

@@ -11,10 +11,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.commands import trainwright
-from trainwright.data.rows import bounded
-from trainwright.data.rows.bounded import TokenizerError
+from trainwright.data.rows import tokenizer_guard as bounded
 from trainwright.data.rows.chat_encoding import encode_messages
 from trainwright.data.rows.texts import TextEncoder
+from trainwright.data.rows.tokenizer_guard import TokenizerError
 from trainwright.data.tokens.shard_writer import settings_of
 from trainwright.data.tokens.token_worker import Encoder
 from trainwright.errors import RequestError

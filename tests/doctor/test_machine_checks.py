@@ -31,7 +31,7 @@ from trainwright.errors import MachineError
 from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.run.ending.stop import Stopping
+from trainwright.run.shutdown.stop import Stopping
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from tests.support.workers import by_hand
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_reader import EventRecord
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
-from trainwright.engine.policies.halving import remedy
+from trainwright.engine.policies.micro_batch_halving import remedy
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.run.resolve import resolve

@@ -12,7 +12,7 @@ from tests.support.slow import slow_but
 from trainwright.errors import RequestError
 from trainwright.inference.generation import Sampling, answer_batch
 from trainwright.inference.stopping import Stop
-from trainwright.utils.spent import Use
+from trainwright.utils.phase_clock import Use
 
 END = 258
 GREEDY = Sampling(max_new_tokens=40)

@@ -20,7 +20,7 @@ from trainwright.inference.stopping import Stop
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import EvaluateSection
-from trainwright.utils.spent import Use
+from trainwright.utils.phase_clock import Use
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

@@ -17,7 +17,7 @@ from tests.support.runs import ON_ROWS, TINY, column, events
 
 _STOPPED_BY_A_SIGNAL = """
 import os, signal, sys
-from trainwright.run.ending.stop import Stopping
+from trainwright.run.shutdown.stop import Stopping
 with Stopping() as stopping:
     os.kill(os.getpid(), signal.{name})
     assert stopping.requested
@@ -30,7 +30,7 @@ print("still there")
 _NOHUP = """
 import os, signal, sys
 from pathlib import Path
-from trainwright.run.ending.stop import Flags, Stopping, follow_launcher, follow_signals, stop_requested
+from trainwright.run.shutdown.stop import Flags, Stopping, follow_launcher, follow_signals, stop_requested
 from trainwright.run.process import run_in_child
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 def log_out():

@@ -16,8 +16,8 @@ from trainwright.errors import MachineError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.process_range import in_words, usable_processes
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.run.ending.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
 from trainwright.run.group.elastic import Elastic, devices_for
+from trainwright.run.shutdown.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
 
 RANGE = "parallel.num_processes={min: 1, max: 3}"
 SETTINGS = (ON_ROWS, "data.validation=null", "checkpoint.every=4", "parallel.strategy=ddp")

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.engine.out_of_memory import OutOfMemory
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, RequestError
-from trainwright.run.ending.failure import (
+from trainwright.run.shutdown.failure import (
     Cause,
     EndedBySignal,
     MemoryFailure,
@@ -23,7 +23,7 @@ from trainwright.run.ending.failure import (
     record_exception,
     slot_records,
 )
-from trainwright.run.ending.stop import Stopping
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import run_workers
 
 

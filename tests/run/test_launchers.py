@@ -487,8 +487,8 @@ def test_under_launchers_with_codes_of_their_own_the_code_is_the_runs(
 
 def test_a_launcher_without_a_run_ends_with_its_own_code(tmp_path: Path) -> None:
     from trainwright.errors import RequestError
-    from trainwright.run.ending.exit_code import record_exit_code
     from trainwright.run.program import run_launcher
+    from trainwright.run.shutdown.exit_code import record_exit_code
 
     assert [run_launcher([sys.executable, "-c", f"raise SystemExit({code})"]) for code in (0, 9)] == [0, 9]
     assert run_launcher(["bash", "-c", 'echo 0 75 >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_STOPPED

@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.commands import PATIENCE, all_gone, descendants, python, started, wait_for
 from trainwright.errors import MachineError
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.nodes.nodes import NodeFailed
 from trainwright.run.process import prepare_environment, run_in_child, threads_allowed
 from trainwright.run.run_worker import _set_precision_of_fp32_products
+from trainwright.run.shutdown.stop import Stopping
 
 ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
 

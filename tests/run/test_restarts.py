@@ -14,9 +14,9 @@ from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, Runs, column, events
 from trainwright.engine.events import Restart
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
-from trainwright.run.ending.failure import Cause, Failure
 from trainwright.run.relaunch import Restarts
-from trainwright.utils.beats import heartbeat_directory, heartbeat_file, read
+from trainwright.run.shutdown.failure import Cause, Failure
+from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
 
 SETTINGS = ("parallel.num_processes=2", ON_ROWS, "data.validation=null", "train.max_steps=40", "checkpoint.every=4")
 

@@ -18,8 +18,8 @@ from trainwright.errors import FaultError, RequestError, Stopped
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
-from trainwright.run.ending.failure import error_file, error_records
 from trainwright.run.relaunch import REPLAN, take_replan
+from trainwright.run.shutdown.failure import error_file, error_records
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from tests.support.workers import by_hand, start_workers
 from trainwright.errors import RequestError, Stopped
-from trainwright.run.ending.exit_code import refuse_stopped
-from trainwright.run.ending.requests import (
+from trainwright.run.shutdown.exit_code import refuse_stopped
+from trainwright.run.shutdown.requests import (
     Deadline,
     StopRequests,
     deadline_of,
@@ -98,7 +98,7 @@ def test_the_first_attempt_forgets_why_the_run_has_stopped_before(
 
 _AGES = """
 import os
-from trainwright.run.ending.exit_code import seconds_since_launch
+from trainwright.run.shutdown.exit_code import seconds_since_launch
 from trainwright.machine.usage.sample import process_age
 ages = {"none": 0.0, "own": process_age(), "launcher": process_age(os.getppid())}
 for number in (0, 1):

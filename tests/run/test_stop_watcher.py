@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.commands import wait_for
-from trainwright.run.ending.stop import BEFORE_FIRST_STEP, NEWEST, Stopping, StopWatcher, _is_suspended
+from trainwright.run.shutdown.stop import BEFORE_FIRST_STEP, NEWEST, Stopping, StopWatcher, _is_suspended
 
 
 class Killed(Exception):

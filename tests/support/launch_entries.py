@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError, TrainwrightError
-from trainwright.run.ending.stop import Stopping, set_fresh, stop_requested
 from trainwright.run.process import console, preload_libraries, run_in_child
+from trainwright.run.shutdown.stop import Stopping, set_fresh, stop_requested
 
 
 def entry(kind: str, logs: Path) -> int:

@@ -119,8 +119,8 @@ def abandon(where: str) -> None:
 
 def probe(recipe: str, mebibytes: int | None, answer: str) -> None:
     """Probe a resolved recipe, limited if so; what was found goes to the file `answer`."""
-    from trainwright.run.ending.stop import Stopping
     from trainwright.run.process import preload_libraries
+    from trainwright.run.shutdown.stop import Stopping
     from trainwright.run.trial_step import probe
 
     preload_libraries()

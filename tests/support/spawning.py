@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.run.ending import stop
+from trainwright.run.shutdown import stop
 
 stop.START_METHOD = "spawn"
 

@@ -8,10 +8,10 @@ import time
 from dataclasses import replace
 
 from trainwright.faults.drills import invariants
-from trainwright.faults.drills.commands import Command, CommandResult
 from trainwright.faults.drills.invariants import InvariantBroken, require
 from trainwright.faults.drills.kinds import fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.faults.drills.watched_commands import Command, CommandResult
 
 _WORLDS = (("ddp", 2), ("fsdp", 2), ("ddp", 3))
 # A rank that waits for something that cannot come does not wait for minutes.

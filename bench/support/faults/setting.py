@@ -8,10 +8,10 @@ import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from trainwright.faults.drills.commands import CommandResult
 from trainwright.faults.drills.invariants import require
 from trainwright.faults.drills.trial_environment import REQUEST, Scene
 from trainwright.faults.drills.trial_settings import TrialSettings
+from trainwright.faults.drills.watched_commands import CommandResult
 
 ROOT = Path(__file__).resolve().parents[3]
 # A command that only refuses does so soon, and in bounded memory.

@@ -9,8 +9,8 @@ from trainwright.api.run import Run
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
 from trainwright.recipe.registries import STOP_HOOKS
-from trainwright.run.ending.requests import CHECKPOINT_FILE, STOP_FILE, ask
 from trainwright.run.run_directory import RECIPE, SUBMITTED
+from trainwright.run.shutdown.requests import CHECKPOINT_FILE, STOP_FILE, ask
 from trainwright.utils.paths import run_path
 
 _LOOK_SECONDS = 0.2

@@ -228,10 +228,10 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     """
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
-    from trainwright.run.ending.requests import deadline_of
     from trainwright.run.group.environment import NodeRendezvous, refuse_worker
     from trainwright.run.ignored_settings import refuse_more_nodes
     from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
+    from trainwright.run.shutdown.requests import deadline_of
 
     if options.on_simulated is not None:
         SIMULATIONS.get("compute")(options.on_simulated)
@@ -266,7 +266,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
 def _train(options: TrainingRequest) -> Path:
     """Prepare and train, in a process that does nothing else."""
 
-    from trainwright.run.ending.stop import interruptible
+    from trainwright.run.shutdown.stop import interruptible
 
     try:
         with interruptible():
@@ -324,8 +324,8 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
 
 def _join(request: JoinRequest) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
-    from trainwright.run.ending.stop import describe_stop, interruptible
     from trainwright.run.joined import run_joined
+    from trainwright.run.shutdown.stop import describe_stop, interruptible
 
     failed: list[tuple[int, str]] = []
 

@@ -23,9 +23,9 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.machine.accelerators import refuse_unusable
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.limits import check_limits
 from trainwright.run.process import console, preload_libraries, prepare_environment, run_in_child
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils.activity import Activity, doing
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
 from trainwright.machine.usage.sample import process_age
-from trainwright.run.ending.requests import stop_was_requested
-from trainwright.run.ending.stop import STARTS_AGAIN
+from trainwright.run.shutdown.requests import stop_was_requested
+from trainwright.run.shutdown.stop import STARTS_AGAIN
 from trainwright.utils import text
 from trainwright.utils.text import quoted, say
 

@@ -18,8 +18,8 @@ from typing import Any
 from trainwright.errors import MachineError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, versions
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.process import preload_libraries
+from trainwright.run.shutdown.stop import Stopping
 
 SECONDS = 50.0  # in total, including imports and starting processes
 LIMIT = 57.0  # seconds after which a machine is too busy to be measured; with the final work it stays below a minute

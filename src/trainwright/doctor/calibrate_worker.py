@@ -26,8 +26,8 @@ from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.world import World, join, leave
-from trainwright.run.ending.stop import stop_requested
 from trainwright.run.process import keep_freed_memory
+from trainwright.run.shutdown.stop import stop_requested
 
 _SLOT_SECONDS = 0.02  # seconds per case and round; at least one call is made
 _UNDISTURBED = 0.2  # quantile of the calls; slower ones waited for something else

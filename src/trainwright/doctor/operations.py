@@ -75,7 +75,7 @@ def examine_machine(request: MachineRequest) -> MachineReport:
     from trainwright.doctor.checks.check import CheckContext
     from trainwright.doctor.checks.running import checks_named, examine
     from trainwright.machine.detect import detect
-    from trainwright.run.ending.stop import Stopping
+    from trainwright.run.shutdown.stop import Stopping
 
     checks = checks_named(request.checks)
     directories = tuple(_directory(name) for name in request.directories) or tuple(_usual_directories())

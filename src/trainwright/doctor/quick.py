@@ -42,8 +42,8 @@ from trainwright.doctor.undisturbed import Stopwatch, Timed, least
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
 from trainwright.models.linear_losses import linear_cross_entropy  # noqa: F401  (imported once for all)
 from trainwright.parallel.openmp import limit_spinning
-from trainwright.run.ending.stop import START_METHOD
 from trainwright.run.process import die_with_parent, keep_freed_memory
+from trainwright.run.shutdown.stop import START_METHOD
 
 _TIMEOUT = 10.0  # seconds that a process waits for another
 _LEAST_SECONDS = 0.7  # minimum time of measuring, regardless of imports

@@ -22,9 +22,9 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.run import run_directory
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.observers.progress import Remaining, progress_on
 from trainwright.run.process import console, preload_worker, prepare_environment, run_in_child
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils.text import count, say, size
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from trainwright.engine.policies.base import (
     check_skips,
 )
 from trainwright.engine.policies.builtin import MAX_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
-from trainwright.engine.policies.halving import Halving
+from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress

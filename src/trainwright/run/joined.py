@@ -36,9 +36,6 @@ from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import LAUNCHERS, WATCHERS
 from trainwright.run import run_directory
-from trainwright.run.ending.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
-from trainwright.run.ending.requests import Deadline, deadline_of
-from trainwright.run.ending.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
 from trainwright.run.group.environment import (
     SUPERVISING_LAUNCHERS,
     LaunchEnvironment,
@@ -66,6 +63,9 @@ from trainwright.run.request import (
     request_of,
     resolve_request,
 )
+from trainwright.run.shutdown.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
+from trainwright.run.shutdown.requests import Deadline, deadline_of
+from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
 from trainwright.run.start import recorded_run
 from trainwright.run.stored_runs import is_url
 from trainwright.utils.paths import appears
@@ -185,9 +185,9 @@ def run_joined(
         rank_info = participant.rank_info(slot)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
-            from trainwright.run.ending.failure import run_to_end
             from trainwright.run.group.rendezvous import prepare_each_machine
             from trainwright.run.run_worker import Worker, prepare, train
+            from trainwright.run.shutdown.failure import run_to_end
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
             with ExitStack() as watched:

@@ -23,13 +23,8 @@ from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.parallel.constants import CACHED_PRODUCTS
 from trainwright.recipe.registries import START_HOOKS
-from trainwright.run.ending.oom_killer import raise_oom_score
-from trainwright.run.ending.stop import (
-    START_METHOD,
-    STOP_SIGNALS,
-    Stopping,
-    restore_default_signals,
-)
+from trainwright.run.shutdown.oom_killer import raise_oom_score
+from trainwright.run.shutdown.stop import START_METHOD, STOP_SIGNALS, Stopping, restore_default_signals
 from trainwright.utils.activity import Activity
 from trainwright.utils.parent import signal_after_parent
 from trainwright.utils.text import say

@@ -16,8 +16,8 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.run.ending.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, recorded_code
-from trainwright.run.ending.stop import STOP_SIGNALS
+from trainwright.run.shutdown.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, recorded_code
+from trainwright.run.shutdown.stop import STOP_SIGNALS
 from trainwright.utils.activity import doing
 from trainwright.utils.parent import signal_after_parent
 

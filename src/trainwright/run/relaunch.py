@@ -25,7 +25,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import rate_of
 from trainwright.run import run_directory
-from trainwright.run.ending.failure import FROM_OUTSIDE, Cause, Failure, MemoryFailure
+from trainwright.run.shutdown.failure import FROM_OUTSIDE, Cause, Failure, MemoryFailure
 from trainwright.run.supervisor import raise_failure
 from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
@@ -70,7 +70,12 @@ class Relaunch:
 
     def _halve(self, ran_out: MemoryFailure) -> Fault | None:
         """Halve the micro-batch in the run's recipe; return the event, or None if another launch is of no use."""
-        from trainwright.engine.policies.halving import halved, reason, rows_of, with_rows  # these import torch
+        from trainwright.engine.policies.micro_batch_halving import (  # these import torch
+            halved,
+            reason,
+            rows_of,
+            with_rows,
+        )
 
         recipe = load_recipe(self._run / run_directory.RECIPE)
         rows = rows_of(recipe, ran_out.rows)

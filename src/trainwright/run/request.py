@@ -24,9 +24,9 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.yaml_text import Tree, parse_value
 from trainwright.run import run_directory
-from trainwright.run.ending.requests import Deadline
 from trainwright.run.resolve import Resolved, resolve
 from trainwright.run.resuming import resumed_recipe
+from trainwright.run.shutdown.requests import Deadline
 from trainwright.run.stored_runs import is_url
 from trainwright.utils.installation import FIRST
 from trainwright.utils.paths import user_path

@@ -18,7 +18,7 @@ from trainwright.errors import FaultError, RequestError, Stopped, unwritable
 from trainwright.machine.sharing import Locked, lock_directory
 from trainwright.recipe.files import parse_json
 from trainwright.recipe.yaml_text import parse_value
-from trainwright.run.ending.stop import is_restart
+from trainwright.run.shutdown.stop import is_restart
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import open_inside, user_path, write_file
 from trainwright.utils.text import quoted

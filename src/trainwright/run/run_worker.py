@@ -47,15 +47,6 @@ from trainwright.recipe.sections.fields import Auto, seconds_of
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.run import run_directory
-from trainwright.run.ending.exit_code import ATTEMPT, torchrun_warning
-from trainwright.run.ending.requests import STATE_BYTES, Deadline, StopRequests
-from trainwright.run.ending.stop import (
-    request_stop,
-    resize_requested,
-    set_fresh,
-    stop_requested,
-    take_save_to_resize,
-)
 from trainwright.run.group.contract import agree, check_layout, usable_device
 from trainwright.run.group.start_event import DTYPES, start_event
 from trainwright.run.limits import open_files_in_words
@@ -67,10 +58,13 @@ from trainwright.run.process import (
     threads_allowed,
 )
 from trainwright.run.relaunch import is_replan_requested
+from trainwright.run.shutdown.exit_code import ATTEMPT, torchrun_warning
+from trainwright.run.shutdown.requests import STATE_BYTES, Deadline, StopRequests
+from trainwright.run.shutdown.stop import request_stop, resize_requested, set_fresh, stop_requested, take_save_to_resize
 from trainwright.tasks.registry import task_module
 from trainwright.utils import heartbeat
 from trainwright.utils.activity import Activity, doing
-from trainwright.utils.beats import heartbeat_directory
+from trainwright.utils.heartbeat_file import heartbeat_directory
 from trainwright.utils.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS

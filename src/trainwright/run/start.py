@@ -24,8 +24,6 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.machine.usage.sample import process_age
-from trainwright.run.ending.requests import check_before_steps, forget_stops
-from trainwright.run.ending.stop import Stopping, describe_stop
 from trainwright.run.failed import record_failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
@@ -41,6 +39,8 @@ from trainwright.run.process import (
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
+from trainwright.run.shutdown.requests import check_before_steps, forget_stops
+from trainwright.run.shutdown.stop import Stopping, describe_stop
 from trainwright.run.trial_step import fit
 from trainwright.utils.activity import Activity
 from trainwright.utils.text import quoted, say
@@ -239,9 +239,9 @@ class _Launch:
         """Run the workers until the run has ended or stopped, launch after launch: after a failure that a restart or a
         smaller micro-batch may mend, with another number of processes, or with another plan.
         """
-        from trainwright.run.ending.failure import Failure
         from trainwright.run.relaunch import Relaunch
         from trainwright.run.run_worker import Worker, train
+        from trainwright.run.shutdown.failure import Failure
         from trainwright.run.supervisor import run_workers
 
         launches, recipe = self.launches, self.resolved.recipe

@@ -10,7 +10,11 @@ from typing import Any, NoReturn
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, error_of, writes_to
 from trainwright.recipe.registries import WATCHERS
-from trainwright.run.ending.failure import (
+from trainwright.run.group.elastic import Elastic
+from trainwright.run.group.rendezvous import host_store
+from trainwright.run.nodes.nodes import Nodes, NodesLost
+from trainwright.run.observers.observed import after_workers
+from trainwright.run.shutdown.failure import (
     Cause,
     Failure,
     error_file,
@@ -19,12 +23,8 @@ from trainwright.run.ending.failure import (
     first_failure,
     slot_records,
 )
-from trainwright.run.ending.oom_killer import count_memory_kills
-from trainwright.run.ending.stop import Stopping, StopWatcher
-from trainwright.run.group.elastic import Elastic
-from trainwright.run.group.rendezvous import host_store
-from trainwright.run.nodes.nodes import Nodes, NodesLost
-from trainwright.run.observers.observed import after_workers
+from trainwright.run.shutdown.oom_killer import count_memory_kills
+from trainwright.run.shutdown.stop import Stopping, StopWatcher
 from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers
 

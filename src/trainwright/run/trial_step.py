@@ -12,8 +12,8 @@ from trainwright.engine.event_reader import read_events
 from trainwright.errors import EXIT_FINISHED, MachineError, Stopped
 from trainwright.recipe.loading import load_recipe
 from trainwright.run import run_directory
-from trainwright.run.ending.oom_killer import raise_oom_score
-from trainwright.run.ending.stop import Stopping
+from trainwright.run.shutdown.oom_killer import raise_oom_score
+from trainwright.run.shutdown.stop import Stopping
 
 _STEPS = 2  # the second step also has the optimizer state in memory
 _FIRST_TO_BE_KILLED = 1000
@@ -73,7 +73,10 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
         MachineError: even one row per micro-batch does not fit.
         Stopped: a stop was requested meanwhile.
     """
-    from trainwright.engine.policies.halving import halved, with_rows  # torch, which a refusal does not wait for
+    from trainwright.engine.policies.micro_batch_halving import (  # torch, which a refusal does not wait for
+        halved,
+        with_rows,
+    )
 
     while True:
         text = (run / run_directory.RECIPE).read_text(encoding="utf-8")

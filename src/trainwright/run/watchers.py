@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trainwright.run.ending.failure import Cause
+from trainwright.run.shutdown.failure import Cause
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import RankInfo

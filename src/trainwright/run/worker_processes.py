@@ -23,8 +23,10 @@ from typing import Any
 import torch
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
-from trainwright.run.ending import stop
-from trainwright.run.ending.failure import (
+from trainwright.run.group.addresses import LOOPBACK
+from trainwright.run.process import enter_process, forking, threads_allowed
+from trainwright.run.shutdown import stop
+from trainwright.run.shutdown.failure import (
     EndedBySignal,
     EndedEarly,
     Slot,
@@ -36,9 +38,7 @@ from trainwright.run.ending.failure import (
     run_to_end,
     set_done,
 )
-from trainwright.run.ending.stop import START_METHOD
-from trainwright.run.group.addresses import LOOPBACK
-from trainwright.run.process import enter_process, forking, threads_allowed
+from trainwright.run.shutdown.stop import START_METHOD
 from trainwright.utils.text import say
 
 # A process that the kernel has not ended so long after SIGKILL waits for a device or a disk.

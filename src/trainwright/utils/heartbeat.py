@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from trainwright.utils.beats import (
+from trainwright.utils.heartbeat_file import (
     CALL,
     CALLS,
     COLLECTIVES,
@@ -42,7 +42,7 @@ from trainwright.utils.beats import (
     write_start,
     write_times,
 )
-from trainwright.utils.spent import DeviceEvent, Spent, Use
+from trainwright.utils.phase_clock import DeviceEvent, Spent, Use
 
 _OTHERS = "another phase"  # all that the file has no space for
 # The share of the longest time that is left after another of the first times, which may include compilation.

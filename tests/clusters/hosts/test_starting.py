@@ -22,7 +22,7 @@ from trainwright.clusters.hosts.names import Host
 from trainwright.clusters.hosts.starting import HostsResult, run_on
 from trainwright.clusters.operations import train_on_hosts
 from trainwright.errors import RequestError, Stopped
-from trainwright.run.ending import stop
+from trainwright.run.shutdown import stop
 
 HOSTS = [Host("one"), Host("two")]
 # What ssh is given ends with the command, which tells its process as the last line of a file.

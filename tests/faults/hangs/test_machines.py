@@ -20,12 +20,13 @@ from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
 from trainwright.errors import TrainingError
 from trainwright.faults.hangs import machines
-from trainwright.faults.hangs.beside import _workers, watching
 from trainwright.faults.hangs.evidence import keep_collectives, remove_pipes, wait_for_collectives, write_collectives
 from trainwright.faults.hangs.judge import RankState, judge
 from trainwright.faults.hangs.machines import Machines
+from trainwright.faults.hangs.sidecar_watcher import _workers, watching
 from trainwright.parallel.world import RankInfo
-from trainwright.utils.beats import (
+from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.heartbeat_file import (
     FINISHED,
     PID,
     Beat,
@@ -35,7 +36,6 @@ from trainwright.utils.beats import (
     heartbeat_file,
     read,
 )
-from trainwright.utils.heartbeat import Heartbeat
 
 HANG = "train.step_policies=['tests.support.hanging:Hanging']"
 OVERRIDES = (

@@ -21,9 +21,9 @@ from trainwright.clusters.hosts.names import SSH_FAILED, Host, HostAnswer, answe
 from trainwright.clusters.job import captured
 from trainwright.engine.event_log import append_event
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError
-from trainwright.run.ending.failure import Cause, Failure
-from trainwright.run.ending.stop import STOP_SIGNALS
 from trainwright.run.relaunch import Restarts
+from trainwright.run.shutdown.failure import Cause, Failure
+from trainwright.run.shutdown.stop import STOP_SIGNALS
 from trainwright.utils.text import encodable, quoted, say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainwright.run.ending.stop import is_shell
 from trainwright.run.group.environment import SUPERVISING_LAUNCHERS
+from trainwright.run.shutdown.stop import is_shell
 from trainwright.utils.text import say
 
 _SUPERVISOR = "slurmstepd"

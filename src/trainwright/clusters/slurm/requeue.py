@@ -20,9 +20,9 @@ from trainwright.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, 
 from trainwright.clusters.slurm import scheduler
 from trainwright.engine.event_reader import status_of
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.run.ending.requests import STOP_FILE, stop_was_requested
-from trainwright.run.ending.stop import scheduler_job
 from trainwright.run.run_directory import SUBMITTED
+from trainwright.run.shutdown.requests import STOP_FILE, stop_was_requested
+from trainwright.run.shutdown.stop import scheduler_job
 from trainwright.utils.text import say
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainwright.api.run import Run
 from trainwright.clusters.slurm import scheduler
-from trainwright.run.ending.requests import STOP_FILE, ask, stop_was_requested
 from trainwright.run.run_directory import RECIPE
+from trainwright.run.shutdown.requests import STOP_FILE, ask, stop_was_requested
 
 _ASK_SECONDS = 2.0
 

@@ -12,7 +12,7 @@ from trainwright.clusters.slurm import scheduler
 from trainwright.clusters.slurm.job import directory_of, file_of, text
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import lock_directory, remove_locked
-from trainwright.run.ending.requests import (
+from trainwright.run.shutdown.requests import (
     STATE_BYTES,
     forget_stops,
     seconds_to_stop,

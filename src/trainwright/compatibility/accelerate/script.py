@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, TrainwrightError
-from trainwright.run.ending.stop import stop_requested
 from trainwright.run.process import console
+from trainwright.run.shutdown.stop import stop_requested
 
 _POLL_SECONDS = 0.1
 _SHOW_SECONDS = 2.0  # how long the console output may lag when the script has ended

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainwright.run.ending.failure import Failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.environment import NodeRendezvous
 from trainwright.run.nodes.launches import NodeLaunches, taking_part
 from trainwright.run.nodes.node_info import NodeInfo
 from trainwright.run.nodes.nodes import LinkedStopping, NodeRules, Nodes
+from trainwright.run.shutdown.failure import Failure
 from trainwright.run.supervisor import raise_failure, run_workers
 from trainwright.utils.activity import Activity
 

@@ -26,10 +26,10 @@ from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
 from trainwright.recipe.files import missing_file
 from trainwright.run import run_directory
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.group.environment import NodeRendezvous, refuse_worker
 from trainwright.run.limits import check_limits
 from trainwright.run.process import prepare_environment
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils.text import quoted, say
 
 _NOTICE = "stopping: the script is interrupted; ctrl-C again kills it"

@@ -17,10 +17,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_templates import ChatTemplate, arguments_in, fixed_date, install_template
 from trainwright.data.rows.chat_turns import LocatedTurns, Span, TurnFinder
 from trainwright.data.rows.formats import Message, TurnsError
+from trainwright.data.rows.tokenizer_guard import tokenized
 from trainwright.data.rows.tool_calls import arguments_of, names_in
 from trainwright.errors import RequestError
 

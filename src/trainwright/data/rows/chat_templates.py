@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.bounded import TokenizerError, bounded
 from trainwright.data.rows.formats import Message, TurnsError
+from trainwright.data.rows.tokenizer_guard import TokenizerError, bounded
 from trainwright.data.rows.tool_calls import arguments_of
 from trainwright.errors import RequestError
 from trainwright.recipe.files import missing_file, read_text

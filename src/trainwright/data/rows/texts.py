@@ -14,11 +14,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.layouts import columns_not_used
 from trainwright.data.rows.pairs import ANY
+from trainwright.data.rows.tokenizer_guard import tokenized
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import without_alias
 from trainwright.data.sources.opening import opened as opened_file

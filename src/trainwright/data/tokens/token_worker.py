@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.rows.bounded import bounded
+from trainwright.data.rows.tokenizer_guard import bounded
 from trainwright.errors import RequestError
 
 # The pattern of the ByteLevel pre-tokenizer, from GPT-2 (github.com/openai/gpt-2, src/encoder.py).

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
-    from trainwright.run.ending.stop import Stopping
+    from trainwright.run.shutdown.stop import Stopping
 
 
 class Severity(Enum):

@@ -174,8 +174,8 @@ def _drill(request: DrillRequest, progress: bool) -> Drill:
     """Perform the trials that have no verdict yet, in a process that does nothing else."""
     from trainwright.faults.drills.campaign import CampaignResults, cells, notes, rows_of
     from trainwright.faults.drills.shortened import setting_of, shortened, spreads_of
-    from trainwright.run.ending.stop import interruptible
     from trainwright.run.group.environment import refuse_worker
+    from trainwright.run.shutdown.stop import interruptible
 
     refuse_worker("drill")
     if not Path("/proc").is_dir():

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainwright.faults.drills.commands import LOOK_SECONDS, Command
 from trainwright.faults.drills.invariants import InvariantBroken, Missed
+from trainwright.faults.drills.watched_commands import LOOK_SECONDS, Command
 
 IMPORTS, PREPARATION, JOINING = "imports", "preparation", "joining"
 FIRST_STEP, STEP, EVALUATION, GENERATION = "first step", "step", "evaluation", "generation"

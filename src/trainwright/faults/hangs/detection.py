@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from trainwright.faults.hangs.beside import watching
 from trainwright.faults.hangs.evidence import keep_collectives, write_stacks_on_signal
 from trainwright.faults.hangs.machines import Machines
+from trainwright.faults.hangs.sidecar_watcher import watching
 from trainwright.faults.hangs.watcher import HangWatcher, WatchedRun
-from trainwright.utils.beats import heartbeat_directory
+from trainwright.utils.heartbeat_file import heartbeat_directory
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import RankInfo

@@ -26,10 +26,10 @@ from trainwright.faults.hangs.evidence import (
 from trainwright.faults.hangs.judge import STORAGE, RankState, Verdict, conflict_of, judge
 from trainwright.faults.hangs.machines import Machines
 from trainwright.recipe.loading import load_recipe
-from trainwright.run.ending.failure import Cause
 from trainwright.run.run_directory import RECIPE
+from trainwright.run.shutdown.failure import Cause
 from trainwright.run.watchers import WatcherVerdict
-from trainwright.utils.beats import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat_file import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.utils.text import say, span
 
 _BYTES_PER_SECOND = 64 * 2**10  # a process that moves fewer does not read or write a model

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trainwright.data.rows.bounded import tokenized
+from trainwright.data.rows.tokenizer_guard import tokenized
 from trainwright.data.stream.dataset_cache import prepare as prepare_data
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError

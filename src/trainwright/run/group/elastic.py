@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainwright.errors import FaultError, MachineError
 from trainwright.recipe.process_range import in_words
-from trainwright.run.ending.stop import BEFORE_FIRST_STEP, RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
+from trainwright.run.shutdown.stop import BEFORE_FIRST_STEP, RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
 from trainwright.utils.text import say
 
 # In the run directory: how many processes there may be.

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TextIO
 
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
-from trainwright.run.ending.exit_code import record_exit_code
-from trainwright.run.ending.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
-from trainwright.run.ending.oom_killer import count_memory_kills
 from trainwright.run.failed import record_failure
 from trainwright.run.group.peers import GONE, Message, Peers
+from trainwright.run.shutdown.exit_code import record_exit_code
+from trainwright.run.shutdown.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
+from trainwright.run.shutdown.oom_killer import count_memory_kills
 from trainwright.utils.text import say
 
 _FAILED = "failed"

@@ -21,7 +21,7 @@ from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
-from trainwright.run.ending.stop import scheduler_job
+from trainwright.run.shutdown.stop import scheduler_job
 
 # Of the matrix products, by `train.mixed_precision`.
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, FaultError, Stopped, TrainwrightError
 from trainwright.run import run_directory
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.nodes.nodes import Nodes
 from trainwright.run.nodes.spread import Spread, spread
+from trainwright.run.shutdown.stop import Stopping
 
 
 @dataclass

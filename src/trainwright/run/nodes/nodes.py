@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
-from trainwright.run.ending.failure import Failure, first_failure
-from trainwright.run.ending.stop import Stopping
 from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
@@ -23,6 +21,8 @@ from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
 from trainwright.run.nodes.node_info import NodeInfo, check_machine, check_same, visible
 from trainwright.run.nodes.silence import SILENCE_LIMIT, Silence
 from trainwright.run.nodes.spread import Launch, Spread
+from trainwright.run.shutdown.failure import Failure, first_failure
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.worker_processes import WorkerRanks
 from trainwright.utils.text import say
 

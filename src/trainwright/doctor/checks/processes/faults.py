@@ -17,7 +17,7 @@ from trainwright.doctor.checks.processes.starting import PROCESSES, ready
 from trainwright.utils.text import span
 
 if TYPE_CHECKING:
-    from trainwright.run.ending.failure import Failure
+    from trainwright.run.shutdown.failure import Failure
 
 _SECONDS = 30.0
 _FAULTY = 1  # the rank that fails
@@ -39,7 +39,7 @@ def _provoked(
 ) -> CheckResult:
     device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
-    from trainwright.run.ending.failure import Failure
+    from trainwright.run.shutdown.failure import Failure
     from trainwright.run.supervisor import run_workers
 
     logs = context.work / fault.__name__

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.commands import CommandResult
 from trainwright.faults.drills.invariants import require
 from trainwright.faults.drills.kinds import ANY, COPIES, SEVERAL, fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, REQUEST, STOPPED, Scene
+from trainwright.faults.drills.watched_commands import CommandResult
 from trainwright.recipe.loading import load_recipe
 
 _FILES = ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml")

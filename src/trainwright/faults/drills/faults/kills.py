@@ -12,10 +12,10 @@ import signal
 import time
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.commands import TRAINWRIGHT, Command
 from trainwright.faults.drills.invariants import Missed, Skipped, require
 from trainwright.faults.drills.kinds import ANY, Spread, fault
 from trainwright.faults.drills.trial_environment import FAILED, FAULT, FINISHED, MACHINE, REQUEST, STOPPED, Scene
+from trainwright.faults.drills.watched_commands import TRAINWRIGHT, Command
 
 # A lost process ends the run as failed; a machine's own failure may have a code of its own.
 _LOST = (FAILED, FAULT)

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.commands import CommandResult
 from trainwright.faults.drills.faults.kills import RESTARTS, started
 from trainwright.faults.drills.invariants import Missed, require
 from trainwright.faults.drills.kinds import ANY, SEVERAL, fault
 from trainwright.faults.drills.trial_environment import FAILED, FAULT, FINISHED, STOPPED, Scene
+from trainwright.faults.drills.watched_commands import CommandResult
 
 _STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 

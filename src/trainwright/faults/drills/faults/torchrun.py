@@ -6,10 +6,10 @@ import signal
 import sys
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.commands import Command
 from trainwright.faults.drills.invariants import Missed, require
 from trainwright.faults.drills.kinds import SEVERAL, fault
 from trainwright.faults.drills.trial_environment import FINISHED, Scene
+from trainwright.faults.drills.watched_commands import Command
 
 
 @fault("a stop under torchrun", spreads=SEVERAL, phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)

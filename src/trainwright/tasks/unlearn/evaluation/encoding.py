@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import TurnsError
 from trainwright.data.rows.texts import text_ids
+from trainwright.data.rows.tokenizer_guard import tokenized
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.rows import fingerprint

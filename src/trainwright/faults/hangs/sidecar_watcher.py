@@ -25,9 +25,9 @@ from trainwright.faults.hangs.judge import conflict_of
 from trainwright.faults.hangs.machines import Machines
 from trainwright.faults.hangs.watcher import HangWatcher, WatchedRun
 from trainwright.machine.usage.sample import process_age
-from trainwright.run.ending.exit_code import record_exit_code
+from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.watchers import WatcherVerdict
-from trainwright.utils.beats import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat_file import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _start(run: Path, rank_info: RankInfo, terminal: TextIO) -> subprocess.Popen
     watched = WatchedRun.of(run)
     request = [str(run.absolute()), watched.on_hang, watched.compiled, rank_info.size]
     alone = rank_info.local_size == rank_info.size
-    code = "import sys; from trainwright.faults.hangs.beside import main; main(sys.argv[1])"
+    code = "import sys; from trainwright.faults.hangs.sidecar_watcher import main; main(sys.argv[1])"
     return subprocess.Popen(
         [sys.executable, "-c", code, json.dumps([*request, alone, rank_info.rank == 0])],
         stdin=subprocess.PIPE,

@@ -19,8 +19,8 @@ from typing import Any
 
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError
-from trainwright.run.ending.known_error import advice, is_lost_connection, is_machine_fault
-from trainwright.run.ending.stop import START_METHOD
+from trainwright.run.shutdown.known_error import advice, is_lost_connection, is_machine_fault
+from trainwright.run.shutdown.stop import START_METHOD
 from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
 

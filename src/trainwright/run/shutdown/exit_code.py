@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, Stopped
 from trainwright.machine.usage.sample import process_age
-from trainwright.run.ending.requests import Deadline, check_before_steps, forget_stops, reason_of_last_stop
+from trainwright.run.shutdown.requests import Deadline, check_before_steps, forget_stops, reason_of_last_stop
 from trainwright.utils.text import quoted
 
 CODES_FILE = "TRAINWRIGHT_EXIT_CODES"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from trainwright.engine.events import Record
 from trainwright.errors import RequestError
-from trainwright.run.ending.stop import scheduler_job
+from trainwright.run.shutdown.stop import scheduler_job
 
 STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
