@@ -76,7 +76,7 @@ class Case:
     @property
     def kind(self) -> str:
         """What is trained: full, lora, dora or qlora."""
-        return "qlora" if "quantisation" in self.adapter else str(self.adapter.get("type", "full"))
+        return "qlora" if "quantization" in self.adapter else str(self.adapter.get("type", "full"))
 
     @property
     def model(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _adapter(chance: random.Random, family: str) -> dict[str, Any]:
     if kind == "full":
         return {}
     if kind == "qlora":
-        section["quantisation"] = "nf4"
+        section["quantization"] = "nf4"
     return section | ({"type": "dora"} if kind == "dora" else {})
 
 
@@ -192,7 +192,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         most_batch_tokens=max(sum(lengths) for lengths in _steps(found)) if case.pack else None,
         batch_documents=() if case.pack else _longest_first(found),
         adapter=adapter_of(section),
-        quantisation=section.adapter.quantisation,
+        quantization=section.adapter.quantization,
         evaluates=False,
     )
     choice = Choice(

@@ -48,8 +48,8 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "rslora": ("model.adapter={type: rslora, rank: 4}",),
     "dora": ("model.adapter={type: dora, rank: 4}",),
     "nf4": ("model.adapter={type: qlora, rank: 4}",),
-    "int8": ("model.adapter={type: qlora, quantisation: int8, rank: 4}",),
-    "dora on nf4": ("model.adapter={type: dora, quantisation: nf4, rank: 4}",),
+    "int8": ("model.adapter={type: qlora, quantization: int8, rank: 4}",),
+    "dora on nf4": ("model.adapter={type: dora, quantization: nf4, rank: 4}",),
     "lora with dropout": ("model.adapter={type: lora, rank: 4, dropout: 0.2}",),
     "lora and a tied head": ("model.adapter={type: lora, rank: 4, modules_to_save: [lm_head]}",),
     "lora in bf16": ("model.adapter={type: lora, rank: 4}", "train.mixed_precision=bf16"),
@@ -272,8 +272,8 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tm
         (("model.adapter.start_from=nowhere",), "nowhere has no adapter_config.json (no such directory)"),
         (("model.adapter.stack=true",), "no adapter to stack on"),
         (("model.adapter.type=none", "model.adapter.rank=3"), "has no effect without an adapter"),
-        (("model.adapter.type=none", "model.adapter.quantisation=int8"), "nothing would be trained without an adapter"),
-        (("model.adapter.double_quantisation=false",), "has no effect with quantisation none, only with nf4"),
+        (("model.adapter.type=none", "model.adapter.quantization=int8"), "nothing would be trained without an adapter"),
+        (("model.adapter.double_quantization=false",), "has no effect with quantization none, only with nf4"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(

@@ -39,7 +39,7 @@ def layers(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, 24 / 4), (True, 24 / math.sqrt(4))])
 def test_alpha_over_the_rank_scales_what_is_added(stabilised: bool, scale: float) -> None:
-    found = layers(adapted(alpha=24, rank_stabilised=stabilised))
+    found = layers(adapted(alpha=24, rank_stabilized=stabilised))
     assert found
     assert all(layer.scaling == {"default": scale} and layer.r == {"default": 4} for layer in found.values())
 

@@ -101,7 +101,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {}),
-    "rank-stabilized": ("llama", {"rank_stabilised": True, "alpha": 7.5}),
+    "rank-stabilized": ("llama", {"rank_stabilized": True, "alpha": 7.5}),
     "dora": ("llama", {"type": "dora"}),
     "some targets": ("llama", {"targets": ["layers.1.mlp.up_proj", "v_proj"]}),
     "a norm and a whole layer": ("llama", {"modules_to_save": ["input_layernorm", "layers.0.mlp"]}),
@@ -157,7 +157,7 @@ def test_a_tied_head_is_trained_as_the_one_matrix_it_is(
 
 @pytest.mark.parametrize("double", [True, False])
 def test_an_nf4_base_is_the_one_that_transformers_makes(bases: dict[str, Path], tmp_path: Path, double: bool) -> None:
-    model = section(bases["llama"], quantisation="nf4", double_quantisation=double)
+    model = section(bases["llama"], quantization="nf4", double_quantization=double)
     expected = made(model, tmp_path / "final")
     theirs = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
     plain = AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.float32, quantization_config=theirs)
@@ -173,10 +173,10 @@ def test_an_nf4_base_is_the_one_that_transformers_makes(bases: dict[str, Path], 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"quantisation": "nf4"},
-        {"quantisation": "int8"},
-        {"quantisation": "nf4", "modules_to_save": ["mlp"]},
-        {"type": "dora", "quantisation": "nf4"},
+        {"quantization": "nf4"},
+        {"quantization": "int8"},
+        {"quantization": "nf4", "modules_to_save": ["mlp"]},
+        {"type": "dora", "quantization": "nf4"},
     ],
 )
 @pytest.mark.parametrize("base", ["llama", "gpt2"])
@@ -206,7 +206,7 @@ def test_new_matrices_are_a_function_of_the_seed_alone(bases: dict[str, Path]) -
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     again, other = attached(section(bases["llama"]))[0], attached(section(bases["llama"]), seed=1)[0]
-    quantized = attached(section(bases["llama"], quantisation="nf4"))[0]
+    quantized = attached(section(bases["llama"], quantization="nf4"))[0]
     name = "model.layers.1.mlp.up_proj.lora_A.default.weight"
     assert torch.equal(one.get_parameter(name), again.get_parameter(name))
     assert torch.equal(one.get_parameter(name), quantized.get_parameter(name))
@@ -216,13 +216,13 @@ def test_new_matrices_are_a_function_of_the_seed_alone(bases: dict[str, Path]) -
 def test_what_is_trained_is_counted(bases: dict[str, Path]) -> None:
     whole = AutoModelForCausalLM.from_pretrained(bases["llama"]).num_parameters()
     layer = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 48) + (48 + 32))
-    for quantisation in ("none", "nf4", "int8"):
-        model, _ = attached(section(bases["llama"], quantisation=quantisation))
+    for quantization in ("none", "nf4", "int8"):
+        model, _ = attached(section(bases["llama"], quantization=quantization))
         assert count_parameters(model) == (whole + 2 * layer, 2 * layer)
 
 
 def test_an_existing_adapter_goes_on(bases: dict[str, Path], tmp_path: Path) -> None:
-    first = made(section(bases["llama"], type="lora", rank_stabilised=True, alpha=3), tmp_path / "run" / "final")
+    first = made(section(bases["llama"], type="lora", rank_stabilized=True, alpha=3), tmp_path / "run" / "final")
     # The run's directory does as well, and what its adapter is need not be said again.
     model = ModelSection.model_validate(
         {"name": str(bases["llama"]), "adapter": {"type": "lora", "start_from": str(tmp_path / "run")}}
@@ -247,7 +247,7 @@ def test_an_adapter_of_plain_peft_goes_on(bases: dict[str, Path], tmp_path: Path
 def test_an_adapter_on_top_of_another_is_saved_as_one_with_it(bases: dict[str, Path], tmp_path: Path) -> None:
     base = bases["llama"]
     beneath = made(section(base, rank=3, targets=["q_proj", "up_proj"]), tmp_path / "one")
-    stacked = {"rank": 5, "rank_stabilised": True, "targets": ["q_proj", "down_proj"], "stack": True}
+    stacked = {"rank": 5, "rank_stabilized": True, "targets": ["q_proj", "down_proj"], "stack": True}
     model = section(base, **stacked, start_from=str(tmp_path / "one"))
     trained, adapter = attached(model)
     assert close(logits(trained), beneath)
@@ -348,7 +348,7 @@ def test_going_on_with_other_settings_is_refused(bases: dict[str, Path], tmp_pat
     assert "model.adapter.rank: 8, but" in message(rank=8) and "has 4" in message(rank=8)
     assert "model.adapter.alpha: 8.0" in message(alpha=8)
     assert "model.adapter.type: dora, but" in message(type="dora")
-    assert "model.adapter.rank_stabilised" in message(rank_stabilised=True)
+    assert "model.adapter.rank_stabilized" in message(rank_stabilized=True)
     assert "model.adapter.targets" in message(targets="all-linear")
     attached(section(bases["llama"], rank=4, alpha=32, targets=["self_attn.q_proj"], start_from=start))
 

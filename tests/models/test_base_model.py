@@ -69,11 +69,11 @@ def test_a_gguf_base_is_named_with_its_file_digest_and_precision(gguf: Path, tmp
 
 def test_a_plain_and_a_quantized_base_are_named_with_their_precision(gguf: Path, tmp_path: Path) -> None:
     plain = tmp_path / "small"
-    for name, adapter, quantisation in (("lora", {}, "none"), ("qlora", {"quantisation": "nf4"}, "nf4")):
+    for name, adapter, quantization in (("lora", {}, "none"), ("qlora", {"quantization": "nf4"}, "nf4")):
         trained(plain, tmp_path / name, **adapter)
         found = recorded(tmp_path / name)
         assert (found["name"], found["file"], found["precision"]) == (str(plain), None, "fp32")
-        assert found["quantisation"] == quantisation and found["double_quantisation"] == (name == "qlora")
+        assert found["quantization"] == quantization and found["double_quantization"] == (name == "qlora")
 
 
 def test_other_weights_of_the_model_are_warned_of_and_another_model_is_refused(
@@ -90,10 +90,10 @@ def test_other_weights_of_the_model_are_warned_of_and_another_model_is_refused(
     trained(tmp_path / "small", tmp_path / "on-plain")
     (said,) = warnings(caplog, on(gguf, tmp_path / "on-plain"))
     assert "dequantized from F16" in said.partition("here it is on")[2]
-    trained(tmp_path / "small", tmp_path / "on-nf4", quantisation="nf4")
+    trained(tmp_path / "small", tmp_path / "on-nf4", quantization="nf4")
     (said,) = warnings(caplog, on(tmp_path / "small", tmp_path / "on-nf4"))
     assert "quantized to nf4" in said
-    assert warnings(caplog, on(tmp_path / "small", tmp_path / "on-nf4", quantisation="nf4")) == []
+    assert warnings(caplog, on(tmp_path / "small", tmp_path / "on-nf4", quantization="nf4")) == []
     other = Path(shutil.copytree(tmp_path / "small", tmp_path / "retrained" / "small"))
     weights = {name: tensor + 0.01 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(weights, other / "model.safetensors", {"format": "pt"})
@@ -139,7 +139,7 @@ def test_an_adapter_of_elsewhere_that_names_a_model_is_warned_of_on_a_gguf_file_
         '{"name": 3}',
         '{"name": "a", "fingerprint": null}',
         RIGHT % '"file": 3',
-        RIGHT % '"quantisation": "x"',
+        RIGHT % '"quantization": "x"',
     ],
 )
 def test_a_damaged_record_is_refused_by_its_name(gguf: Path, tmp_path: Path, content: str) -> None:

@@ -46,7 +46,7 @@ def trained(directory: Path, out: Path, scale: float = 0.1, **adapter: Any) -> t
         logits = model(input_ids=IDS).logits
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     attached.save(out, named, load_tokenizer(section))
-    saved = {"type": section.adapter.type, "start_from": str(out), "quantisation": section.adapter.quantisation}
+    saved = {"type": section.adapter.type, "start_from": str(out), "quantization": section.adapter.quantization}
     return ModelSection.model_validate({"name": str(directory), "adapter": saved}), logits
 
 
@@ -59,7 +59,7 @@ def logits_of(directory: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     "adapter",
     slow_but(
-        {}, {"targets": ["c_attn"]}, among=({}, {"type": "dora"}, {"rank_stabilised": True}, {"targets": ["c_attn"]})
+        {}, {"targets": ["c_attn"]}, among=({}, {"type": "dora"}, {"rank_stabilized": True}, {"targets": ["c_attn"]})
     ),
 )
 def test_merged_logits_are_those_of_base_and_adapter(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_head_or_embedding_that_was_trained_on_a_tied_base_is_kept(
     torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("quantisation", ["nf4", "int8"])
-def test_an_adapter_of_a_quantized_base_goes_into_the_whole_one(quantisation: str, tmp_path: Path) -> None:
-    section, expected = trained(base(tmp_path / "base"), tmp_path / "adapter", quantisation=quantisation)
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_an_adapter_of_a_quantized_base_goes_into_the_whole_one(quantization: str, tmp_path: Path) -> None:
+    section, expected = trained(base(tmp_path / "base"), tmp_path / "adapter", quantization=quantization)
     result = merge(section, 0, tmp_path / "merged")
     assert result.difference < 1e-4
     # The logits of training are those of the rounded base: alike, not equal.

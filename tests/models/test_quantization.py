@@ -118,7 +118,7 @@ def test_a_base_is_quantized_as_it_is_read(kind: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     bytes_tokenizer().save_pretrained(tmp_path)
     section = ModelSection.model_validate(
-        {"name": str(tmp_path), "adapter": {"type": "lora", "quantisation": kind}, "tokenizer": "bytes"}
+        {"name": str(tmp_path), "adapter": {"type": "lora", "quantization": kind}, "tokenizer": "bytes"}
     )
     load_model(section)  # what is made once and kept, whatever is loaded
     held: list[int] = []

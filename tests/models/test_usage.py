@@ -123,11 +123,11 @@ def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
     adapters = {
         "adapter": (plain, {}),
         "dora": (plain, {"type": "dora"}),
-        "nf4": (plain, {"quantisation": "nf4"}),
-        "nf4-once": (plain, {"quantisation": "nf4", "double_quantisation": False}),
-        "int8": (plain, {"quantisation": "int8"}),
+        "nf4": (plain, {"quantization": "nf4"}),
+        "nf4-once": (plain, {"quantization": "nf4", "double_quantization": False}),
+        "int8": (plain, {"quantization": "int8"}),
         "gguf": (place / "small.gguf", {}),
-        "gguf-nf4": (place / "small.gguf", {"quantisation": "nf4"}),
+        "gguf-nf4": (place / "small.gguf", {"quantization": "nf4"}),
     }
     for name, (of, adapter) in adapters.items():
         saved, logits = trained(of, place / "me" / name, **adapter)

@@ -51,7 +51,7 @@ def test_a_run_is_of_all_kinds_that_it_is_of() -> None:
     spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1, offload_parameters=True)
     assert classes_of(SMALL, ONE, H100) == ("dense",)
     assert classes_of(lora, ONE, H100) == ("LoRA",)
-    assert classes_of(replace(lora, quantisation="nf4"), spread, nodes) == ("QLoRA", "offload", "several nodes")
+    assert classes_of(replace(lora, quantization="nf4"), spread, nodes) == ("QLoRA", "offload", "several nodes")
     assert classes_of(replace(SMALL, row_tokens=32_768), ONE, parse_machine("1xMI300X")) == (
         "dense",
         "long context",

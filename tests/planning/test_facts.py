@@ -104,7 +104,7 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
 )
 def test_adapters(tmp_path: Path, written: Any, adapter: AdapterShape | None, quantization: str) -> None:
     workload = facts_of(recipe(tmp_path, model={"adapter": written})).workload
-    assert (workload.adapter, workload.quantisation) == (adapter, quantization)
+    assert (workload.adapter, workload.quantization) == (adapter, quantization)
 
 
 def test_known_models_need_no_file() -> None:

@@ -292,7 +292,7 @@ def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
 
 def test_a_quantized_base_fits_where_nothing_else_does() -> None:
     assert not plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"}).fits
-    adapted = plan(LARGE, "1xRTX4090", rows=8, adapter=AdapterShape("lora", 16), quantisation="nf4")
+    adapted = plan(LARGE, "1xRTX4090", rows=8, adapter=AdapterShape("lora", 16), quantization="nf4")
     assert adapted.fits and adapted.chosen.choice.strategy == "single"
 
 

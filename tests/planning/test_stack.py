@@ -21,7 +21,7 @@ PARAMETERS = ARCHITECTURE.parameters().total
 WORKLOAD = Workload(ARCHITECTURE, row_tokens=1024, global_batch_rows=64, evaluates=False)
 H100 = parse_machine("8xH100")
 SHARDED = Choice("fsdp", 8, 2, 4, "bf16", "full")
-QLORA = replace(WORKLOAD, adapter=AdapterShape("lora", 8), quantisation="nf4")
+QLORA = replace(WORKLOAD, adapter=AdapterShape("lora", 8), quantization="nf4")
 
 
 def held(stack: Stack, choice: Choice = SHARDED, workload: Workload = WORKLOAD) -> Memory:

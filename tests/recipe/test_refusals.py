@@ -404,7 +404,7 @@ def test_a_fix_leaves_no_next_problem(refusal: Refusal, write: Write) -> None:
 def test_one_value_of_a_base_and_what_is_written_over_it(refusal: Refusal, write: Write) -> None:
     write("model: {adapter: {type: none}}\n", "base.yaml")
     lines = refusal(
-        "include: base.yaml\nmodel: {name: some/model, adapter: {rank: 4, quantisation: nf4}}\n", start=_TASK
+        "include: base.yaml\nmodel: {name: some/model, adapter: {rank: 4, quantization: nf4}}\n", start=_TASK
     )
     assert len(lines) == 3
     assert lines[0].startswith('base.yaml:1: model.adapter.type: "none" does not go with 2 values written elsewhere;')

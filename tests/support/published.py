@@ -125,7 +125,7 @@ def _workload(figure: dict[str, Any], devices: int) -> Workload:
         packed=figure["packed"],
         document_tokens=figure.get("mean_length"),
         adapter=None if adapter is None else _adapter(adapter),
-        quantisation=_quantization(adapter or {}),
+        quantization=_quantization(adapter or {}),
         evaluates=False,
     )
 
@@ -136,8 +136,8 @@ def _adapter(adapter: dict[str, Any]) -> AdapterShape:
 
 
 def _quantization(adapter: dict[str, Any]) -> Quantization:
-    kind: Quantization = adapter.get("quantisation") or "none"
-    return "nf4_single" if kind == "nf4" and not adapter.get("double_quantisation") else kind
+    kind: Quantization = adapter.get("quantization") or "none"
+    return "nf4_single" if kind == "nf4" and not adapter.get("double_quantization") else kind
 
 
 def _stack(figure: dict[str, Any]) -> Stack:

@@ -71,7 +71,7 @@ def class_of(figure: Figure) -> str:
         "offload": any(figure[key] for key in ("offload_parameters", "offload_optimizer", "activation_offload")),
         "long context": figure["sequence_length"] >= _LONG and (figure["mean_length"] or _LONG) >= _LONG,
         "MoE": bool(architecture.experts) if architecture else any("expert" in key for key in figure.get("config", ())),
-        "QLoRA": adapter.get("quantisation") in _QUANTIZED,
+        "QLoRA": adapter.get("quantization") in _QUANTIZED,
         "LoRA": bool(adapter),
     }
     return next((name for name, held in holds.items() if held), "dense")

@@ -165,7 +165,7 @@ def load_model(
 
     A fresh model is initialized from ``seed`` in fp32, so that its weights are the same for all dtypes, without
     changing the global random state. Weights are read only from safetensors and are never in memory twice. With
-    ``model.adapter.quantisation``, linear layers are quantized one by one as they are read; ``attach_adapter`` adds the
+    ``model.adapter.quantization``, linear layers are quantized one by one as they are read; ``attach_adapter`` adds the
     adapter itself.
 
     Raises:
@@ -267,7 +267,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     check_directory(directory, "model.name")
     options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     # Read in the dtype of the file, weights stay memory-mapped until each is quantized.
-    as_read = dtype if adapter.quantisation == "none" else "auto"
+    as_read = dtype if adapter.quantization == "none" else "auto"
     try:
         with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -323,11 +323,11 @@ def _name_class(config: PretrainedConfig, model: ModelSection, directory: Path) 
 
 
 def _quantize(model: PreTrainedModel, adapter: AdapterSection) -> None:
-    if adapter.quantisation != "none":
+    if adapter.quantization != "none":
         from trainwright.models.adapters.files import fully_trained
         from trainwright.models.quantization import quantize
 
-        quantize(model, adapter.quantisation, double=adapter.double_quantisation, keep=fully_trained(adapter))
+        quantize(model, adapter.quantization, double=adapter.double_quantization, keep=fully_trained(adapter))
 
 
 def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:

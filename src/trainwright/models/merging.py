@@ -78,7 +78,7 @@ def _unquantized(section: ModelSection) -> ModelSection:
         raise RequestError(
             f"no adapter to merge: {section.name} is a full model; to merge an adapter into it, use --adapter"
         )
-    adapter = section.adapter.model_copy(update={"quantisation": "none", "stack": False})
+    adapter = section.adapter.model_copy(update={"quantization": "none", "stack": False})
     return section.model_copy(update={"adapter": adapter})
 
 

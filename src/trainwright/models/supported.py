@@ -90,7 +90,7 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
         which = "a copy of it in bf16, such as unsloth/gpt-oss-20b-BF16" if mxfp4 else "the model they were made from"
         raise RequestError(
             f"{where} has quantized weights, which cannot be trained or merged into; use {which} "
-            "(model.adapter.quantisation quantizes it while loading)"
+            "(model.adapter.quantization quantizes it while loading)"
         )
 
 

@@ -43,12 +43,12 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
         )
     if base.is_fresh:
         return None
-    quantized, package = base.quantisation != "none", base.file is not None and base.package is not None
+    quantized, package = base.quantization != "none", base.file is not None and base.package is not None
     before, arguments = _base_arguments(base, published)
     if quantized and base.file is not None:
-        before.append(f"# trained with these quantized to {base.quantisation}; transformers loads a GGUF file as it is")
+        before.append(f"# trained with these quantized to {base.quantization}; transformers loads a GGUF file as it is")
     elif quantized:
-        how = _QUANTIZATION[base.quantisation].format(double=base.double_quantisation)
+        how = _QUANTIZATION[base.quantization].format(double=base.double_quantization)
         arguments.append(f"quantization_config={how}")
     classes = ["AutoModelForCausalLM", "AutoTokenizer"]
     classes += ["BitsAndBytesConfig"] * (quantized and base.file is None)

@@ -34,7 +34,7 @@ def collectives(workload: Workload, choice: Choice) -> dict[str, Count] | None:
     if choice.num_processes == 1:
         return {}
     width = _WIDTHS[choice.mixed_precision]
-    full = inventory(workload.architecture, width, workload.adapter is None, workload.adapter, workload.quantisation)
+    full = inventory(workload.architecture, width, workload.adapter is None, workload.adapter, workload.quantization)
     trained_inventory = partly_trained(full, workload.trained)
     updates = _updates(trained_inventory, choice) if OPTIMIZERS.get(workload.optimizer).whole_matrices else {}
     if choice.spec.gathers_blocks:

@@ -70,8 +70,8 @@ def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[st
     if cluster.device == "cpu":
         return ("CPU",)
     holds = {
-        "QLoRA": workload.adapter is not None and workload.quantisation != "none",
-        "LoRA": workload.adapter is not None and workload.quantisation == "none",
+        "QLoRA": workload.adapter is not None and workload.quantization != "none",
+        "LoRA": workload.adapter is not None and workload.quantization == "none",
         "dense": workload.adapter is None and not workload.architecture.experts,
         "MoE": bool(workload.architecture.experts),
         "long context": workload.mean_length >= _LONG,

@@ -189,7 +189,7 @@ class Evaluator:
         adapter = self.workload.adapter
         settings = {
             "model.adapter.type": "none" if adapter is None else adapter.kind,
-            "model.adapter.quantisation": self.workload.quantisation,
+            "model.adapter.quantization": self.workload.quantization,
             "optimizer.name": self.workload.optimizer,
             **{f"train.{key}": getattr(choice, key) for key in _LIMITED},
         }

@@ -96,12 +96,12 @@ def _adapted(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluator]]:
     if workload.adapter is None:
         lora = replace(workload, adapter=AdapterShape("lora", _RANK))
         yield "lora", f"model.adapter=lora (rank {_RANK})", _with(evaluator, lora)
-    if workload.quantisation == "none":
+    if workload.quantization == "none":
         adapter = workload.adapter or AdapterShape("lora", _RANK)
-        quantized = replace(workload, adapter=adapter, quantisation="nf4")
+        quantized = replace(workload, adapter=adapter, quantization="nf4")
         change = f"model.adapter=qlora (4-bit base, rank {adapter.rank})"
         if workload.adapter is not None:  # the adapter itself is unchanged
-            change = "model.adapter.quantisation=nf4 (4-bit base)"
+            change = "model.adapter.quantization=nf4 (4-bit base)"
         yield "qlora", change, _with(evaluator, quantized)
 
 

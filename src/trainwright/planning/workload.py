@@ -82,7 +82,7 @@ class Workload:
     lengths of equal parts of the sorted data; empty if unknown or all equal. ``most_batch_tokens``: for packs,
     ``batch_tokens`` of the largest batch; None if unknown. ``target_fraction``: share of the tokens that are targets.
     ``windows``: all tokens are targets, as in pretraining, where a token precedes the first target. ``steps``: None if
-    unknown. ``fresh``: weights are initialized, not read from files. ``quantisation``: of the frozen base model of
+    unknown. ``fresh``: weights are initialized, not read from files. ``quantization``: of the frozen base model of
     ``adapter``. ``trained``: the trained parameters, by unit and name of an inventory; None if all are.
     ``first_blocks``: number of blocks that run, if the loss is computed from a block's output. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
@@ -100,7 +100,7 @@ class Workload:
     target_fraction: float = 1.0
     windows: bool = False
     adapter: AdapterShape | None = None
-    quantisation: Quantization = "none"
+    quantization: Quantization = "none"
     optimizer: str = "adamw"
     steps: int | None = None
     evaluates: bool = True
@@ -216,7 +216,7 @@ def adapter_of(model: ModelSection) -> AdapterShape | None:
 def quantization_of(model: ModelSection) -> Quantization:
     """Return the quantization of the base model that a recipe trains an adapter on."""
     section = model.adapter
-    return "nf4_single" if section.quantisation == "nf4" and not section.double_quantisation else section.quantisation
+    return "nf4_single" if section.quantization == "nf4" and not section.double_quantization else section.quantization
 
 
 def _started(directory: str | None) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
     if adapter.type == "none":
         for key in adapter.changed():
             why = "has no effect without an adapter"
-            if key == "quantisation":
+            if key == "quantization":
                 why = "quantized weights are frozen, so nothing would be trained without an adapter"
             keys = f"model.adapter.{key}", "model.adapter.type"
             yield Contradiction(keys, f"{why}; set model.adapter.type, for instance to lora")
@@ -119,10 +119,10 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
             "has no effect with an adapter, which is saved in fp32; remove it, and choose the precision of the merged "
             "model with `trainwright merge --dtype`",
         )
-    if adapter.quantisation != "nf4" and not adapter.double_quantisation:
+    if adapter.quantization != "nf4" and not adapter.double_quantization:
         yield Contradiction(
-            ("model.adapter.double_quantisation", "model.adapter.quantisation"),
-            f"has no effect with quantisation {adapter.quantisation}, only with nf4",
+            ("model.adapter.double_quantization", "model.adapter.quantization"),
+            f"has no effect with quantization {adapter.quantization}, only with nf4",
         )
     if adapter.stack and adapter.start_from is None:
         yield Contradiction(

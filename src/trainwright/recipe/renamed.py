@@ -12,15 +12,27 @@ from trainwright.recipe.yaml_text import KeyPath, Tree, dotted
 from trainwright.utils.text import say
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _address(value: Any) -> Any:
     return False if value is None else {"address": value}
 
 
 # By old path: the new one, and what the value becomes.
 _RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
-    ("logging", "tensorboard"): (("logging", "observers", "tensorboard"), lambda value: value),
-    ("logging", "report"): (("logging", "observers", "report"), lambda value: value),
+    ("logging", "tensorboard"): (("logging", "observers", "tensorboard"), _same),
+    ("logging", "report"): (("logging", "observers", "report"), _same),
     ("logging", "prometheus"): (("logging", "observers", "prometheus"), _address),
+    **{
+        ("model", "adapter", old): (("model", "adapter", new), _same)
+        for old, new in {
+            "quantisation": "quantization",
+            "double_quantisation": "double_quantization",
+            "rank_stabilised": "rank_stabilized",
+        }.items()
+    },
 }
 
 
@@ -31,13 +43,20 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
         silently: without the notice: the tree is of a run of the last version.
     """
     for old, (new, changed) in _RENAMED.items():
-        section = tree.values.get(old[0])
-        if not isinstance(section, dict) or old[1] not in section:
+        parent: Any = tree.values
+        for key in old[:-1]:
+            parent = parent.get(key) if isinstance(parent, dict) else None
+        if not isinstance(parent, dict) or old[-1] not in parent:
             continue
-        settings = names_as_settings(section.get(new[1]) or {})
-        if not isinstance(settings, dict):
-            continue  # of a type that the key cannot have
-        section[new[1]] = {**settings, new[2]: changed(section.pop(old[1]))}
+        target: Any = tree.values
+        for key in new[:-1]:
+            target[key] = target = names_as_settings(target.get(key) or {})
+            if not isinstance(target, dict):
+                break  # of a type that the key cannot have
+        else:
+            target[new[-1]] = changed(parent.pop(old[-1]))
+        if not isinstance(target, dict):
+            continue
         for path in [path for path in tree.origins if path[: len(old)] == old]:
             tree.origins[(*new, *path[len(old) :])] = tree.origins.pop(path)
         if not silently:

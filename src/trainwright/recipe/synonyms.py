@@ -103,13 +103,13 @@ ANSWERS: dict[OwnKey | str, str] = {
         "model.adapter.targets"
     ): "target_modules lora_target lora_target_linear lora_target_modules lora_attn_modules",
     OwnKey("model.adapter.modules_to_save"): "lora_modules_to_save additional_target",
-    OwnKey("model.adapter.rank_stabilised"): "use_rslora rslora",
+    OwnKey("model.adapter.rank_stabilized"): "use_rslora rslora",
     OwnKey(
-        "model.adapter.quantisation", "nf4"
+        "model.adapter.quantization", "nf4"
     ): "load_in_4bit quantization_bit quantization quantize quantization_method quantization_config bnb_config",
-    OwnKey("model.adapter.quantisation", "int8"): "load_in_8bit",
-    OwnKey("model.adapter.quantisation", note="nf4 or int8"): "bnb_4bit_quant_type",
-    OwnKey("model.adapter.double_quantisation"): "bnb_4bit_use_double_quant use_double_quant",
+    OwnKey("model.adapter.quantization", "int8"): "load_in_8bit",
+    OwnKey("model.adapter.quantization", note="nf4 or int8"): "bnb_4bit_quant_type",
+    OwnKey("model.adapter.double_quantization"): "bnb_4bit_use_double_quant use_double_quant",
     OwnKey("parallel.deepspeed_config"): "deepspeed ds_config deepspeed_config_file",
     OwnKey(
         "parallel.strategy"

@@ -12,7 +12,7 @@ _PACKAGES = {
     "rouge_score": ("rouge-score", "evaluation"),
     "jsonschema": ("jsonschema", "evaluation"),
     "scipy": ("scipy", "evaluation"),
-    "bitsandbytes": ("bitsandbytes", "quantisation"),
+    "bitsandbytes": ("bitsandbytes", "quantization"),
     "matplotlib": ("matplotlib", "charts"),
     "lm_eval": ("lm-eval", "lm-eval"),
 }

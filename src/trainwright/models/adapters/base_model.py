@@ -32,8 +32,8 @@ class BaseModel:
         fingerprint: of the loaded weights, before any quantization.
         path: the argument for ``from_pretrained``: the name, or the directory that a GGUF file was converted to.
         precision: of the weights in the files, such as bf16 or Q4_K_M; "" if unknown.
-        quantisation: of the linear layers during training: nf4, int8 or none.
-        double_quantisation: whether the scales of nf4 were quantized too.
+        quantization: of the linear layers during training: nf4, int8 or none.
+        double_quantization: whether the scales of nf4 were quantized too.
         file: name of the GGUF file with the weights, or None for the model's own files.
         sha256: of that file.
         gguf_file: the value of ``model.gguf_file``.
@@ -44,8 +44,8 @@ class BaseModel:
     fingerprint: str
     path: str = ""
     precision: str = ""
-    quantisation: str = "none"
-    double_quantisation: bool = False
+    quantization: str = "none"
+    double_quantization: bool = False
     file: str | None = None
     sha256: str | None = None
     gguf_file: str | None = None
@@ -62,8 +62,8 @@ class BaseModel:
             parts += [f"file {self.file}", f"SHA-256 {self.sha256}", f"dequantized from {self.precision}"]
         elif self.precision:
             parts += [self.precision]
-        if self.quantisation != "none":
-            parts += [f"quantized to {self.quantisation}"]
+        if self.quantization != "none":
+            parts += [f"quantized to {self.quantization}"]
         return ", ".join(parts)
 
     @property
@@ -90,12 +90,14 @@ class BaseModel:
         if not file.is_file():
             return None
         values = read_json(file)
+        if isinstance(values, dict):  # older files have another spelling
+            values = {key.replace("quantisation", "quantization"): value for key, value in values.items()}
         supported = {key: value for key, value in values.items() if key in _KINDS} if isinstance(values, dict) else {}
         wrong = [key for key, value in supported.items() if not isinstance(value, _KINDS[key])]
         wrong += [key for key in ("name", "fingerprint") if key not in supported]
-        if wrong or supported.get("quantisation", "none") not in ("none", "nf4", "int8"):
+        if wrong or supported.get("quantization", "none") not in ("none", "nf4", "int8"):
             raise RequestError(
-                f"{file}: {(wrong or ['quantisation'])[0]} is missing or wrong; download the adapter again"
+                f"{file}: {(wrong or ['quantization'])[0]} is missing or wrong; download the adapter again"
             )
         path = "" if supported["name"].startswith("fresh ") else supported["name"]  # older files have no path
         return cls(**{"path": path, **supported})
@@ -104,7 +106,7 @@ class BaseModel:
 # Valid types of the fields in a file.
 _KINDS: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(BaseModel)}
 _KINDS |= {name: (str, type(None)) for name in ("file", "sha256", "gguf_file", "package")}
-_KINDS |= {"double_quantisation": (bool,)}
+_KINDS |= {"double_quantization": (bool,)}
 
 
 def base_model(model: ModelSection, seed: int) -> BaseModel:
@@ -113,8 +115,8 @@ def base_model(model: ModelSection, seed: int) -> BaseModel:
     Equal weights have equal fingerprints, independent of their paths and of the number of files.
     """
     base, adapter = _stored_weights(model, seed), model.adapter
-    double = adapter.quantisation == "nf4" and adapter.double_quantisation
-    return replace(base, quantisation=adapter.quantisation, double_quantisation=double)
+    double = adapter.quantization == "nf4" and adapter.double_quantization
+    return replace(base, quantization=adapter.quantization, double_quantization=double)
 
 
 def _stored_weights(model: ModelSection, seed: int) -> BaseModel:

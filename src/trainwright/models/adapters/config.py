@@ -142,7 +142,7 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         r=adapter.rank or RANK,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
-        use_rslora=adapter.rank_stabilised,
+        use_rslora=adapter.rank_stabilized,
         use_dora=adapter.type == "dora",
         target_modules=_short(targets, model),
         modules_to_save=modules or None,

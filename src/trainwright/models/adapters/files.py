@@ -91,10 +91,10 @@ def check_libraries(adapter: AdapterSection) -> None:
     if adapter.type == "none":
         return
     _check_library("peft", "model.adapter", lambda version: version[:2] == (0, 21), "peft>=0.21,<0.22")
-    if adapter.quantisation != "none":
+    if adapter.quantization != "none":
         minimum = (0, 50)
         _check_library(
-            "bitsandbytes", "model.adapter.quantisation", lambda version: version >= minimum, "bitsandbytes>=0.50"
+            "bitsandbytes", "model.adapter.quantization", lambda version: version >= minimum, "bitsandbytes>=0.50"
         )
 
 
@@ -185,9 +185,9 @@ class SavedAdapter:
                 f"{START_FROM}: {self.directory} is an adapter of {own}, but model.name is {base}; set model.name to "
                 "the model it was trained on"
             )
-        elif own.fingerprint == base.fingerprint and own.quantisation != base.quantisation:
+        elif own.fingerprint == base.fingerprint and own.quantization != base.quantization:
             kinds = [
-                f"quantized to {each.quantisation}".replace("quantized to none", "not quantized")
+                f"quantized to {each.quantization}".replace("quantized to none", "not quantized")
                 for each in (own, base)
             ]
             _warn_once(
@@ -223,7 +223,7 @@ class SavedAdapter:
             "type": (section.type, self.type),
             "rank": (section.rank, rank),
             "alpha": (section.alpha, alpha),
-            "rank_stabilised": (section.rank_stabilised or None, bool(config.get("use_rslora"))),
+            "rank_stabilized": (section.rank_stabilized or None, bool(config.get("use_rslora"))),
             "modules_to_save": (sorted(section.modules_to_save) or None, sorted(config.get("modules_to_save") or [])),
         }
         for key, (given, saved) in compared.items():

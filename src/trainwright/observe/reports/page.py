@@ -37,7 +37,7 @@ _BYTES = 2**20
 # The keys that decide a result, in the order in which people ask for them.
 _DECIDE = (
     *("model.name", "model.config.model_type", "model.implementation", "model.dropout"),
-    *("model.adapter.type", "model.adapter.rank", "model.adapter.alpha", "model.adapter.quantisation"),
+    *("model.adapter.type", "model.adapter.rank", "model.adapter.alpha", "model.adapter.quantization"),
     *("optimizer.name", "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps"),
     *("optimizer.weight_decay", "optimizer.max_grad_norm"),
     *("train.max_steps", "train.epochs", "train.max_tokens", "train.global_batch_size", "train.micro_batch_size"),

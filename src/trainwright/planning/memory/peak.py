@@ -249,7 +249,7 @@ def _drawing(workload: Workload, choice: Choice) -> int:
     a = workload.architecture
     embedding = a.vocabulary * a.hidden
     head = 4 * embedding if a.tied else 0  # separate until it is tied
-    if workload.quantisation != "none":
+    if workload.quantization != "none":
         return max(head, _QUANTIZING * min(_QUANTIZED, a.hidden * a.intermediate))
     return head if workload.adapter is None else max(head, (4 - choice.width) * embedding)
 

@@ -112,7 +112,7 @@ class PassSettings:
             width=choice.width,
             trainable=workload.adapter is None,
             adapter=workload.adapter,
-            quantization=workload.quantisation,
+            quantization=workload.quantization,
             stack=stack,
             hooked=choice.spec.hooks_modules,
         )

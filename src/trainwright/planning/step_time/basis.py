@@ -148,7 +148,7 @@ def model_of(workload: Workload) -> str:
     """Return a key for runs whose prediction errors are related: family, size, adapter, length of rows and TF32."""
     a = workload.architecture
     adapter = "full" if workload.adapter is None else workload.adapter.kind
-    parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantisation)
+    parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantization)
     rows = f"2^{round(math.log2(workload.row_tokens))}", "packed" if workload.packed else "padded"
     return " ".join((*parts, *rows, workload.optimizer, *(["tf32"] if workload.tf32 else [])))
 

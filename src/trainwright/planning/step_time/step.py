@@ -284,7 +284,7 @@ class _Step:
 
     def _inventory(self) -> Inventory:
         w = self.workload
-        full = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation, self.stack)
+        full = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantization, self.stack)
         return partly_trained(full, w.trained)
 
     def _update(self) -> Update:

@@ -23,9 +23,9 @@ _CLASS = r"(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*"
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {"type": "none"},
     "lora": {"type": "lora"},
-    "rslora": {"type": "lora", "rank_stabilised": True},
+    "rslora": {"type": "lora", "rank_stabilized": True},
     "dora": {"type": "dora"},
-    "qlora": {"type": "lora", "quantisation": "nf4"},
+    "qlora": {"type": "lora", "quantization": "nf4"},
 }
 
 
@@ -35,15 +35,15 @@ class AdapterSection(Section):
     type: Literal["none", "lora", "rslora", "dora", "qlora"] = Field(
         "none",
         description="none: full fine-tuning. lora: low-rank matrices added to frozen weights (arXiv 2106.09685). "
-        "dora: also the magnitudes of the weights (arXiv 2402.09353). rslora: lora with rank_stabilised; qlora: lora "
-        "with quantisation nf4; resolved recipes have lora for both.",
+        "dora: also the magnitudes of the weights (arXiv 2402.09353). rslora: lora with rank_stabilized; qlora: lora "
+        "with quantization nf4; resolved recipes have lora for both.",
     )
     rank: Count | None = Field(None, description="Rank of the matrices. Default: 16, or the rank of start_from.")
     alpha: Positive | None = Field(
         None,
         description="The adapter's output is scaled by alpha / rank. Default: 32, or the alpha of start_from.",
     )
-    rank_stabilised: bool = Field(
+    rank_stabilized: bool = Field(
         False, description="Scale by alpha / sqrt(rank) instead, which trains better at high ranks (arXiv 2312.03732)."
     )
     dropout: BelowOne = Field(0.0, description="Dropout probability for the input of the matrices.")
@@ -57,12 +57,12 @@ class AdapterSection(Section):
         description="Modules to train in full and save with the adapter, by the ends of their names, such as "
         "[embed_tokens, lm_head].",
     )
-    quantisation: Literal["none", "nf4", "int8"] = Field(
+    quantization: Literal["none", "nf4", "int8"] = Field(
         "none",
         description="Quantize the frozen weights of linear modules, except the output head, to 4 bits (nf4, arXiv "
         "2305.14314) or 8 bits (int8, one scale per row). Computation uses the precision of the run.",
     )
-    double_quantisation: bool = Field(True, description="nf4: also quantize the scales, to 8 bits.")
+    double_quantization: bool = Field(True, description="nf4: also quantize the scales, to 8 bits.")
     start_from: Text | None = Field(
         None, description="Directory of an existing adapter of the same model to continue training."
     )
@@ -82,10 +82,10 @@ class AdapterSection(Section):
         meant = ADAPTERS.get(word) if isinstance(word, str) else None
         if meant is None:
             return values
-        if word == "qlora" and values.get("quantisation") == "none":
-            raise PydanticCustomError("adapter", "a quantisation with type qlora")
-        if word == "rslora" and values.get("rank_stabilised") is False:
-            raise PydanticCustomError("adapter", "rank_stabilised: true with type rslora")
+        if word == "qlora" and values.get("quantization") == "none":
+            raise PydanticCustomError("adapter", "a quantization with type qlora")
+        if word == "rslora" and values.get("rank_stabilized") is False:
+            raise PydanticCustomError("adapter", "rank_stabilized: true with type rslora")
         return {**meant, **values, "type": meant["type"]}
 
 
