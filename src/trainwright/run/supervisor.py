@@ -25,7 +25,7 @@ from trainwright.run.group.addresses import LOOPBACK
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes.nodes import Nodes, NodesLost
-from trainwright.run.observers.observed import after_workers
+from trainwright.run.observers.hooks import after_workers
 from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers
 
