@@ -80,6 +80,6 @@ def test_a_run_of_the_last_version_is_read_without_a_notice(tmp_path: Path, caps
 def test_a_library_that_is_missing_is_named_whoever_has_registered_the_observer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(OBSERVERS._loaded, "somebody:SPEC", ObserverSpec(library="no_such_library"))
+    monkeypatch.setitem(OBSERVERS._loaded, "somebody:SPEC", ObserverSpec("", library="no_such_library"))
     with pytest.raises(observer_spec.RequestError, match="somebody:SPEC: no_such_library is not installed"):
         observer_spec.check_installed({"somebody:SPEC": True})
