@@ -67,7 +67,7 @@ _MEASURING = {
     "parallel/openmp.py": "the threads that wait for one another",
     "run/group/device_slots.py": "whether members of one job share cores",
     "run/group/start_event.py": "the threads that a run has, and the names of its machines",
-    "run/nodes/nodes.py": "names this machine to others",
+    "run/nodes/node_info.py": "names this machine to others",
     "run/joined.py": "names this machine to others",
     "run/group/rendezvous.py": "names this machine to others",
     "run/group/meeting.py": "names this machine to those who wait",

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import pkgutil
 from pathlib import Path
 
 import pytest
 
+import trainwright as tw
 from tests.support.runs import ON_ROWS, TINY, Runs
-from trainwright import Recipe, api
+from trainwright import Recipe
 
 
 def examples(module: str) -> list[doctest.DocTest]:
     return [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
 
 
-MODULES = [module.name for module in pkgutil.walk_packages(api.__path__, "trainwright.api.") if examples(module.name)]
+MODULES = sorted({module for name in tw.__all__ if examples(module := getattr(tw, name).__module__)})
 
 
 # Those that start torch.

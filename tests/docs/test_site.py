@@ -70,7 +70,7 @@ def test_the_reference_of_extensions_has_every_registered_name_with_a_descriptio
     page, registries = hooks.extension_reference(), hooks.all_registries()
     kinds = {registry.kind for registry in registries}
     assert {"task", "strategy", "objective", "metric", "source", "environment"} <= kinds
-    rows = re.findall(r"^\| `([\w-]+)` \| (.*) \| (.*) \|$", page, re.M)
+    rows = re.findall(r"^\| `([\w -]+)` \| (.*) \| (.*) \|$", page, re.M)
     assert [name for name, _, _ in rows] == [name for registry in registries for name in registry.names()]
     assert [name for name, summary, package in rows if not summary.strip() or not package] == []
 

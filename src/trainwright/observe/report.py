@@ -13,7 +13,7 @@ from pathlib import Path
 from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import RequestError
 from trainwright.observe.specs import REPORT
-from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.hooks import ObservedRun
 from trainwright.utils.paths import user_path, write_file
 
 FILE = "report.html"

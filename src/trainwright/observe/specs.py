@@ -23,6 +23,7 @@ class PrometheusOptions(Section):
 
 
 REPORT = ObserverSpec(
+    "report.html, while the run trains and at its end; auto: of runs of more than a minute.",
     create=f"{_REPORT}:of_run",
     after_failure=f"{_REPORT}:write_after_failure",
     setting=bool | Literal["auto"],
@@ -31,20 +32,25 @@ REPORT = ObserverSpec(
     extra="report",
 )
 PROMETHEUS = ObserverSpec(
+    "The newest figures, served to Prometheus.",
     create=f"{_TRACKERS}.prometheus:of_run",
     options=PrometheusOptions,
     library="prometheus_client",
     extra="prometheus",
 )
-WANDB = ObserverSpec(create=f"{_TRACKERS}.services:wandb", library="wandb", extra="wandb")
-MLFLOW = ObserverSpec(create=f"{_TRACKERS}.services:mlflow", library="mlflow", extra="mlflow")
-TRACKIO = ObserverSpec(create=f"{_TRACKERS}.services:trackio", library="trackio", extra="trackio")
+WANDB = ObserverSpec("Weights & Biases.", create=f"{_TRACKERS}.services:wandb", library="wandb", extra="wandb")
+MLFLOW = ObserverSpec("MLflow.", create=f"{_TRACKERS}.services:mlflow", library="mlflow", extra="mlflow")
+TRACKIO = ObserverSpec("trackio.", create=f"{_TRACKERS}.services:trackio", library="trackio", extra="trackio")
 OPENTELEMETRY = ObserverSpec(
+    "Gauges and spans, sent to a collector of OpenTelemetry.",
     create=f"{_TRACKERS}.opentelemetry:of_run",
     library="opentelemetry.exporter.otlp.proto.http",
     extra="opentelemetry",
 )
 LEDGER = ObserverSpec(
-    beside=f"{_LEDGER}:of_rank", samples=f"{_LEDGER}:NewestSamples", after_workers=f"{_LEDGER}:count_ends"
+    "Every second of every rank, by what it was used for.",
+    beside=f"{_LEDGER}:of_rank",
+    samples=f"{_LEDGER}:NewestSamples",
+    after_workers=f"{_LEDGER}:count_ends",
 )
-STALLS = ObserverSpec(beside="trainwright.observe.stalls:of_rank")
+STALLS = ObserverSpec("Stalls of a rank inside collectives.", beside="trainwright.observe.stalls:of_rank")

@@ -7,7 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
-from trainwright.run.observers.observed import ObservedRank
+from trainwright.run.observers.hooks import ObservedRank
 from trainwright.utils.heartbeat import Heartbeat
 
 _TICK, _LATE = 0.02, 0.015  # seconds

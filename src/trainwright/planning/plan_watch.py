@@ -19,7 +19,7 @@ from trainwright.machine.usage.counters import Counters
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.hooks import ObservedRun
 from trainwright.run.relaunch import REPLAN
 from trainwright.run.run_directory import plan_of
 from trainwright.utils import heartbeat

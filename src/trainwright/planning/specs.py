@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from trainwright.recipe.observer_spec import ObserverSpec
 
-PLAN_WATCH = ObserverSpec(create="trainwright.planning.plan_watch:of_run")
+PLAN_WATCH = ObserverSpec(
+    "A comparison of the first steps with the plan.", create="trainwright.planning.plan_watch:of_run"
+)

@@ -42,6 +42,11 @@ _MARK = "__trainwright_extension__"
 def extension(kind: str) -> Callable[[T], T]:
     """Mark a function or class as a ``kind``, ``"metric"`` or ``"observer"``, that recipes may name as
     ``module:Name``; without the mark a recipe could call any function of any module.
+
+    >>> import trainwright as tw
+    >>> @tw.extension("metric")
+    ... def is_short(reference: str, answer: str) -> float:
+    ...     return float(len(answer) <= len(reference))
     """
 
     def mark(marked: T) -> T:

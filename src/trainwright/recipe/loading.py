@@ -142,8 +142,9 @@ def _annotated(section: str, value: object, origins: Mapping[KeyPath, Origin]) -
 
 def _commented(text: str, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
     first, newline, rest = text.partition("\n")
-    where = str(origins[path]) if path in origins else "default"
-    return f"{first}  # {where}{newline}{rest}"
+    inside = dict.fromkeys(str(origin) for written, origin in origins.items() if written[: len(path)] == path)
+    where = str(origins[path]) if path in origins else ", ".join(inside)
+    return f"{first}  # {where or 'default'}{newline}{rest}"
 
 
 def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:

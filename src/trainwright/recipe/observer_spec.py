@@ -29,6 +29,7 @@ class ObserverSpec:
     """An observer, which may do any of five things. Each is the place ``module:function`` of a function, or None.
 
     Attributes:
+        summary: one line for references.
         create: on rank 0, returns for an ``ObservedRun`` and the observer's setting what gets every event, or None.
         after_failure: called by the launcher with the directory of a run that has failed, the observer's setting, the
             seconds since the run was launched, and whether it may take long.
@@ -43,6 +44,7 @@ class ObserverSpec:
         extra: the extra of Trainwright with this library.
     """
 
+    summary: str
     create: str | None = None
     after_failure: str | None = None
     beside: str | None = None
@@ -154,7 +156,7 @@ def complete_schema(schema: dict[str, Any]) -> None:
 def _schema(spec: ObserverSpec) -> dict[str, Any]:
     options = [{"type": "object"}] if spec is _OWN else []
     options += [] if spec.options is None else [spec.options.model_json_schema()]
-    return {"anyOf": [TypeAdapter(spec.setting).json_schema(), *options]}
+    return {"description": spec.summary, "anyOf": [TypeAdapter(spec.setting).json_schema(), *options]}
 
 
-_OWN = ObserverSpec()  # somebody's, with any options
+_OWN = ObserverSpec("An observer of your own, with any options.")

@@ -12,7 +12,7 @@ from trainwright.engine.event_reader import read_log
 from trainwright.engine.events import Fault
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.run.observers.observed import after_failure
+from trainwright.run.observers.hooks import after_failure
 
 _RANK = re.compile(r"^rank (\d+)\b")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.resolve_model import hub_token
-from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.hooks import ObservedRun
 from trainwright.run.process import console
 from trainwright.utils.text import quoted, say
 

@@ -50,7 +50,7 @@ from trainwright.run import run_directory
 from trainwright.run.group.contract import agree, check_layout, usable_device
 from trainwright.run.group.start_event import DTYPES, start_event
 from trainwright.run.limits import open_files_in_words
-from trainwright.run.observers.observed import ObservedRank, ObservedRun, beside_rank, observers_of
+from trainwright.run.observers.hooks import ObservedRank, ObservedRun, beside_rank, observers_of
 from trainwright.run.process import (
     console,
     keep_freed_memory,

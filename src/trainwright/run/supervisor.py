@@ -13,7 +13,7 @@ from trainwright.recipe.registries import WATCHERS
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes.nodes import Nodes, NodesLost
-from trainwright.run.observers.observed import after_workers
+from trainwright.run.observers.hooks import after_workers
 from trainwright.run.shutdown.failure import (
     Cause,
     Failure,

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from trainwright.engine.event_reader import EventRecord, resumed_step
 from trainwright.run.observers.tensorboard import Values, values_of
@@ -18,7 +18,9 @@ _LAST_SECONDS = 30.0
 
 
 class Tracker(Protocol):
-    """A tracker of experiments; called in one thread."""
+    """A tracker of experiments; called in one thread. One with a method ``span`` also gets ``evaluate`` and
+    ``checkpoint`` events, to record how long they took.
+    """
 
     def begin(self, run: Path, config: Mapping[str, Any], resumed: bool) -> None:
         """Begin a run, or continue one. ``config``: the recipe as plain values."""
@@ -28,14 +30,6 @@ class Tracker(Protocol):
 
     def end(self, status: str) -> None:
         """End the run: ``finished`` or ``stopped``."""
-
-
-@runtime_checkable
-class SpanTracker(Protocol):
-    """A tracker that also records how long something took."""
-
-    def span(self, event: EventRecord) -> None:
-        """Record an ``evaluate`` or ``checkpoint`` event."""
 
 
 class TrackerObserver:
@@ -79,6 +73,7 @@ class TrackerObserver:
     def _pass_on(self) -> None:
         try:
             tracker = self._make()
+            span = getattr(tracker, "span", None)
             while True:
                 event = self._events.get()
                 if event["event"] == "start":
@@ -89,8 +84,8 @@ class TrackerObserver:
                 else:
                     if values := values_of(event):
                         tracker.log(int(event["step"]), values)
-                    if isinstance(tracker, SpanTracker) and event["event"] in ("evaluate", "checkpoint"):
-                        tracker.span(event)
+                    if span is not None and event["event"] in ("evaluate", "checkpoint"):
+                        span(event)
         except Exception as error:
             reason = str(error).strip().splitlines()
             self._say(f"failed ({type(error).__name__}: {reason[0] if reason else 'no reason given'}); the run goes on")

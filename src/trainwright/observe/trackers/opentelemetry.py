@@ -13,7 +13,7 @@ from typing import Any
 
 from trainwright.engine.event_reader import EventRecord
 from trainwright.observe.trackers.base import TrackerObserver, Values, print_notice_of
-from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.hooks import ObservedRun
 
 _NAMESPACE = "trainwright"
 _LAST_MILLISECONDS = 10_000

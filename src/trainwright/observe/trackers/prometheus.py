@@ -10,7 +10,7 @@ from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import RequestError
 from trainwright.machine.usage.gpu import all_gpus
 from trainwright.observe.specs import PrometheusOptions
-from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.hooks import ObservedRun
 from trainwright.run.observers.tensorboard import values_of
 
 if TYPE_CHECKING:

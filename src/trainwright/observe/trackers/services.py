@@ -12,7 +12,7 @@ from typing import Any
 from trainwright.machine.cache import try_write
 from trainwright.observe.trackers.base import TrackerObserver, Values
 from trainwright.recipe.yaml_text import values_by_key
-from trainwright.run.observers.observed import ObservedRun
+from trainwright.run.observers.hooks import ObservedRun
 
 _OURS = "trainwright"  # the project, unless a variable names another
 _MLFLOW_RUN = "mlflow-run"  # file in the run directory with the identity of MLflow's run, to continue it
@@ -34,7 +34,21 @@ def trackio(run: ObservedRun, _: object) -> TrackerObserver:
     return TrackerObserver("trackio", run.directory, Trackio)
 
 
-class Wandb:
+class _Logged:
+    """A run of a library whose runs have ``log``."""
+
+    _run: Any
+
+    def log(self, step: int, values: Values) -> None:
+        """Record values of a step."""
+        self._run.log(values, step=step)
+
+    def end(self, status: str) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+class Wandb(_Logged):
     """A run of Weights & Biases, continued when the run is resumed."""
 
     def begin(self, run: Path, config: Mapping[str, Any], resumed: bool) -> None:
@@ -51,17 +65,13 @@ class Wandb:
             settings=wandb.Settings(silent=True, console="off", save_code=False),
         )
 
-    def log(self, step: int, values: Values) -> None:
-        """Record values of a step."""
-        self._run.log(values, step=step)
-
     def end(self, status: str) -> None:
         """End the run."""
         self._run.summary["status"] = status
-        self._run.finish()
+        super().end(status)
 
 
-class Trackio:
+class Trackio(_Logged):
     """A run of trackio, continued when the run is resumed."""
 
     def begin(self, run: Path, config: Mapping[str, Any], resumed: bool) -> None:
@@ -75,14 +85,6 @@ class Trackio:
             resume="allow" if resumed else "never",
             embed=False,
         )
-
-    def log(self, step: int, values: Values) -> None:
-        """Record values of a step."""
-        self._run.log(values, step=step)
-
-    def end(self, status: str) -> None:
-        """End the run."""
-        self._run.finish()
 
 
 class Mlflow:

@@ -21,7 +21,7 @@ from trainwright.engine.event_reader import (
 from trainwright.machine.usage.sample import figures_of
 from trainwright.models.supported import class_in
 from trainwright.models.usage import evaluating
-from trainwright.run.observers.observed import ObservedRun, samples_of
+from trainwright.run.observers.hooks import ObservedRun, samples_of
 from trainwright.run.observers.progress import Remaining, progress_on
 from trainwright.run.process import console
 from trainwright.utils import text

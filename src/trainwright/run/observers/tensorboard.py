@@ -12,7 +12,7 @@ from trainwright.engine.event_reader import EventRecord, resumed_step
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from trainwright.run.observers.observed import ObservedRun
+    from trainwright.run.observers.hooks import ObservedRun
 
 _STEP_SCALARS = (
     "loss",
