@@ -10,8 +10,7 @@ import pytest
 import trainwright as tw
 from tests.support.fake_slurm import commands
 from tests.support.runs import ON_ROWS, TINY
-from trainwright.api import stopping
-from trainwright.clusters.slurm import requeue
+from trainwright.clusters.slurm import requeue, stopping
 
 ENDED = "Slurm says that it is completing, as after scancel"
 PREEMPTED = "PreemptTime=2026-03-01T06:12:00"
