@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
+import trainwright as tw
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright import Recipe
 
