@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-import trainwright as tw
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright import Recipe
 

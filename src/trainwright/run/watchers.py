@@ -27,7 +27,7 @@ class WatcherVerdict(Exception):
         self.rank, self.cause = rank, cause
 
 
-class Watch(Protocol):
+class LaunchWatch(Protocol):
     """Watches the workers of one launch on this machine."""
 
     def check(self) -> None:
@@ -43,7 +43,7 @@ class Watcher(Protocol):
     def install(self, run: Path, rank: int) -> None:
         """Set in a worker, before it begins, what a watch needs there."""
 
-    def watch(self, run: Path, ranks: WorkerRanks, processes: Callable[[], Mapping[int, int]]) -> Watch:
+    def watch(self, run: Path, ranks: WorkerRanks, processes: Callable[[], Mapping[int, int]]) -> LaunchWatch:
         """Return the watch of these ranks; ``processes`` returns the pid of every rank here that has not ended."""
 
     def watch_beside(

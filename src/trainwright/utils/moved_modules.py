@@ -28,11 +28,11 @@ class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         for old, new in _MOVED.items():
             if fullname == old or fullname.startswith(f"{old}."):
-                return spec_from_loader(fullname, _Loader(new + fullname.removeprefix(old)), is_package=True)
+                return spec_from_loader(fullname, _OfMoved(new + fullname.removeprefix(old)), is_package=True)
         return None
 
 
-class _Loader(Loader):
+class _OfMoved(Loader):
     def __init__(self, name: str) -> None:
         self._name = name
 

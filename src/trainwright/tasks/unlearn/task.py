@@ -38,7 +38,7 @@ from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
-from trainwright.tasks.unlearn.evaluation.watch import Watch
+from trainwright.tasks.unlearn.evaluation.truth_ratios import TruthRatios
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
@@ -101,7 +101,7 @@ class Unlearning(ReferenceTask):
         self._watch = self._watched(recipe)
         self.answers = self._watch is not None
 
-    def _watched(self, recipe: Recipe) -> Watch | None:
+    def _watched(self, recipe: Recipe) -> TruthRatios | None:
         """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
         name = data_of(recipe).benchmark
         if name is None or self._prepared.validation is None:
@@ -109,7 +109,7 @@ class Unlearning(ReferenceTask):
         positions = max_positions(recipe.model, self._tokenizer)
         benchmark = find_benchmark(name, "data.benchmark")
         rows = len(self._prepared.validation)
-        return Watch.of(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
+        return TruthRatios.of(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return the metrics of the model's answers to benchmark rows; all ranks must call it."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _AGGREGATES = {"forget": statistics.forget_truth_ratio, "retain": statistics.utility_truth_ratio}
 
 
-class Watch:
+class TruthRatios:
     """Truth ratios on the first rows of the forget and of the retain set."""
 
     def __init__(self, sequences: ItemSequences) -> None:
@@ -34,8 +34,8 @@ class Watch:
         rows: int,
         positions: int | None,
         key: str,
-    ) -> Watch | None:
-        """Return the watch for a benchmark; None if its rows have no wrong answers.
+    ) -> TruthRatios | None:
+        """Return those of a benchmark; None if its rows have no wrong answers.
 
         Args:
             rows: of each set.
