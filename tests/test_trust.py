@@ -85,6 +85,7 @@ KEYS = {
     "step policy": "train.step_policies=['evil:Policy']",
     "objective": "unlearn.objective=evil:SPEC",
     "environment": "algorithm_distillation.environment=evil:Room",
+    "attention kernel": "model.attention=evil:SPEC",
 }
 # Of another task than the other keys.
 RECIPES = {"objective": "unlearn", "environment": "algorithm_distillation"}
@@ -106,6 +107,7 @@ def test_no_key_of_a_recipe_makes_a_check_execute_anything(folder: Path, key: st
         "schedule",
         "source",
         "objective",
+        "attention kernel",
     ):  # without which the rest cannot be checked
         assert refused.returncode == 2 and "--trust-code" in refused.stderr, refused.stderr
     elif key == "step policy":
