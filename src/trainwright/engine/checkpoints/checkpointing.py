@@ -166,7 +166,7 @@ class Checkpointing:
             own.slowed += more
 
     def _get_ready(self) -> None:
-        """Start the process that writes in the background, once the state has its size: after the first step."""
+        """Allocate memory for the copy, once the state has its size: after the first step."""
         self._is_ready = True
         if self._training.recipe.checkpoint.every is None:
             return
@@ -180,7 +180,7 @@ class Checkpointing:
             self._copies.add_model(final)
 
     def close(self) -> None:
-        """Complete the checkpoint that is being written, and end its process."""
+        """Complete the checkpoint that is being written, and the copies."""
         self._is_ending = True
         self._flush()
         self._background.close()
