@@ -172,7 +172,8 @@ class Background:
         """Collect the entries of all ranks' files and have rank 0 complete the checkpoint."""
         outcome = flight.part if isinstance(flight.part, str) else flight.part.wait()
         if not isinstance(outcome, str):
-            outcome = entries(part_name(self._world.rank), *outcome, flight.located)
+            size, digest = outcome
+            outcome = entries(part_name(self._world.rank), size, digest, flight.located)
         parts = self._world.gather(outcome)
         failure = next((part for part in parts if isinstance(part, str)), None)
         if failure is not None:
