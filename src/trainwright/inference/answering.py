@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.errors import MachineError
-from trainwright.inference.generation import Answer, Sampling, answer_batch, new_token_limit
-from trainwright.inference.stopping import Stop
+from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, new_token_limit
 from trainwright.parallel.available_memory import free_bytes
 from trainwright.parallel.world import World
 from trainwright.utils import heartbeat

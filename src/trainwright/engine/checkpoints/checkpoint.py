@@ -38,7 +38,7 @@ from trainwright.engine.checkpoints.manifest import (
     open_inside,
     read_state,
 )
-from trainwright.engine.checkpoints.tensor_files import write_tensors
+from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World

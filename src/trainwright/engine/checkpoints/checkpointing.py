@@ -18,8 +18,8 @@ from trainwright.engine.checkpoints.checkpoint import (
     SavedCheckpoint,
     own_blocks,
 )
+from trainwright.engine.checkpoints.export import check_checkpoint
 from trainwright.engine.checkpoints.manifest import UnreadableCheckpoint
-from trainwright.engine.checkpoints.read_back import check_checkpoint
 from trainwright.engine.checkpoints.saving import Saving, SlowedSteps
 from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.engine.events import CheckpointWritten, Fault, Notice

@@ -1,19 +1,73 @@
-"""A copy of a rank's tensors in memory, and the thread that writes it to a file."""
+"""Write tensors to safetensors files with their checksum: one by one, or by a thread from a copy in memory.
+
+Why not `safetensors.torch.save_file` or `torch.distributed.checkpoint`: both hold a second copy of all tensors in
+memory while they write, and the latter stores its index as a pickle. Any safetensors reader reads these files
+(https://github.com/huggingface/safetensors#format).
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainwright.engine.checkpoints.directories import write_synced
-from trainwright.engine.checkpoints.tensor_files import head, tensor_bytes
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+    """Write ``tensors`` to ``path``, sync it to disk, and compare what is there.
+
+    Returns:
+        The file's size in bytes and its SHA-256.
+
+    Raises:
+        OSError: the disk is full or not writable, or has other bytes; a partial file may remain.
+    """
+    return write_synced(path, chain([_head(tensors)], map(_tensor_bytes, tensors.values())))
+
+
+def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return what a file has before the bytes of its tensors, which follow one another."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, copied if it is on a device or not contiguous."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
 
 _COPIED_PIECE, _WRITTEN_PIECE = 64 * 2**20, 8 * 2**20
 _NICENESS = 10
@@ -81,7 +135,7 @@ class Writer:
         for tensor in tensors.values():
             offsets.append((end, tensor.detach()))
             end += tensor.numel() * tensor.element_size()
-        begin, self.copied = head(tensors), threading.Event()
+        begin, self.copied = _head(tensors), threading.Event()
         try:
             self._copy((offset, tensor) for offset, tensor in offsets if tensor.data_ptr() in changing)
         except OSError:
@@ -121,7 +175,7 @@ class Writer:
                 flat = tensor.contiguous().reshape(-1)
                 step = _COPIED_PIECE // flat.element_size()
                 for begin in range(0, flat.numel(), step):
-                    data = tensor_bytes(flat[begin : begin + step])
+                    data = _tensor_bytes(flat[begin : begin + step])
                     while data:
                         count = os.pwrite(self._memory, data, offset)
                         data, offset = data[count:], offset + count

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from trainwright.inference.answering import AnswerSettings, Done, answer_all
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, Judge
 from trainwright.inference.evaluation.rows import Column, EncodedRows, Estimate, RowPrompts, difference
-from trainwright.inference.generation import Answer, Sampling
+from trainwright.inference.generation import Answer, Sampling, stop_of
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import TokenScores, score
-from trainwright.inference.stopping import stop_of
 from trainwright.parallel.world import World
 
 Floats = npt.NDArray[np.float64]

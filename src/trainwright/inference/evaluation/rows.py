@@ -28,9 +28,9 @@ from trainwright.data.sources.reading import location_of, read_rows, source_note
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.token_rows import splits_long, windows_of
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.libraries import require
 from trainwright.inference.prompts import last_answer
 from trainwright.recipe.sections.data import SourceSection
+from trainwright.utils.installation import require
 from trainwright.utils.text import they
 
 if TYPE_CHECKING:

@@ -30,10 +30,9 @@ from trainwright.inference.evaluation.report import Report
 from trainwright.inference.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
 from trainwright.inference.evaluation.rows import EncodedRows, EvaluationRows, drawn, encode, joined, read
 from trainwright.inference.finding import UnloadedModel, find_model
-from trainwright.inference.generation import Sampling
+from trainwright.inference.generation import Sampling, stop_of
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.scoring import score
-from trainwright.inference.stopping import stop_of
 from trainwright.machine.cache import cache_root
 from trainwright.machine.machine import Machine
 from trainwright.models.load import load_tokenizer, max_positions
