@@ -35,14 +35,13 @@ from trainwright.engine.checkpoints.manifest import (
     checkpoint_path,
     checkpoints_in,
     full_shape,
-    open_inside,
     read_state,
 )
 from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.utils.paths import retried
+from trainwright.utils.paths import open_inside, retried
 
 Entries = dict[str, Any]  # of one rank's file in the manifest
 
