@@ -162,7 +162,7 @@ def over_ranks(
                 heartbeat.progress()
             elif len(part) > 1:
                 largest = -(-len(part) // 2)
-                waiting = [half for each in (part, *waiting) for half in _parts(each, largest)]
+                waiting = [half for batch in (part, *waiting) for half in _parts(batch, largest)]
             else:
                 shortage = f"rank {world.rank}: {results.detail}"
         world.check_stop()

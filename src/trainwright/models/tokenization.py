@@ -112,7 +112,7 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         template = tokenizer.chat_template
         if not all(
-            isinstance(one, str) for one in (template.values() if isinstance(template, dict) else [template or ""])
+            isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template or ""])
         ):
             raise TypeError("its chat_template is not a text")
         return tokenizer
@@ -260,8 +260,9 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     # Without the regex the text is not split, which gives the same tokens faster.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -275,17 +276,3 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHATML,
         clean_up_tokenization_spaces=False,
     )
-
-
-def byte_letters() -> list[str]:
-    """Return the printable character for each byte 0-255 in a byte-level vocabulary.
-
-    Printable Latin-1 bytes represent themselves and the others map to U+0100 and up, in order, as in GPT-2's
-    ``bytes_to_unicode`` (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    letters, spare = [], 0x100
-    for byte in range(256):
-        letters.append(chr(byte if byte in printable else spare))
-        spare += byte not in printable
-    return letters

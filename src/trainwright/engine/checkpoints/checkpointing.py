@@ -410,7 +410,7 @@ def _none_usable(refused: Sequence[CheckpointError]) -> tuple[int, str]:
 
 def _own_bytes(shards: Mapping[str, Shard]) -> int:
     """Return the bytes of this rank's part of a state."""
-    return sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
+    return sum(shard.local.numel() * shard.local.element_size() for shard in own_blocks(shards).values())
 
 
 def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
@@ -419,10 +419,10 @@ def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
     for policy in policies:
         name = type(policy).__name__
         if name in by_name:
-            places = " and ".join(f"{type(one).__module__}:{name}" for one in (by_name[name], policy))
+            classes = " and ".join(f"{type(other).__module__}:{name}" for other in (by_name[name], policy))
             raise RequestError(
-                f"train.step_policies: {places} have the same name, under which a checkpoint saves the state of one of "
-                "them; rename a class, or list it once"
+                f"train.step_policies: {classes} have the same name, under which a checkpoint saves the state of one "
+                "of them; rename a class, or list it once"
             )
         by_name[name] = policy
     return by_name

@@ -94,7 +94,7 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     with suppress(FileNotFoundError, NotADirectoryError):  # if it cannot be read, there may be checkpoints
         names = os.listdir(directory)
     matches = (re.fullmatch(r"step-([0-9]{8,})", name) for name in names)
-    steps = sorted(step for one in matches if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
+    steps = sorted(step for m in matches if m and checkpoint_path(directory, step := int(m[1])).name == m[0])
     return {step: checkpoint_path(directory, step) for step in steps}
 
 

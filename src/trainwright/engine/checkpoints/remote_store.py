@@ -125,12 +125,12 @@ class RemoteStore:
         self._make(target)
         if self._is_there(f"{target}/{MANIFEST}"):
             self._files.rm_file(f"{target}/{MANIFEST}")
-        for each, source in (file for file in files if file[0] != MANIFEST):
-            self._make(f"{target}/{each}".rpartition("/")[0])
-            size = self._upload(f"{name}/{each}", _Pieces(source))
-            if size != sums[each]:
-                raise CheckpointError(f"{each} of {name} is damaged (size or checksum differs); it is not copied")
-            self._check_size(f"{target}/{each}", size[0])
+        for file_name, source in (file for file in files if file[0] != MANIFEST):
+            self._make(f"{target}/{file_name}".rpartition("/")[0])
+            size = self._upload(f"{name}/{file_name}", _Pieces(source))
+            if size != sums[file_name]:
+                raise CheckpointError(f"{file_name} of {name} is damaged (size or checksum differs); it is not copied")
+            self._check_size(f"{target}/{file_name}", size[0])
         if run is not None:
             self._upload(f"{name}/{RUN}", [run().encode()])
         for _, source in (file for file in files if file[0] == MANIFEST):
@@ -210,12 +210,12 @@ class RemoteStore:
         """Remove a directory by the names of its files: ``rm`` of fsspec takes ``?``, ``*`` and ``[`` as patterns."""
         self._files.invalidate_cache()
         entries = {path: {"type": "directory"}, **self._files.find(path, withdirs=True, detail=True)}
-        for each, info in sorted(entries.items(), reverse=True):  # what is in a directory before it
+        for entry, info in sorted(entries.items(), reverse=True):  # what is in a directory before it
             if info.get("type") != "directory":
-                self._files.rm_file(each)
+                self._files.rm_file(entry)
             elif not self._has_buckets:
                 with suppress(FileNotFoundError):
-                    self._files.rmdir(each)
+                    self._files.rmdir(entry)
 
     def _names(self, below: str) -> list[str]:
         self._files.invalidate_cache()

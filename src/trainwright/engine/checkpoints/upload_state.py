@@ -187,8 +187,8 @@ class StoreState:
         step = self.abandoned.step
         if step is None:
             return
-        later = {each: name for each, name in self.store.steps().items() if each >= step}
-        self.remove({name for each, name in later.items() if self.abandoned.has(each, self.stored(name))})
+        names = self.store.steps()
+        self.remove({names[k] for k in names if k >= step and self.abandoned.has(k, self.stored(names[k]))})
         self.abandoned.removed(step)
 
     def stored(self, name: str) -> StoredRun | None:

@@ -10,6 +10,7 @@ sends its requests to all ranks, which share the work.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from trainwright.data.stream.dataset_cache import prepare as prepare_data
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import AnswerSettings, Stage, answer_all
-from trainwright.inference.evaluation.measure import Measurement, MeasurementSettings, Origins, compare, measure
+from trainwright.inference.evaluation.measure import Measurement, Origins, compare, measure
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
 from trainwright.inference.evaluation.report import Report
 from trainwright.inference.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
@@ -55,10 +56,10 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     sides = {_MODEL: model}
     if request.against is not None:
         sides[_AGAINST] = find_model(request.against)
-    for side, each in sides.items():
-        check_fits(each, DTYPES[request.dtype], machine, processes)
+    for side, unloaded in sides.items():
+        check_fits(unloaded, DTYPES[request.dtype], machine, processes)
         (work / side).mkdir()
-        each.save(work / side / "found.json")
+        unloaded.save(work / side / "found.json")
     if not request.on_rows:
         return
     rows, key = _rows(request, model)
@@ -70,17 +71,17 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         judged = {}
     questions = _rows_to_answer(request, rows) if judged else []
     _check_references(rows, judged, questions, key)
-    for side, each in sides.items():
-        own = min((n for n in (longest, max_positions(each.section)) if n is not None), default=None)
+    for side, unloaded in sides.items():
+        own = min((n for n in (longest, max_positions(unloaded.section)) if n is not None), default=None)
         encoded = encode(
             rows,
-            load_tokenizer(each.section),
+            load_tokenizer(unloaded.section),
             max_length=own,
             long_documents=long_documents,
             questions=questions,
             key=key,
         )
-        _check_prompt_lengths(encoded, rows, max_positions(each.section), key)
+        _check_prompt_lengths(encoded, rows, max_positions(unloaded.section), key)
         encoded.save(work / side)
     names = [name for name in request.metrics if name in judged or name in LIKELIHOODS]
     if not names:
@@ -143,14 +144,12 @@ def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, 
         loaded,
         rows,
         origins,
-        MeasurementSettings(
-            model.origin,
-            about["names"],
-            judges(about["names"], request.answer_pattern, request.json_schema),
-            Sampling(max_new_tokens=request.max_new_tokens),
-            request.batch_size,
-        ),
         world,
+        model=model.origin,
+        names=about["names"],
+        judges=judges(about["names"], request.answer_pattern, request.json_schema),
+        sampling=Sampling(max_new_tokens=request.max_new_tokens),
+        batch=request.batch_size,
         scored=stage(f"scoring with {model.origin}", len(rows.dataset)),
         answered=stage(f"answers of {model.origin}", about["answered"]),
     )
@@ -372,8 +371,8 @@ def _language_model(shared: _Shared) -> Any:
                 ]
                 for request in requests
             ]
-            likelihoods = iter(shared.likelihoods([window for each in windows for window in each]))
-            return [sum(next(likelihoods)[0] for _ in each) for each in windows]
+            likelihoods = iter(shared.likelihoods(list(itertools.chain.from_iterable(windows))))
+            return [sum(next(likelihoods)[0] for _ in of_text) for of_text in windows]
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             texts: dict[int, str] = {}
