@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 EVALUATION, GENERATION = "evaluation", "generation"
 # A mean over about the last hundred steps; in the first steps the loss falls too fast to detect spikes.
@@ -94,4 +94,8 @@ class TrainingProgress:
     @classmethod
     def of(cls, saved: dict[str, Any]) -> TrainingProgress:
         """Build from the content of a checkpoint. Raises ValueError if it is invalid."""
-        return TypeAdapter(cls).validate_python(saved)
+        try:
+            return TypeAdapter(cls).validate_python(saved)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

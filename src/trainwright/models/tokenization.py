@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,7 @@ def is_trained(name: str) -> bool:
     return name == "characters" or name.startswith(("characters:", "bpe:"))
 
 
-def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
+def trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``, from the cache or newly built.
 
     Raises:
@@ -155,6 +155,7 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
 
     from trainwright.data.sources.key import file_states
 
+    key = "model.tokenizer"
     size, source = _parsed(name, key)
     seen = json.dumps([_VERSION, size, file_states(source, key)], default=str)
     directory = cache_root() / "tokenizers" / hashlib.sha256(seen.encode()).hexdigest()[:32]
@@ -173,27 +174,14 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
     return tokenizer
 
 
-def make_tokenizer(
-    sources: Iterable[tuple[SourceSection, str]],
-    size: int | None,
-    report: Callable[[int], None] = lambda characters: None,
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(sources: Iterable[tuple[SourceSection, str]], size: int | None) -> PreTrainedTokenizerFast:
     """Train a tokenizer on texts: byte-level BPE with ``size`` tokens, or one token per character if ``size`` is None.
 
     Args:
         sources: pairs of a source and the key that names it in messages.
-        report: called with the number of characters read so far.
     """
-
-    def texts() -> Iterator[str]:
-        characters = 0
-        for source, key in sources:
-            for piece in pieces(source, key):
-                yield piece.text
-                characters += len(piece.text)
-                report(characters)
-
-    return _characters(texts()) if size is None else _bpe(texts(), size)
+    texts = (piece.text for source, key in sources for piece in pieces(source, key))
+    return _characters(texts) if size is None else _bpe(texts, size)
 
 
 def _parsed(name: str, key: str) -> tuple[int | None, SourceSection]:

@@ -339,8 +339,11 @@ class Checkpointing:
         self._check(checkpoint)
         try:
             progress = TrainingProgress.of(saved.get("progress", {}))
-            own = {str(name): float(value) for name, value in saved.get("task", {}).items()}
-            states = {name: _floats(state) for name, state in saved.get("policies", {}).items()}
+            own, *of_policies = (
+                {str(name): float(value) for name, value in values.items()}
+                for values in (saved.get("task", {}), *saved.get("policies", {}).values())
+            )
+            states = dict(zip(saved.get("policies", {}), of_policies, strict=True))
         except (ValueError, TypeError, AttributeError) as error:
             raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
         with checkpoint.reader() as reader:
@@ -431,7 +434,3 @@ def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
 def _replace(state: dict[str, float], values: Mapping[str, float]) -> None:
     state.clear()
     state.update(values)
-
-
-def _floats(values: dict[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in values.items()}

@@ -111,8 +111,11 @@ def gathered(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, to
     shards = strategy.state()
     for name, tensor in strategy.parameters(frozen=False):
         shard = shards.get(f"model.{name}")
-        if shard is not None and not torch.equal(tensor[_window(shard)].to(shard.local.device), shard.local):
-            different.append(name)
+        if shard is not None:
+            edges = zip(shard.offset, shard.local.shape, strict=True)
+            window = tensor[tuple(slice(begin, begin + size) for begin, size in edges)]
+            if not torch.equal(window.to(shard.local.device), shard.local):
+                different.append(name)
         yield name, tensor
 
 
@@ -174,7 +177,3 @@ def check_export(
             final.rename(aside)
         raise TrainingError(f"{problem}, and the exported files are in {aside}")
     return note
-
-
-def _window(shard: Shard) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(shard.offset, shard.local.shape, strict=True))

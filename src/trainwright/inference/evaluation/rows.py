@@ -387,7 +387,7 @@ def estimate(column: Column, resamples: int = RESAMPLES) -> Estimate:
     return Estimate(column.value(), *_interval(metric, [column], resamples), len(column))
 
 
-def difference(one: Column, other: Column, resamples: int = RESAMPLES) -> Estimate:
+def difference(one: Column, other: Column) -> Estimate:
     """Return ``one`` minus ``other`` on the same rows, with its interval. Both are resampled with the same rows, so
     that common variation cancels.
     """
@@ -399,7 +399,7 @@ def difference(one: Column, other: Column, resamples: int = RESAMPLES) -> Estima
         first = one.finish(values.sum(axis) / weights.sum(axis))
         return first - other.finish(others.sum(axis) / other_weights.sum(axis))
 
-    return Estimate(one.value() - other.value(), *_interval(metric, [one, other], resamples), len(one))
+    return Estimate(one.value() - other.value(), *_interval(metric, [one, other], RESAMPLES), len(one))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:

@@ -69,7 +69,9 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         if request.explicit or request.answer_pattern is not None or request.json_schema is not None:
             raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
         judged = {}
-    questions = _rows_to_answer(request, rows) if judged else []
+    everything = request.full or request.quick or request.limit is not None
+    asked = rows.conversations if judged else []
+    questions = [asked[index] for index in drawn(len(asked), None if everything else USUAL_ANSWERS)]
     _check_references(rows, judged, questions, key)
     for side, unloaded in sides.items():
         own = min((n for n in (longest, max_positions(unloaded.section)) if n is not None), default=None)
@@ -99,7 +101,10 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
             if request.on_rows:
                 _measure(request, work, side, loaded, world, stage)
             if request.tasks:
-                _harness(request, work / side, loaded, world, stage)
+                limit = QUICK_ROWS if request.quick else request.limit
+                results = run_tasks(loaded, request.tasks, request.task_directory, limit, world, stage)
+                if world.is_main:
+                    (work / side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
             del loaded
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -168,14 +173,6 @@ def _notes(measured: Measurement, rows: EncodedRows, request: EvaluationRequest)
         yield f"{cut} at {plural(request.max_new_tokens, 'token')}; raise --max-new-tokens for longer ones"
 
 
-def _harness(request: EvaluationRequest, side: Path, loaded: Loaded, world: World, stage: Stage) -> None:
-    results = run_tasks(
-        loaded, request.tasks, request.task_directory, QUICK_ROWS if request.quick else request.limit, world, stage
-    )
-    if world.is_main:
-        (side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
-
-
 def _rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationRows, str]:
     """Return the rows, and their name in messages."""
     if request.data is not None:
@@ -225,12 +222,6 @@ def _names(rows: EvaluationRows) -> list[str]:
     """Return the names of the sources, numbered if several have the same name."""
     names = [source.source for source in rows.sources]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
-
-
-def _rows_to_answer(request: EvaluationRequest, rows: EvaluationRows) -> list[int]:
-    everything = request.full or request.quick or request.limit is not None
-    questions = rows.conversations
-    return [questions[index] for index in drawn(len(questions), None if everything else USUAL_ANSWERS)]
 
 
 def _check_references(rows: EvaluationRows, judged: dict[str, Judge], questions: list[int], key: str) -> None:

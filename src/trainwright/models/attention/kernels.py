@@ -424,15 +424,12 @@ ASSUMED = Platform(missing=(("flash_attn_3", _NOT_ASSUMED), ("flash_attn", _NOT_
 @cache
 def missing_kernels() -> tuple[tuple[str, str], ...]:
     """Return the names of kernels for GPUs that cannot be used here, each with the reason."""
-    reasons = {"flash_attn_3": _without_third(), "flash_attn": _without_second(), "flex": why_no_triton()}
+    third = None if find_spec("flash_attn_interface") is not None else _ABSENT
+    reasons = {"flash_attn_3": third, "flash_attn": _without_flash_attn(), "flex": why_no_triton()}
     return tuple((name, why) for name, why in reasons.items() if why is not None)
 
 
-def _without_third() -> str | None:
-    return None if find_spec("flash_attn_interface") is not None else _ABSENT
-
-
-def _without_second() -> str | None:
+def _without_flash_attn() -> str | None:
     if find_spec("flash_attn") is None:
         return _ABSENT
     try:
