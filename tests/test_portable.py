@@ -63,7 +63,7 @@ _MEASURING = {
     "run/run_worker.py": "the threads that the plan is compared with",
     "engine/policies/stragglers.py": "whether a slow rank computes with fewer threads than the others",
     "engine/out_of_memory.py": "what was free when memory ran out",
-    "engine/checkpoints/background.py": "whether training leaves a core to the process that writes",
+    "engine/checkpoints/background.py": "whether training leaves a core to the thread that writes",
     "parallel/openmp.py": "the threads that wait for one another",
     "run/group/device_slots.py": "whether members of one job share cores",
     "run/group/start_event.py": "the threads that a run has, and the names of its machines",

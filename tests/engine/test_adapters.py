@@ -20,7 +20,7 @@ from tests.parallel.generation import step
 from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, events
 from tests.support.training import Case, Trained, built, train
 from trainwright.engine.checkpoints.checkpoint import CheckpointError, Checkpoints
-from trainwright.engine.checkpoints.read_back import check_checkpoint, check_export, gathered
+from trainwright.engine.checkpoints.export import check_checkpoint, check_export, gathered
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.load import load_config

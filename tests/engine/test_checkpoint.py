@@ -16,7 +16,7 @@ from trainwright.engine.checkpoints import checkpoint as module
 from trainwright.engine.checkpoints import directories
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.checkpoints.directories import checksum
-from trainwright.engine.checkpoints.tensor_files import write_tensors
+from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World

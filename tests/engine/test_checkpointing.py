@@ -120,7 +120,8 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, number: int, *named: str) -> Non
     original = os.open
 
     def failing(path: Any, *more: Any, **options: Any) -> int:
-        if any(name in str(path) for name in named):
+        directory = os.readlink(f"/proc/self/fd/{options['dir_fd']}") if "dir_fd" in options else ""
+        if any(name in os.path.join(directory, path) for name in named):
             raise OSError(number, os.strerror(number), str(path))
         return original(path, *more, **options)
 

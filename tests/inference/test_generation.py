@@ -10,8 +10,7 @@ import torch
 from tests.inference.models import ARCHITECTURES, PROMPTS, TOKENIZER, model_of
 from tests.support.slow import slow_but
 from trainwright.errors import RequestError
-from trainwright.inference.generation import Sampling, answer_batch
-from trainwright.inference.stopping import Stop
+from trainwright.inference.generation import Sampling, Stop, answer_batch
 from trainwright.utils.phase_clock import Use
 
 END = 258

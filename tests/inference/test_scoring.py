@@ -15,8 +15,8 @@ from tests.support.runs import ROWS, Runs
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.inference.evaluation.questions import ValidationQuestions
+from trainwright.inference.generation import Stop
 from trainwright.inference.scoring import score
-from trainwright.inference.stopping import Stop
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import EvaluateSection

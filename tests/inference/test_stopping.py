@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.data.test_templates import CHATML, byte_level
 from tests.inference.models import TOKENIZER, model_of
-from trainwright.inference.stopping import Stop, stop_of
+from trainwright.inference.generation import Stop, stop_of
 from trainwright.models.tokenization import bytes_tokenizer
 
 

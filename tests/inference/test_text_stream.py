@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.inference.models import TOKENIZER
 from trainwright.inference.chat import TextStream
-from trainwright.inference.stopping import Stop
+from trainwright.inference.generation import Stop
 
 
 def pieces(text: str, *stops: str, strip: bool = False) -> list[str]:

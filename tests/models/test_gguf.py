@@ -18,13 +18,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, dequantize, get_tensor_name_map, quantize
 from gguf.constants import MODEL_ARCH
 from transformers import LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.support.commands import PATIENCE, wait_for
 from trainwright.compatibility.gguf.reading import convert_gguf
 from trainwright.errors import RequestError
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve
-from trainwright.models.tokenization import byte_letters
 from trainwright.recipe.sections.model import ModelSection
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -64,7 +64,9 @@ def write_gguf(file: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType, 
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*byte_letters(), "<|pad|>", "<|im_start|>", "<|im_end|>", "ab"])
+    writer.add_token_list(
+        [*(letter for _, letter in sorted(bytes_to_unicode().items())), "<|pad|>", "<|im_start|>", "<|im_end|>", "ab"]
+    )
     writer.add_token_types([1] * 256 + [3] * 3 + [1])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(258)

@@ -15,8 +15,7 @@ from trainwright.cli.main import app
 from trainwright.data.check import check_sources
 from trainwright.data.rows.formats import EXAMPLES
 from trainwright.errors import RequestError
-from trainwright.inference.generation import Sampling, answer_batch
-from trainwright.inference.stopping import Stop
+from trainwright.inference.generation import Sampling, Stop, answer_batch
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.loading import dump_recipe, recipe_of
 from trainwright.recipe.schema import Recipe

@@ -28,8 +28,7 @@ from tests.support.training import built, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.directories import remove
-from trainwright.engine.checkpoints.export import export
-from trainwright.engine.checkpoints.read_back import gathered
+from trainwright.engine.checkpoints.export import export, gathered
 from trainwright.inference.answering import batches_of
 from trainwright.machine.detect import detect
 from trainwright.parallel.collectives import report_collectives

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from tests.support.commands import machine_file
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from tests.support.training import ALONE, trainer_of
-from trainwright.engine.checkpoints.export import export
-from trainwright.engine.checkpoints.read_back import check_export
+from trainwright.engine.checkpoints.export import check_export, export
 from trainwright.errors import TrainingError
 from trainwright.models.files import check_saved, logits_of, save_model
 from trainwright.models.tokenization import bytes_tokenizer, ending_turns

@@ -281,8 +281,8 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     from trainwright.inference.answer_file import write_answers
     from trainwright.inference.answering import AnswerSettings, answer_all
     from trainwright.inference.finding import UnloadedModel
+    from trainwright.inference.generation import stop_of
     from trainwright.inference.loading import DTYPES, load
-    from trainwright.inference.stopping import stop_of
 
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
     loaded = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)

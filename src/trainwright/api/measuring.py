@@ -199,9 +199,9 @@ def _split(words: str) -> tuple[str, ...]:
 
 def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
     """Return the metrics by name, after checking their requirements."""
-    from trainwright.inference.evaluation.libraries import require
     from trainwright.inference.evaluation.metrics import LIKELIHOODS, USUAL, extractor
     from trainwright.recipe.registries import METRICS
+    from trainwright.utils.installation import require
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
     names = _split(metric_names) if metric_names is not None else USUAL
@@ -260,7 +260,7 @@ def _tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
         if directory is not None:
             raise RequestError("--lm-eval-include: has no effect without --lm-eval")
         return ()
-    from trainwright.inference.evaluation.libraries import require
+    from trainwright.utils.installation import require
 
     require("lm_eval", "--lm-eval")
     return _split(task_names)

@@ -52,9 +52,9 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
             ...
         trainwright.errors.RequestError: nowhere.yaml: ...
     """
-    from trainwright.inference.evaluation.libraries import require
     from trainwright.run.group.environment import refuse_worker
     from trainwright.tasks.unlearn.evaluation.study.file import load_study
+    from trainwright.utils.installation import require
 
     refuse_worker("unlearn-study")
     loaded = load_study(Path(study), overrides)

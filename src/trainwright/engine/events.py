@@ -33,10 +33,10 @@ class Event:
     def record(self) -> Record:
         """Return the fields by name, without empty ones."""
         record: Record = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not each.metadata or value not in (None, {}):
-                record[each.name] = value
+        for described in fields(self):
+            value = getattr(self, described.name)
+            if not described.metadata or value not in (None, {}):
+                record[described.name] = value
         return record
 
 
@@ -387,10 +387,10 @@ def _check_of(hint: Any) -> _Check:
     """Return the check of a type of ``engine/events.py``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:
-        checks = [_check_of(each) for each in arguments]
+        checks = list(map(_check_of, arguments))
         return lambda value: any(check(value) for check in checks)
     if origin is tuple:
-        checks = [_check_of(each) for each in arguments]
+        checks = list(map(_check_of, arguments))
         return lambda value: (
             isinstance(value, list)
             and len(value) == len(checks)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 EVALUATION, GENERATION = "evaluation", "generation"
 # A mean over about the last hundred steps; in the first steps the loss falls too fast to detect spikes.
@@ -76,7 +78,7 @@ class Noise:
 class TrainingProgress:
     """The progress of a run: everything a checkpoint holds that is not a tensor."""
 
-    step: int = 0  # also the position in the stream
+    step: Annotated[int, Field(ge=0)] = 0  # also the position in the stream
     tokens: int = 0
     target_tokens: int = 0
     best_loss: float | None = None
@@ -92,19 +94,8 @@ class TrainingProgress:
     @classmethod
     def of(cls, saved: dict[str, Any]) -> TrainingProgress:
         """Build from the content of a checkpoint. Raises ValueError if it is invalid."""
-        saved = dict(saved)
         try:
-            losses, noise = LossStatistics(**saved.pop("losses", {})), Noise(**saved.pop("noise", {}))
-            progress = cls(**saved, losses=losses, noise=noise)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        for values in (progress, losses, noise):
-            for name, value in vars(values).items():
-                if name == "left_out":
-                    if not isinstance(value, list) or not all(isinstance(step, int) for step in value):
-                        raise ValueError("left_out is not a list of steps")
-                elif name != "pending" and not isinstance(value, (int, float, LossStatistics, Noise, type(None))):
-                    raise ValueError(f"{name} is not a number")
-        if not isinstance(progress.step, int) or progress.step < 0:
-            raise ValueError(f"its step is {progress.step}")
-        return progress
+            return TypeAdapter(cls).validate_python(saved)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

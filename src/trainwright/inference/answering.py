@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.errors import MachineError
-from trainwright.inference.generation import Answer, Sampling, answer_batch, new_token_limit
-from trainwright.inference.stopping import Stop
+from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, new_token_limit
 from trainwright.parallel.available_memory import free_bytes
 from trainwright.parallel.world import World
 from trainwright.utils import heartbeat
@@ -163,7 +162,7 @@ def over_ranks(
                 heartbeat.progress()
             elif len(part) > 1:
                 largest = -(-len(part) // 2)
-                waiting = [half for each in (part, *waiting) for half in _parts(each, largest)]
+                waiting = [half for batch in (part, *waiting) for half in _parts(batch, largest)]
             else:
                 shortage = f"rank {world.rank}: {results.detail}"
         world.check_stop()

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from trainwright.data.rows.formats import Message
 from trainwright.errors import RequestError
-from trainwright.inference.generation import Answer, Sampling, answer_batch
+from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, stop_of
 from trainwright.inference.loading import Loaded
 from trainwright.inference.prompts import PromptEncoder, Question
-from trainwright.inference.stopping import Stop, stop_of
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:

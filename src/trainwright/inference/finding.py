@@ -122,7 +122,8 @@ def _of_run(run: Path, checkpoint: str | None) -> UnloadedModel:
         )
     newest, refused = checkpoints.latest()
     if newest is None:
-        raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
+        why = f": {'; '.join(map(str, refused))}" if refused else ""
+        raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{why}")
     progress = newest.state.get("progress")
     best = progress.get("best_step") if isinstance(progress, dict) else None
     if checkpoint == "best" and best is None:
@@ -157,10 +158,6 @@ def _opened(path: Path) -> Path:
 
 def _describe_steps(steps: list[int]) -> str:
     return f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
-
-
-def _reasons(refused: list[CheckpointError]) -> str:
-    return f": {'; '.join(map(str, refused))}" if refused else ""
 
 
 def _of_adapter(path: Path) -> UnloadedModel:

@@ -20,7 +20,7 @@ from trainwright.machine.detect import detect
 from trainwright.models.configuration import making, no_progress_bar, restore_source
 from trainwright.models.safetensors_files import write_weights
 from trainwright.recipe.sections.model import OWN
-from trainwright.utils.paths import sync_tree
+from trainwright.utils.paths import sync, sync_tree
 from trainwright.utils.text import size
 
 if TYPE_CHECKING:
@@ -252,11 +252,7 @@ def _replace(temporary: Path, directory: Path) -> None:
         directory.rename(old)  # rename cannot replace a non-empty directory
     temporary.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(directory.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(directory.parent)
 
 
 # Largest difference of logits relative to the largest logit. Weights are compared exactly before, so this only has to

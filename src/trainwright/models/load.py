@@ -296,7 +296,7 @@ def untie(model: PreTrainedModel) -> None:
     If they have both with different values, transformers loads both.
     """
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
-    if any(model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other) for one, other in tied):
+    if any(model.get_parameter_or_buffer(a) is not model.get_parameter_or_buffer(b) for a, b in tied):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
 
@@ -366,7 +366,7 @@ def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     several = template if isinstance(template, dict) else {"": template}
     variables = {name: arguments_in(text) for name, text in several.items()}
     for argument in arguments:
-        if not any(argument in each for each in variables.values()):
+        if not any(argument in names for names in variables.values()):
             read = ", ".join(sorted(set().union(*variables.values()))) or "no arguments"
             raise RequestError(
                 f"model.template_arguments.{argument}: the chat template does not read it; it reads {read}"

@@ -138,7 +138,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
         stops = settings.get("eos_token_id") if isinstance(settings, dict) else None
         if stops is not None and any(type(stop) is not int for stop in (stops if isinstance(stops, list) else [stops])):
             raise RequestError(f"{key}: {file}: eos_token_id should be a token's id, or a list of them, not {stops!r}")
-    shards = _weight_files(directory, files, key)
+    shards = weight_files(directory, key)
     for shard in shards:
         check_safetensors(shard, key)
     if not any(map(stored_elements, shards)):
@@ -147,10 +147,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
 
 def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
     """Return the safetensors files of a model directory; raise RequestError if any is missing."""
-    return _weight_files(directory, sorted(p.name for p in directory.iterdir()), key)
-
-
-def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
+    files = sorted(path.name for path in directory.iterdir())
     if "model.safetensors" in files:
         return [directory / "model.safetensors"]
     if "model.safetensors.index.json" in files:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +112,7 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         template = tokenizer.chat_template
         if not all(
-            isinstance(one, str) for one in (template.values() if isinstance(template, dict) else [template or ""])
+            isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template or ""])
         ):
             raise TypeError("its chat_template is not a text")
         return tokenizer
@@ -144,7 +144,7 @@ def is_trained(name: str) -> bool:
     return name == "characters" or name.startswith(("characters:", "bpe:"))
 
 
-def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
+def trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``, from the cache or newly built.
 
     Raises:
@@ -155,6 +155,7 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
 
     from trainwright.data.sources.key import file_states
 
+    key = "model.tokenizer"
     size, source = _parsed(name, key)
     seen = json.dumps([_VERSION, size, file_states(source, key)], default=str)
     directory = cache_root() / "tokenizers" / hashlib.sha256(seen.encode()).hexdigest()[:32]
@@ -173,27 +174,14 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
     return tokenizer
 
 
-def make_tokenizer(
-    sources: Iterable[tuple[SourceSection, str]],
-    size: int | None,
-    report: Callable[[int], None] = lambda characters: None,
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(sources: Iterable[tuple[SourceSection, str]], size: int | None) -> PreTrainedTokenizerFast:
     """Train a tokenizer on texts: byte-level BPE with ``size`` tokens, or one token per character if ``size`` is None.
 
     Args:
         sources: pairs of a source and the key that names it in messages.
-        report: called with the number of characters read so far.
     """
-
-    def texts() -> Iterator[str]:
-        characters = 0
-        for source, key in sources:
-            for piece in pieces(source, key):
-                yield piece.text
-                characters += len(piece.text)
-                report(characters)
-
-    return _characters(texts()) if size is None else _bpe(texts(), size)
+    texts = (piece.text for source, key in sources for piece in pieces(source, key))
+    return _characters(texts) if size is None else _bpe(texts, size)
 
 
 def _parsed(name: str, key: str) -> tuple[int | None, SourceSection]:
@@ -260,8 +248,9 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     # Without the regex the text is not split, which gives the same tokens faster.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -275,17 +264,3 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHATML,
         clean_up_tokenization_spaces=False,
     )
-
-
-def byte_letters() -> list[str]:
-    """Return the printable character for each byte 0-255 in a byte-level vocabulary.
-
-    Printable Latin-1 bytes represent themselves and the others map to U+0100 and up, in order, as in GPT-2's
-    ``bytes_to_unicode`` (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    letters, spare = [], 0x100
-    for byte in range(256):
-        letters.append(chr(byte if byte in printable else spare))
-        spare += byte not in printable
-    return letters

@@ -139,7 +139,6 @@ class FileWeights:
 
     def load(self, rank: int) -> None:
         """Do nothing: each rank reads its slices as it fills them."""
-        pass
 
     def fill(self, name: str, block: Shard, world: World) -> None:
         """Copy this rank's rows of the parameter ``name`` to ``block``."""

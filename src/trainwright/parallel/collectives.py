@@ -57,7 +57,8 @@ def report_collectives() -> None:
 
 def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     argument, position = _SAME_SHAPE.get(name, (None, 0))
-    group_position = _position_of_group(function)
+    names = list(inspect.signature(function).parameters)
+    group_position = names.index("group") if "group" in names else sys.maxsize  # a library's own takes anything
 
     @functools.wraps(function)
     def collective(*arguments: Any, **keywords: Any) -> Any:
@@ -75,11 +76,6 @@ def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     collective.reports_to_heartbeat = True  # type: ignore[attr-defined]
     return collective
-
-
-def _position_of_group(function: Callable[..., Any]) -> int:
-    names = list(inspect.signature(function).parameters)
-    return names.index("group") if "group" in names else sys.maxsize  # a library's own function, which takes anything
 
 
 def _described(argument: Any) -> str:

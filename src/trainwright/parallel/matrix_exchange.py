@@ -74,8 +74,8 @@ class MatrixExchange:
             return local(parameter).to(self.device, dtype)
 
         shapes = tuple((height, width) for height, width in map(self._shape, parameters))
-        for one in assign(shapes, self._shards.size * self._replicas.size):
-            owned = [[parameters[index] for index in indices] for indices in one]
+        for indices_by_rank in assign(shapes, self._shards.size * self._replicas.size):
+            owned = [[parameters[index] for index in indices] for indices in indices_by_rank]
             by_replica = [owned[begin : begin + self._shards.size] for begin in range(0, len(owned), self._shards.size)]
             here = by_replica[self._replicas.rank]
             # Before the first broadcast, so that all ranks compute at the same time.

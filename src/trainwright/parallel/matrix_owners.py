@@ -43,7 +43,7 @@ def assign(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[Round, ...]
             rounds.append([[] for _ in range(ranks)])
         rounds[last[rank]][rank].append(index)
         filled[rank] += elements
-    return tuple(tuple(map(tuple, one)) for one in rounds)
+    return tuple(tuple(map(tuple, owned)) for owned in rounds)
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> int:
@@ -60,4 +60,4 @@ def slowest(rounds: Sequence[Round], costs: Sequence[float]) -> float:
 
     ``costs``: of every matrix.
     """
-    return sum(max(sum(costs[index] for index in owned) for owned in one) for one in rounds)
+    return sum(max(sum(costs[index] for index in owned) for owned in by_rank) for by_rank in rounds)

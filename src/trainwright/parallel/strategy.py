@@ -32,6 +32,7 @@ from trainwright.recipe.strategy_spec import spec_of
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights
 
+
 # Creates an optimizer from parameters by name.
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
@@ -151,3 +152,15 @@ def build_strategy(setup: Setup) -> Strategy:
         raise RequestError(f"{described}: its implementation {entry_point} lacks {', '.join(missing)}")
     strategy: Strategy = implementation(setup)
     return strategy
+
+
+def create_optimizer_state(optimizer: Optimizer) -> None:
+    """Make the state of every parameter, if there is none yet: a step with zero gradients at a learning rate of 0."""
+    if any(optimizer.state.values()):
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -204,7 +204,7 @@ def _store_with_all(rank_info: RankInfo) -> dist.Store:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=HOST_TIMEOUT))
         store = dist.PrefixStore("process group", store)
         store.set(f"joins/{rank}", "")
-        store.wait([f"joins/{each}" for each in range(size)], HOST_TIMEOUT)
+        store.wait([f"joins/{other}" for other in range(size)], HOST_TIMEOUT)
     return store
 
 
@@ -231,7 +231,7 @@ def leave() -> None:
 
 
 _TYPE = "__type__"
-_TENSOR_TYPES = {str(each): each for each in (
+_TENSOR_TYPES = {str(dtype): dtype for dtype in (
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
     torch.int8, torch.int16, torch.int32, torch.int64,
     torch.bfloat16, torch.float16, torch.float32, torch.float64,
@@ -253,14 +253,14 @@ def dumps(value: Any, *types: type) -> bytes:
 def loads(content: bytes, *types: type) -> Any:
     """Return the value of ``dumps`` with the same ``types``. Raises ValueError for anything else."""
     try:
-        return _value(json.loads(content), {each.__name__: each for each in types})
+        return _value(json.loads(content), {kind.__name__: kind for kind in types})
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # RecursionError is one
         raise ValueError(f"another rank sent what is no object: {type(error).__name__}: {error}") from error
 
 
 def _plain(value: Any, types: tuple[type, ...]) -> Any:
-    def plain(each: Any) -> Any:
-        return _plain(each, types)
+    def plain(item: Any) -> Any:
+        return _plain(item, types)
 
     if isinstance(value, np.generic):
         value = value.item()
@@ -273,13 +273,13 @@ def _plain(value: Any, types: tuple[type, ...]) -> Any:
         names = getattr(value, "_fields", None) or [field.name for field in dataclasses.fields(value)]
         return {_TYPE: type(value).__name__, "fields": {name: plain(getattr(value, name)) for name in names}}
     if isinstance(value, list):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return {_TYPE: "tuple", "items": [plain(each) for each in value]}
+        return {_TYPE: "tuple", "items": [plain(item) for item in value]}
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and _TYPE not in value:
-            return {key: plain(each) for key, each in value.items()}
-        return {_TYPE: "dict", "items": [[plain(key), plain(each)] for key, each in value.items()]}
+            return {key: plain(item) for key, item in value.items()}
+        return {_TYPE: "dict", "items": [[plain(key), plain(item)] for key, item in value.items()]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         tensor, kind = torch.from_numpy(value.copy()), "array"
     elif isinstance(value, torch.Tensor):
@@ -293,20 +293,20 @@ def _plain(value: Any, types: tuple[type, ...]) -> Any:
 
 def _value(plain: Any, types: dict[str, type]) -> Any:
     if isinstance(plain, list):
-        return [_value(each, types) for each in plain]
+        return [_value(item, types) for item in plain]
     if not isinstance(plain, dict):
         return plain
     kind = plain.get(_TYPE)
     if kind is None:
-        return {key: _value(each, types) for key, each in plain.items()}
+        return {key: _value(item, types) for key, item in plain.items()}
     if kind == "tuple":
-        return tuple(_value(each, types) for each in plain["items"])
+        return tuple(_value(item, types) for item in plain["items"])
     if kind == "dict":
-        return {_value(key, types): _value(each, types) for key, each in plain["items"]}
+        return {_value(key, types): _value(item, types) for key, item in plain["items"]}
     if kind in ("array", "tensor"):
         data = bytearray(base64.b64decode(plain["data"], validate=True))
         dtype = _TENSOR_TYPES[plain["dtype"]]
         tensor = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         tensor = tensor.reshape(plain["shape"])
         return tensor if kind == "tensor" else tensor.numpy()
-    return types[kind](**{name: _value(each, types) for name, each in plain["fields"].items()})
+    return types[kind](**{name: _value(item, types) for name, item in plain["fields"].items()})

@@ -25,10 +25,9 @@ from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.questions import ValidationQuestions
-from trainwright.inference.generation import Sampling, answer_batch, new_token_limit, padding_token
+from trainwright.inference.generation import Sampling, answer_batch, new_token_limit, padding_token, stop_of
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder
-from trainwright.inference.stopping import stop_of
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.files import check_saved, logits_of, save_model

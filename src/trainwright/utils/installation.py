@@ -6,9 +6,10 @@ import difflib
 import os
 import shlex
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
-from trainwright.errors import RequestError, writes_to
+from trainwright.errors import MachineError, RequestError, writes_to
 
 FIRST = "trainwright recipe new sft/tiny, then trainwright {} recipes/sft/tiny.yaml"
 
@@ -71,3 +72,21 @@ def _requirements(extra: str) -> list[str]:
             else:
                 names.append(requirement.strip())
     return names
+
+
+# By module name: the package, and our extra that installs it.
+_PACKAGES = {
+    "rouge_score": ("rouge-score", "evaluation"),
+    "jsonschema": ("jsonschema", "evaluation"),
+    "scipy": ("scipy", "evaluation"),
+    "bitsandbytes": ("bitsandbytes", "quantization"),
+    "matplotlib": ("matplotlib", "charts"),
+    "lm_eval": ("lm-eval", "lm-eval"),
+}
+
+
+def require(module: str, what: str) -> None:
+    """Raise MachineError if ``module``, which ``what`` needs, is not installed."""
+    if find_spec(module) is None:
+        package, extra = _PACKAGES[module]
+        raise MachineError(f"{what} needs {package}, which is not installed; {install_command(extra)}")

@@ -167,8 +167,13 @@ def retried(read: Callable[[], _Read]) -> _Read:
 def sync_tree(directory: Path) -> None:
     """Flush a directory and everything in it to the disk. Raises OSError."""
     for path in [*directory.rglob("*"), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,9 +1,9 @@
 """Checkpoints that are written while training goes on: at most one at a time, the same file format.
 
-The next forward and backward passes only read what a checkpoint holds, so a thread copies it meanwhile to memory that
-is shared with a process; only the next update of the weights waits for the copy. The process of each rank writes that
-rank's file. The ranks tell one another that their files are complete in the report that they exchange at every step
-anyway; then the process of rank 0 adds the manifest and renames the checkpoint. So no rank waits for a disk.
+The next forward and backward passes only read what a checkpoint holds, so a thread of each rank copies it meanwhile,
+and then writes that rank's file from the copy; only the next update of the weights waits for the copy. The ranks tell
+one another that their files are complete in the report that they exchange at every step anyway; then a thread of rank 0
+adds the manifest and renames the checkpoint. So no rank waits for a disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainwright.engine.checkpoints.checkpoint import (
     own_blocks,
     part_name,
 )
-from trainwright.engine.checkpoints.directories import remove
+from trainwright.engine.checkpoints.directories import finish, remove
 from trainwright.engine.checkpoints.writer import BackgroundTask, Writer
 from trainwright.machine.detect import detect
 from trainwright.parallel.available_memory import fits_host
@@ -37,7 +37,7 @@ from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 _WRITING, _PART, _COMPLETE = 0.0, 1.0, 2.0  # what a rank reports
-# checkpoint.background: auto. Below, writing takes less than a process of its own is worth.
+# checkpoint.background: auto. Below, writing takes less time than a copy is worth.
 _BACKGROUND_BYTES = 64 * 2**20
 # From this share of the time of writing on, in which a processor computes, it takes that time from the training.
 _COMPUTING = 0.5
@@ -64,7 +64,7 @@ class Background:
     """Write the checkpoints of a run in the background. Every rank must call ``begin``, ``advance`` and ``flush``.
 
     Attributes:
-        usable: false once the process of any rank has ended, or any rank had no memory for a copy.
+        usable: false once any rank had no memory for a copy.
     """
 
     def __init__(self, checkpoints: Checkpoints, world: World) -> None:
@@ -73,6 +73,7 @@ class Background:
         self._world = world
         self._writer: Writer | None = None
         self._flight: _InFlight | None = None
+        self._removals: list[BackgroundTask] = []
 
     @property
     def step(self) -> int | None:
@@ -90,7 +91,7 @@ class Background:
         return _PART if isinstance(flight.part, str) or flight.part.done else _WRITING
 
     def get_ready(self, size: int) -> None:
-        """Start the process, and allocate memory for ``size`` bytes meanwhile, so that no checkpoint waits for it."""
+        """Begin to allocate memory for ``size`` bytes, so that no checkpoint waits for it."""
         with suppress(OSError):  # the first checkpoint will say it
             self._writer = self._writer or Writer()
             self._writer.allocate(size)
@@ -152,38 +153,36 @@ class Background:
         return self._conclude(flight)
 
     def remove(self, path: Path) -> None:
-        """Remove a directory, which takes long for large files; in the background if there is a process for it."""
-        writer = self._writer
-        if writer is None or not writer.usable:
+        """Remove a directory, which takes long for large files; in the background if checkpoints are written there."""
+        if self._writer is None:
             remove(path)
         else:
-            BackgroundTask(lambda: writer.ask(job="remove", path=str(path)))
+            self._removals = [removal for removal in self._removals if not removal.done]
+            self._removals.append(BackgroundTask(lambda: remove(path)))
 
     def close(self) -> None:
-        """End the process."""
+        """Wait for removals, and free the copy. No checkpoint is being written any more."""
+        for removal in self._removals:
+            removal.wait()
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
     def _complete(self, flight: _InFlight) -> None:
         """Collect the entries of all ranks' files and have rank 0 complete the checkpoint."""
         outcome = flight.part if isinstance(flight.part, str) else flight.part.wait()
-        if isinstance(outcome, dict):
-            outcome = entries(part_name(self._world.rank), outcome["size"], outcome["sha256"], flight.located)
+        if not isinstance(outcome, str):
+            size, digest = outcome
+            outcome = entries(part_name(self._world.rank), size, digest, flight.located)
         parts = self._world.gather(outcome)
         failure = next((part for part in parts if isinstance(part, str)), None)
         if failure is not None:
             self._end(flight, failure)
         flight.parts_complete = True
         if self._world.is_main:
-            writer = self._writer
-            assert writer is not None
             scratch, final = self._checkpoints.scratch(flight.step), self._checkpoints.path(flight.step)
             state = json.dumps(flight.state, indent=1)
-            flight.completion = BackgroundTask(
-                lambda: writer.ask(
-                    job="finish", path=str(scratch), final=str(final), parts=parts, state=state, recipe=flight.recipe
-                )
-            )
+            flight.completion = BackgroundTask(lambda: finish(scratch, final, parts, state, flight.recipe))
 
     def _conclude(self, flight: _InFlight) -> SavedCheckpoint:
         outcome = None if flight.completion is None else flight.completion.wait()
@@ -229,7 +228,7 @@ class BackgroundChoice:
 
     def _has_room(self) -> bool:
         """Return whether writing beside the training takes nothing from it: it runs on a GPU, leaves a core to each
-        process that writes, or writing mostly waits for the disk.
+        thread that writes, or writing mostly waits for the disk.
         """
         free_cores = detect().cpu_cores - self._world.local_size * torch.get_num_threads()
         return self._world.device.type != "cpu" or free_cores >= self._world.local_size or self._waits_for_disk

@@ -35,17 +35,15 @@ from trainwright.engine.checkpoints.manifest import (
     checkpoint_path,
     checkpoints_in,
     full_shape,
-    open_inside,
     read_state,
 )
-from trainwright.engine.checkpoints.tensor_files import write_tensors
+from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.utils.paths import retried
+from trainwright.utils.paths import open_inside, retried
 
 Entries = dict[str, Any]  # of one rank's file in the manifest
-_Stamps = tuple[tuple[str, int, int, int], ...]  # for each file: name, size, modification time, inode
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ class Checkpoints:
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
-        # For each checkpoint that this process wrote or looked at: the stamps of its files, and whether it is usable.
-        self._known: dict[int, tuple[_Stamps, bool]] = {}
+        self._unusable: set[int] = set()  # steps of checkpoints that this process has read and refused
 
     @property
     def directory(self) -> Path:
@@ -117,7 +114,7 @@ class Checkpoints:
                 remove(self.scratch(step))
             raise CheckpointError(f"checkpoint of step {step} was not written: {failure}")
         if world.is_main:
-            self._known[step] = (_stamps(self.path(step)), True)
+            self._unusable.discard(step)
 
     def prune(
         self, best: int | None, remove: Callable[[Path], None] = remove, trusted_before: int | None = None
@@ -156,30 +153,32 @@ class Checkpoints:
         remove(doomed)
 
     def _is_usable(self, step: int) -> bool:
-        """Return whether the checkpoint verifies, if this process wrote or read it; else, whether it looks complete.
+        """Return whether a checkpoint has not been refused, and has a valid manifest and files of the sizes in it.
 
         No file of tensors is read, as training waits for this.
         """
         path = self.path(step)
-        stamps, cached = _stamps(path), self._known.get(step)
-        if cached is None or cached[0] != stamps:
-            cached = self._known[step] = stamps, _looks_complete(path, stamps)
-        return cached[1]
+        if step in self._unusable or path.is_symlink():
+            return False
+        try:
+            files = Manifest.read(path).files
+            return all((path / name).lstat().st_size == size for name, (size, _) in files.items())
+        except (CheckpointError, OSError):
+            return False
 
     def _open(self, step: int) -> Checkpoint | CheckpointError:
         """Return the checkpoint, or the reason why it cannot be used."""
         path = self.path(step)
-        stamps = _stamps(path)
         try:
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise CheckpointError(f"{path} is not a directory")
-            opened: Checkpoint | CheckpointError = Checkpoint.open(path)
+            return Checkpoint.open(path)
         except OSError as error:
-            opened = cannot_be_read(path, error)
+            reason = cannot_be_read(path, error)
         except CheckpointError as error:
-            opened = error
-        self._known[step] = (stamps, isinstance(opened, Checkpoint))
-        return opened
+            reason = error
+        self._unusable.add(step)
+        return reason
 
     def _remove_leftovers(self) -> None:
         """Remove what an interrupted save or removal left behind."""
@@ -299,28 +298,6 @@ def _checksum_if(path: Path, name: str, size: int) -> tuple[int, str] | None:
     """Return the size and SHA-256 of a file in ``path``, or None without reading it if it has another size."""
     with open_inside(path, name) as file:
         return checksum(file) if os.fstat(file.fileno()).st_size == size else None
-
-
-def _stamps(path: Path) -> _Stamps:
-    """Return the stamps of a checkpoint's files, which show without reading them whether they have changed."""
-    try:
-        with os.scandir(path) as files:
-            statuses = [(file.name, file.stat(follow_symlinks=False)) for file in files]
-    except OSError:
-        return ()
-    return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in statuses))
-
-
-def _looks_complete(path: Path, stamps: _Stamps) -> bool:
-    """Return whether a checkpoint has a valid manifest and the files in it with their sizes."""
-    if path.is_symlink():
-        return False
-    try:
-        manifest = Manifest.read(path)
-    except CheckpointError:
-        return False
-    sizes = {name: size for name, size, *_ in stamps}
-    return all(sizes.get(name) == size for name, (size, _) in manifest.files.items())
 
 
 def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:

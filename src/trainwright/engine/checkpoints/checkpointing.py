@@ -18,8 +18,8 @@ from trainwright.engine.checkpoints.checkpoint import (
     SavedCheckpoint,
     own_blocks,
 )
+from trainwright.engine.checkpoints.export import check_checkpoint
 from trainwright.engine.checkpoints.manifest import UnreadableCheckpoint
-from trainwright.engine.checkpoints.read_back import check_checkpoint
 from trainwright.engine.checkpoints.saving import Saving, SlowedSteps
 from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.engine.events import CheckpointWritten, Fault, Notice
@@ -166,7 +166,7 @@ class Checkpointing:
             own.slowed += more
 
     def _get_ready(self) -> None:
-        """Start the process that writes in the background, once the state has its size: after the first step."""
+        """Allocate memory for the copy, once the state has its size: after the first step."""
         self._is_ready = True
         if self._training.recipe.checkpoint.every is None:
             return
@@ -180,7 +180,7 @@ class Checkpointing:
             self._copies.add_model(final)
 
     def close(self) -> None:
-        """Complete the checkpoint that is being written, and end its process."""
+        """Complete the checkpoint that is being written, and the copies."""
         self._is_ending = True
         self._flush()
         self._background.close()
@@ -339,8 +339,11 @@ class Checkpointing:
         self._check(checkpoint)
         try:
             progress = TrainingProgress.of(saved.get("progress", {}))
-            own = {str(name): float(value) for name, value in saved.get("task", {}).items()}
-            states = {name: _floats(state) for name, state in saved.get("policies", {}).items()}
+            own, *of_policies = (
+                {str(name): float(value) for name, value in values.items()}
+                for values in (saved.get("task", {}), *saved.get("policies", {}).values())
+            )
+            states = dict(zip(saved.get("policies", {}), of_policies, strict=True))
         except (ValueError, TypeError, AttributeError) as error:
             raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
         with checkpoint.reader() as reader:
@@ -410,7 +413,7 @@ def _none_usable(refused: Sequence[CheckpointError]) -> tuple[int, str]:
 
 def _own_bytes(shards: Mapping[str, Shard]) -> int:
     """Return the bytes of this rank's part of a state."""
-    return sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
+    return sum(shard.local.numel() * shard.local.element_size() for shard in own_blocks(shards).values())
 
 
 def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
@@ -419,10 +422,10 @@ def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
     for policy in policies:
         name = type(policy).__name__
         if name in by_name:
-            places = " and ".join(f"{type(one).__module__}:{name}" for one in (by_name[name], policy))
+            classes = " and ".join(f"{type(other).__module__}:{name}" for other in (by_name[name], policy))
             raise RequestError(
-                f"train.step_policies: {places} have the same name, under which a checkpoint saves the state of one of "
-                "them; rename a class, or list it once"
+                f"train.step_policies: {classes} have the same name, under which a checkpoint saves the state of one "
+                "of them; rename a class, or list it once"
             )
         by_name[name] = policy
     return by_name
@@ -431,7 +434,3 @@ def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
 def _replace(state: dict[str, float], values: Mapping[str, float]) -> None:
     state.clear()
     state.update(values)
-
-
-def _floats(values: dict[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in values.items()}

@@ -8,11 +8,11 @@ import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainwright.engine.checkpoints.manifest import FORMAT, MANIFEST, RECIPE, STATE, seal_of
+from trainwright.utils.paths import sync
 
 _PIECE = 8 * 2**20
 _UNSYNCED = 64 * 2**20  # most bytes that wait in memory for the disk
@@ -28,7 +28,7 @@ def write_synced(path: Path, data: Iterable[bytes | memoryview]) -> tuple[int, s
     """
     digest, unsynced = hashlib.sha256(), 0
     with path.open("wb") as file:
-        for piece in (each[begin : begin + _PIECE] for each in data for begin in range(0, len(each), _PIECE)):
+        for piece in (part[begin : begin + _PIECE] for part in data for begin in range(0, len(part), _PIECE)):
             file.write(piece)
             digest.update(piece)
             unsynced += len(piece)
@@ -55,17 +55,15 @@ def finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: str, 
         for name, block in part["tensors"].items():
             manifest["tensors"].setdefault(name, []).append(block)
     for name, text in ((STATE, state), (RECIPE, recipe)):
-        _write_text(scratch / name, text)
-        with (scratch / name).open("rb") as file:
-            size, digest = checksum(file)
+        size, digest = write_synced(scratch / name, [text.encode()])
         manifest["files"][name] = {"size": size, "sha256": digest}
-    _write_text(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
-    sync_directory(scratch)
+    write_synced(scratch / MANIFEST, [json.dumps({**manifest, "sha256": seal_of(manifest)}).encode()])
+    sync(scratch)
     old = final.with_name(f".removing-{final.name}")
     if os.path.lexists(final):  # a checkpoint that was rejected when the run resumed from an earlier step
         final.rename(old)
     scratch.rename(final)
-    sync_directory(final.parent)
+    sync(final.parent)
     remove(old)
 
 
@@ -78,16 +76,11 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def checksum(file: BufferedReader) -> tuple[int, str]:
+def checksum(file: BinaryIO) -> tuple[int, str]:
     """Return the size in bytes and SHA-256 of an open file."""
-    digest = hashlib.file_digest(file, "sha256")
+    digest = hashlib.sha256()
+    while piece := file.read(_PIECE):
+        digest.update(piece)
     return os.fstat(file.fileno()).st_size, digest.hexdigest()
 
 
@@ -98,12 +91,3 @@ def compare_with_disk(path: Path, digest: str) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if checksum(file)[1] != digest:
             raise OSError(f"{path} reads back differently from what was written")
-
-
-def sync_directory(path: Path) -> None:
-    """Sync the entries of a directory to disk, not only the files they refer to."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,16 +12,14 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, TrainingError
 from trainwright.models.safetensors_files import DamagedFile, read_header
-from trainwright.utils.paths import retried
+from trainwright.utils.paths import open_inside, retried
 
 FORMAT = 1
 MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"
@@ -96,7 +94,7 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     with suppress(FileNotFoundError, NotADirectoryError):  # if it cannot be read, there may be checkpoints
         names = os.listdir(directory)
     matches = (re.fullmatch(r"step-([0-9]{8,})", name) for name in names)
-    steps = sorted(step for one in matches if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
+    steps = sorted(step for m in matches if m and checkpoint_path(directory, step := int(m[1])).name == m[0])
     return {step: checkpoint_path(directory, step) for step in steps}
 
 
@@ -127,25 +125,6 @@ def read_inside(directory: Path, name: str, limit: int) -> str:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise ValueError(f"it has {size:,} bytes, more than any valid one")
         return file.read(size).decode()  # not read(limit), which allocates that much memory before reading
-
-
-def open_inside(directory: Path, name: str) -> BufferedReader:
-    """Open a regular file directly in ``directory``, without following links or blocking on pipes and devices.
-
-    Raises:
-        OSError: the file does not exist or is not a regular file.
-    """
-    path = directory / name
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link", str(path)) from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def check_tensors(path: Path, file: str, manifest: Manifest) -> None:

@@ -125,16 +125,16 @@ class RemoteStore:
         self._make(target)
         if self._is_there(f"{target}/{MANIFEST}"):
             self._files.rm_file(f"{target}/{MANIFEST}")
-        for each, source in (file for file in files if file[0] != MANIFEST):
-            self._make(f"{target}/{each}".rpartition("/")[0])
-            size = self._upload(f"{name}/{each}", _pieces(source))
-            if size != sums[each]:
-                raise CheckpointError(f"{each} of {name} is damaged (size or checksum differs); it is not copied")
-            self._check_size(f"{target}/{each}", size[0])
+        for file_name, source in (file for file in files if file[0] != MANIFEST):
+            self._make(f"{target}/{file_name}".rpartition("/")[0])
+            size = self._upload(f"{name}/{file_name}", _Pieces(source))
+            if size != sums[file_name]:
+                raise CheckpointError(f"{file_name} of {name} is damaged (size or checksum differs); it is not copied")
+            self._check_size(f"{target}/{file_name}", size[0])
         if run is not None:
             self._upload(f"{name}/{RUN}", [run().encode()])
         for _, source in (file for file in files if file[0] == MANIFEST):
-            self._upload(f"{name}/{MANIFEST}", _pieces(source))
+            self._upload(f"{name}/{MANIFEST}", _Pieces(source))
 
     def is_complete(self, name: str) -> bool:
         """Return whether checkpoint ``name`` has its manifest here."""
@@ -164,11 +164,8 @@ class RemoteStore:
 
     def read_attempts(self) -> str | None:
         """Return what `write_attempts` has written last; None if nothing."""
-        try:
-            with self._files.open(f"{self.root}/{ATTEMPTS}", "rb") as file:
-                return bytes(file.read()).decode()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        content = self._content(ATTEMPTS)
+        return None if content is None else content.decode()
 
     def write_attempts(self, text: str) -> None:
         """Write what is known of the attempts at the run."""
@@ -177,9 +174,11 @@ class RemoteStore:
 
     def manifest(self, name: str) -> bytes | None:
         """Return the manifest of checkpoint ``name``, or of the model; None if it is not complete here."""
+        return self._content(f"{name}/{MANIFEST}")
+
+    def _content(self, name: str) -> bytes | None:
         try:
-            with self._files.open(f"{self.root}/{name}/{MANIFEST}", "rb") as file:
-                return bytes(file.read())
+            return bytes(self._files.cat_file(f"{self.root}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -211,12 +210,12 @@ class RemoteStore:
         """Remove a directory by the names of its files: ``rm`` of fsspec takes ``?``, ``*`` and ``[`` as patterns."""
         self._files.invalidate_cache()
         entries = {path: {"type": "directory"}, **self._files.find(path, withdirs=True, detail=True)}
-        for each, info in sorted(entries.items(), reverse=True):  # what is in a directory before it
+        for entry, info in sorted(entries.items(), reverse=True):  # what is in a directory before it
             if info.get("type") != "directory":
-                self._files.rm_file(each)
+                self._files.rm_file(entry)
             elif not self._has_buckets:
                 with suppress(FileNotFoundError):
-                    self._files.rmdir(each)
+                    self._files.rmdir(entry)
 
     def _names(self, below: str) -> list[str]:
         self._files.invalidate_cache()
@@ -303,10 +302,6 @@ def _append(piece: bytes, target: FileIO) -> None:
         rest = memoryview(piece)
         while rest:
             rest = rest[target.write(rest) :]
-
-
-def _pieces(file: BinaryIO) -> _Pieces:
-    return _Pieces(file)
 
 
 def _part_size(pieces: Iterable[bytes]) -> int:

@@ -65,7 +65,7 @@ class StoredRun:
                 raise CheckpointError(f"run.json is written in format {content['format']!r}, not {_FORMAT}")
             if seal != _digest_of(content):
                 raise CheckpointError("run.json is damaged (its checksum differs)")
-            parts = tuple(Part(int(each["start"]), int(each["end"]), str(each["sha256"])) for each in content["events"])
+            parts = tuple(Part(int(part["start"]), int(part["end"]), str(part["sha256"])) for part in content["events"])
             stored = cls(str(content["run"]), str(content["recipe"]), str(content["plan"]), parts)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"run.json is not the record of a run: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import threading
@@ -12,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
+from trainwright.engine.checkpoints.directories import checksum
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, step_of
 from trainwright.engine.checkpoints.remote_store import Files, RemoteStore
 from trainwright.engine.checkpoints.stored_run import EVENTS, PLAN, RECIPE, EventParts, Part, StoredRun, identity_of
 from trainwright.utils.paths import write_file
 
 FINAL = "final"
-_PIECE = 4 * 2**20
 _ABANDONED = ".abandoned"  # in the directory of checkpoints: the step of every place by its root
 _abandoning = threading.Lock()
 
@@ -188,8 +187,8 @@ class StoreState:
         step = self.abandoned.step
         if step is None:
             return
-        later = {each: name for each, name in self.store.steps().items() if each >= step}
-        self.remove({name for each, name in later.items() if self.abandoned.has(each, self.stored(name))})
+        names = self.store.steps()
+        self.remove({names[k] for k in names if k >= step and self.abandoned.has(k, self.stored(names[k]))})
         self.abandoned.removed(step)
 
     def stored(self, name: str) -> StoredRun | None:
@@ -227,10 +226,8 @@ class StoreState:
 
 def _measured(file: BinaryIO) -> dict[str, int | str]:
     file.seek(0)
-    digest = hashlib.sha256()
-    while piece := file.read(_PIECE):
-        digest.update(piece)
-    return {"size": file.tell(), "sha256": digest.hexdigest()}
+    size, digest = checksum(file)
+    return {"size": size, "sha256": digest}
 
 
 def _sums(upload: CheckpointUpload) -> dict[str, tuple[int, str]]:

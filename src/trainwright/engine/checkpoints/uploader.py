@@ -99,7 +99,7 @@ class Copies:
                 self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
                 return
         self._closing = False
-        for state in (each for each in self._stores if each.abandoned.step is not None):
+        for state in (state for state in self._stores if state.abandoned.step is not None):
             self._problems.append(
                 f"checkpoint.copies: {state.store.where}: copies of this run from step {state.abandoned.step} on, "
                 "before which it went back, may still be there; they are removed when the run is resumed here; do not "
@@ -126,7 +126,7 @@ class Copies:
         Copies of step ``before`` and later ones are passed over, and those that are abandoned, which are removed.
         """
         with self._changed:
-            abandoned = [each.abandoned.step for each in self._stores if each.abandoned.step is not None]
+            abandoned = [state.abandoned.step for state in self._stores if state.abandoned.step is not None]
             if abandoned and self._thread is None:  # otherwise it is tried before the next copy
                 self._remove_abandoned(min(abandoned))
         for step, name, state in self._newest_first():
@@ -153,7 +153,7 @@ class Copies:
                 checkpoints.extend((step, name, state) for step, name in state.store.steps().items())
             except Exception as error:
                 self._failed(state, error)
-        return iter(sorted(checkpoints, key=lambda each: -each[0]))
+        return iter(sorted(checkpoints, key=lambda checkpoint: -checkpoint[0]))
 
     def _remove_abandoned(self, step: int) -> None:
         """Have the thread remove what is abandoned. Call it with the lock."""

@@ -1,27 +1,76 @@
-"""A rank's side of the process that writes its checkpoints."""
+"""Write tensors to safetensors files with their checksum: one by one, or by a thread from a copy in memory.
+
+Why not `safetensors.torch.save_file` or `torch.distributed.checkpoint`: both hold a second copy of all tensors in
+memory while they write, and the latter stores its index as a pickle. Any safetensors reader reads these files
+(https://github.com/huggingface/safetensors#format).
+"""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainwright.engine.checkpoints.tensor_files import head, tensor_bytes
+from trainwright.engine.checkpoints.directories import write_synced
 
-_PIECE = 64 * 2**20
-_START = (
-    "import sys; sys.path[:] = sys.argv[3:]; from trainwright.engine.checkpoints.writer_process import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+    """Write ``tensors`` to ``path``, sync it to disk, and compare what is there.
+
+    Returns:
+        The file's size in bytes and its SHA-256.
+
+    Raises:
+        OSError: the disk is full or not writable, or has other bytes; a partial file may remain.
+    """
+    return write_synced(path, chain([_head(tensors)], map(_tensor_bytes, tensors.values())))
+
+
+def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return what a file has before the bytes of its tensors, which follow one another."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, copied if it is on a device or not contiguous."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+_COPIED_PIECE, _WRITTEN_PIECE = 64 * 2**20, 8 * 2**20
+_NICENESS = 10
 
 
 class BackgroundTask:
@@ -52,42 +101,32 @@ class BackgroundTask:
 
 
 class Writer:
-    """A process that writes files from a copy of tensors in memory that it shares with this one.
+    """Writes files from a copy of tensors in a file in memory.
 
-    The copy is not mapped into this process and not part of its resident memory. It stays for the next checkpoint: a
+    The copy is not mapped, so it is not part of the resident memory of the process. It stays for the next checkpoint: a
     file in memory is allocated once.
 
     Raises:
-        OSError: the process cannot be started.
+        OSError: there is no file in memory.
 
     Attributes:
-        usable: false once the process has ended, or there was no memory for a copy.
+        usable: false once there was no memory for a copy.
     """
 
     def __init__(self) -> None:
         self.usable = True
         self.copied = threading.Event()
         self.copied.set()
-        self._lock = threading.Lock()
         self._memory = _memory()
-        command = [sys.executable, "-I", "-c", _START, str(self._memory), str(os.getpid()), *sys.path]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[self._memory]
-        )
-
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return self._process.pid
+        self._allocation: BackgroundTask | None = None
 
     def allocate(self, size: int) -> None:
         """Begin to allocate memory for the copy of ``size`` bytes; copying needs no allocation then."""
         if size and hasattr(os, "posix_fallocate"):
-            memory = self._memory
-            BackgroundTask(lambda: os.posix_fallocate(memory, 0, size))
+            self._allocation = BackgroundTask(lambda: os.posix_fallocate(self._memory, 0, size))
 
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor], changing: Set[int]) -> BackgroundTask:
-        """Begin to copy tensors and then to write them to ``path``; the outcome is ``{"size": …, "sha256": …}``.
+        """Begin to copy tensors and then to write them to ``path``; the outcome: its size and SHA-256.
 
         They must not change before ``copied`` is set, except those whose addresses are in ``changing``: these are
         copied before this returns.
@@ -96,76 +135,62 @@ class Writer:
         for tensor in tensors.values():
             offsets.append((end, tensor.detach()))
             end += tensor.numel() * tensor.element_size()
-        begin, self.copied = head(tensors), threading.Event()
+        begin, self.copied = _head(tensors), threading.Event()
         try:
-            for offset, tensor in offsets:
-                if tensor.data_ptr() in changing:
-                    self._copy(offset, tensor)
+            self._copy((offset, tensor) for offset, tensor in offsets if tensor.data_ptr() in changing)
         except OSError:
-            self.close()
+            self.copied.set()
             raise
         later = [(offset, tensor) for offset, tensor in offsets if tensor.data_ptr() not in changing]
         device = next((tensor.device for _, tensor in later if tensor.device.type == "cuda"), None)
         # What the device has been asked to compute comes first.
         event = None if device is None else torch.cuda.current_stream(device).record_event()
 
-        def work() -> dict[str, Any]:
+        def work() -> tuple[int, str]:
             try:
                 if device is None:
-                    self._copy_all(later)
+                    self._copy(later)
                 else:
                     with torch.cuda.stream(torch.cuda.Stream(device)) as stream:
                         stream.wait_event(event)
-                        self._copy_all(later)
-            except OSError:
-                self.usable = False
-                raise
+                        self._copy(later)
             finally:
                 later.clear()  # the tensors may be released
                 offsets.clear()
                 self.copied.set()
-            return self.ask(job="part", path=str(path), head=base64.b64encode(begin).decode(), size=end)
+            _lower_priority()
+            return write_synced(path, self._pieces(begin, end))
 
         return BackgroundTask(work)
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Return the answer of the process. Raises OSError if the process could not do it, or has ended."""
-        with self._lock:
-            assert self._process.stdin is not None and self._process.stdout is not None
-            try:
-                self._process.stdin.write(json.dumps(request) + "\n")
-                self._process.stdin.flush()
-                line = self._process.stdout.readline()
-            except (OSError, ValueError):  # a closed pipe
-                line = ""
-            if not line.endswith("\n"):
-                self.usable = False
-                raise OSError(f"the process that writes checkpoints ended ({_ending(self._process.wait())})")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise OSError(answer["error"])
-        return answer
-
     def close(self) -> None:
-        """End the process after what it does now, and free the copy."""
-        self.usable = False
-        with self._lock:
-            if self._process.stdin is not None and not self._process.stdin.closed:
-                self._process.communicate()
-                os.close(self._memory)
+        """Free the copy."""
+        if self._allocation is not None:
+            self._allocation.wait()
+        os.close(self._memory)
 
-    def _copy_all(self, tensors: list[tuple[int, torch.Tensor]]) -> None:
-        for offset, tensor in tensors:
-            self._copy(offset, tensor)
+    def _copy(self, tensors: Iterable[tuple[int, torch.Tensor]]) -> None:
+        try:
+            for offset, tensor in tensors:
+                flat = tensor.contiguous().reshape(-1)
+                step = _COPIED_PIECE // flat.element_size()
+                for begin in range(0, flat.numel(), step):
+                    data = _tensor_bytes(flat[begin : begin + step])
+                    while data:
+                        count = os.pwrite(self._memory, data, offset)
+                        data, offset = data[count:], offset + count
+        except OSError:
+            self.usable = False
+            raise
 
-    def _copy(self, offset: int, tensor: torch.Tensor) -> None:
-        flat = tensor.contiguous().reshape(-1)
-        step = _PIECE // flat.element_size()
-        for begin in range(0, flat.numel(), step):
-            data = tensor_bytes(flat[begin : begin + step])
-            while data:
-                count = os.pwrite(self._memory, data, offset)
-                data, offset = data[count:], offset + count
+    def _pieces(self, begin: bytes, size: int) -> Iterator[bytes | memoryview]:
+        """Yield what a file begins with, and then the copy."""
+        offset, buffer = 0, memoryview(bytearray(_WRITTEN_PIECE))
+        yield begin
+        while offset < size:
+            count = os.preadv(self._memory, [buffer[: size - offset]], offset)
+            yield buffer[:count]
+            offset += count
 
 
 def _memory() -> int:
@@ -176,5 +201,7 @@ def _memory() -> int:
         return os.dup(file.fileno())
 
 
-def _ending(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+def _lower_priority() -> None:
+    """Let the threads of the training go before this one, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

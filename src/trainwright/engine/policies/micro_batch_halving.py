@@ -59,7 +59,7 @@ class Halving(StepPolicy):
             if stream is not None:
                 stream.limit_rows(rows)
         divided = self._task.stream.global_batch(step - 1)
-        before, after = (len(each.for_rank(0, self._world.size)) for each in (batch, divided))
+        before, after = (len(whole.for_rank(0, self._world.size)) for whole in (batch, divided))
         change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
         self._report(step, rank, shortage, f"{change}; step {step} is repeated")
         training = self.training

@@ -7,6 +7,7 @@ process of it, with a track of its phases above its threads and its GPU.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -94,7 +95,7 @@ class Profiling(StepPolicy):
         ranks = world.gather((error, operators, str(memory) if has_memory else None), Operator)
         if not world.is_main:
             return
-        error, merged = next((each for each, _, _ in ranks if each), ""), self._directory / f"{name}.json.gz"
+        error, merged = next((why for why, _, _ in ranks if why), ""), self._directory / f"{name}.json.gz"
         try:
             if not error:
                 merge([self._directory / f"{name}.rank-{rank}.json" for rank in range(world.size)], merged)
@@ -149,13 +150,17 @@ class _Recording:
     def operators(self) -> list[Operator]:
         """Return the operators, on a GPU the kernels, without our phases."""
         operators = []
-        for each in self._profile.key_averages():
+        for average in self._profile.key_averages():
             # An operator of the host has the device's time of its kernels, which are there themselves.
-            if self._on_gpu and each.device_type != DeviceType.CUDA:
+            if self._on_gpu and average.device_type != DeviceType.CUDA:
                 continue
-            microseconds = each.self_device_time_total if self._on_gpu else each.self_cpu_time_total
-            if microseconds > 0 and not each.is_user_annotation and not each.key.startswith((_PHASE, "ProfilerStep")):
-                operators.append(Operator(each.key, each.count, microseconds / 1e6))
+            microseconds = average.self_device_time_total if self._on_gpu else average.self_cpu_time_total
+            if (
+                microseconds > 0
+                and not average.is_user_annotation
+                and not average.key.startswith((_PHASE, "ProfilerStep"))
+            ):
+                operators.append(Operator(average.key, average.count, microseconds / 1e6))
         return operators
 
     def write(self, path: Path) -> None:
@@ -176,7 +181,7 @@ class _Recording:
 def _slowest(ranks: Sequence[Sequence[Operator]]) -> list[dict[str, Any]]:
     """Return the operators that took most time over all ranks."""
     sums: dict[str, Operator] = {}
-    for operator in (each for rank in ranks for each in rank):
+    for operator in itertools.chain.from_iterable(ranks):
         before = sums.get(operator.name, Operator(operator.name, 0, 0.0))
         seconds = before.seconds + operator.seconds
         sums[operator.name] = Operator(operator.name, before.calls + operator.calls, seconds)
@@ -215,7 +220,9 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
 
 def _of_rank(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank's trace as those of one process of the merged one; ``shift``: microseconds."""
-    process, tracks = rank * _OF_RANK, _Tracks(rank * _OF_RANK + 1)
+    process = rank * _OF_RANK
+    numbers: dict[tuple[str, str], int] = {}  # of tracks: by process and thread in the trace of the rank
+    names: dict[tuple[str, str], str] = {}
     yield _named("process_name", process, 0, f"rank {rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": rank}}
     phases = process  # the first thread of the process
@@ -224,7 +231,7 @@ def _of_rank(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Itera
         kind, name = event.get("ph"), str(event.get("name", ""))
         if kind == "M":
             if name == "thread_name":
-                tracks.call(event.get("pid"), event.get("tid"), str(event["args"]["name"]))
+                names[str(event.get("pid")), str(event.get("tid"))] = str(event["args"]["name"])
             continue
         moved = {**event, "name": name.removeprefix(_PHASE), "pid": process}
         if "ts" in event:
@@ -234,29 +241,10 @@ def _of_rank(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Itera
             continue
         if "id" in event:  # arrows between tracks
             moved["id"] = f"{rank}.{event['id']}"
-        yield {**moved, "tid": tracks.number(event.get("pid"), event.get("tid"))}
-    for number, track in tracks.names():
-        yield _named("thread_name", process, number, track)
-
-
-class _Tracks:
-    """The tracks of a rank: a number for each pair of process and thread in its own trace, from ``first`` on."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-        self._numbers: dict[tuple[str, str], int] = {}
-        self._names: dict[tuple[str, str], str] = {}
-
-    def number(self, process: object, thread: object) -> int:
-        return self._numbers.setdefault((str(process), str(thread)), self._first + len(self._numbers))
-
-    def call(self, process: object, thread: object, name: str) -> None:
-        self._names[str(process), str(thread)] = name
-
-    def names(self) -> Iterator[tuple[int, str]]:
-        """Yield the tracks that have events, with their names."""
-        for key, number in self._numbers.items():
-            yield number, self._names.get(key, f"{key[0]} {key[1]}")
+        track = str(event.get("pid")), str(event.get("tid"))
+        yield {**moved, "tid": numbers.setdefault(track, process + 1 + len(numbers))}
+    for track, number in numbers.items():
+        yield _named("thread_name", process, number, names.get(track, " ".join(track)))
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

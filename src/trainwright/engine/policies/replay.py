@@ -17,7 +17,7 @@ from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, Training
+from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, Training, named_ranks
 from trainwright.models.files import checksum
 
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
@@ -87,7 +87,7 @@ class Replay(StepPolicy):
         loss: list[torch.Tensor] = []
         try:
             yield loss
-            self._recorded[own] = torch.stack([checksum(each) for each in (*self._outputs, *loss)])
+            self._recorded[own] = torch.stack([checksum(output) for output in (*self._outputs, *loss)])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -125,7 +125,7 @@ class Replay(StepPolicy):
             self._suspected[step] = self._differing()
             self._fail(_WEIGHTS, ranks, f"the weights of the ranks differ at step {step}", step)
         if ranks := self._farthest(self._suspected.pop(step, [])):
-            detail = f"the weights of {_named(ranks)} were wrong at step {step}, before the run went back"
+            detail = f"the weights of {named_ranks(ranks)} were wrong at step {step}, before the run went back"
             self._report(_WEIGHTS, ranks, detail, "continue", step)
 
     def _judge(
@@ -141,39 +141,39 @@ class Replay(StepPolicy):
             suspects = [{rank, (rank - 1) % len(first)} for rank in wrong]
             ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
             why = "again and again" if second == third else "and not the same when repeated"
-            detail = f"{_named(ranks)} and another rank compute step {step} differently, {why}"
+            detail = f"{named_ranks(ranks)} and another rank compute step {step} differently, {why}"
             if self.training.recipe.faults.on_corruption == "stop":
                 self._end(_PASS, ranks, detail, step)
             self._compares_passes = False
             self._report(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
             return
-        self._fail(_PASS, changed, f"{_named(changed)} computed step {step} wrongly: repeated, it is right", step)
+        self._fail(_PASS, changed, f"{named_ranks(changed)} computed step {step} wrongly: repeated, it is right", step)
 
     def _fail(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         self._failed[step] += 1
         if self._failed[step] > 1 or self.training.recipe.faults.on_corruption == "stop":
             self._end(kind, ranks, detail + ", again" * (self._failed[step] > 1), step)
         raise RewindRequested(
-            kind, ranks[0], f"{detail} ({_named(ranks)})", leave_out=False, before=self.trusted_before
+            kind, ranks[0], f"{detail} ({named_ranks(ranks)})", leave_out=False, before=self.trusted_before
         )
 
     def _end(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
         unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
-        self._report(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
+        self._report(kind, ranks, f"{detail}: {named_ranks(ranks)}{unknown}", "stop", step)
         remove = ""
         if (since := self.trusted_before) is not None:
             remove = f"remove the checkpoints of step {since} and later ones, in checkpoint.copies too, "
         raise Corrupted(
-            f"training stopped: {detail}: {_named(ranks)}{unknown}; {remove}test the memory and the processor, then "
-            "--resume"
+            f"training stopped: {detail}: {named_ranks(ranks)}{unknown}; {remove}test the memory and the processor, "
+            "then --resume"
         )
 
     def _report(self, kind: str, ranks: Sequence[int], detail: str, action: str, step: int) -> None:
         self.training.events.emit(Fault(kind=kind, rank=ranks[0], detail=detail, action=action, step=step))
 
     def _take(self) -> Passes:
-        own, other = (self._recorded.pop(each).tolist() for each in (True, False))
+        own, other = (self._recorded.pop(is_own).tolist() for is_own in (True, False))
         return Passes(own, other)
 
     def _checksum(self, *, frozen: bool) -> int:
@@ -244,7 +244,3 @@ def _odd_ones(values: Sequence[Hashable]) -> list[int]:
 
 def _mismatches(everyone: Sequence[Passes]) -> list[int]:
     return [rank for rank, passes in enumerate(everyone) if passes.own != everyone[rank - 1].other]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

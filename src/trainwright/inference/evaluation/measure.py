@@ -15,10 +15,9 @@ import numpy.typing as npt
 from trainwright.inference.answering import AnswerSettings, Done, answer_all
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, Judge
 from trainwright.inference.evaluation.rows import Column, EncodedRows, Estimate, RowPrompts, difference
-from trainwright.inference.generation import Answer, Sampling
+from trainwright.inference.generation import Answer, Sampling, stop_of
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import TokenScores, score
-from trainwright.inference.stopping import stop_of
 from trainwright.parallel.world import World
 
 Floats = npt.NDArray[np.float64]
@@ -73,7 +72,7 @@ class Measurement:
 
     def of_source(self, part: int) -> Measurement:
         """Return the results for the rows of one source."""
-        rows = [row for row, each in enumerate(self.origins.parts) if each == part]
+        rows = [row for row, source in enumerate(self.origins.parts) if source == part]
         questions = [index for index, row in enumerate(self.answered) if self.origins.parts[row] == part]
         columns = {
             name: column.chosen(rows if name in LIKELIHOODS else questions) for name, column in self.columns.items()
@@ -101,31 +100,17 @@ class Measurement:
         return cls(**saved, columns=columns, samples=samples, origins=origins)
 
 
-@dataclass(frozen=True)
-class MeasurementSettings:
-    """What is measured, and how rows are answered.
-
-    Attributes:
-        origin: describes the model.
-        names: of the metrics.
-        judges: those of the metrics that judge answers.
-        batch: the number of rows answered at once.
-    """
-
-    origin: str
-    names: Sequence[str]
-    judges: Mapping[str, Judge]
-    sampling: Sampling
-    batch: int | None = None
-
-
 def measure(
     loaded: Loaded,
     rows: EncodedRows,
     origins: Origins,
-    settings: MeasurementSettings,
     world: World,
     *,
+    model: str,
+    names: Sequence[str],
+    judges: Mapping[str, Judge],
+    sampling: Sampling,
+    batch: int | None,
     scored: Done = lambda examples: None,
     answered: Done = lambda examples: None,
 ) -> Measurement | None:
@@ -133,12 +118,16 @@ def measure(
 
     Args:
         origins: where the rows come from.
+        model: describes the model.
+        names: of the metrics.
+        judges: those of the metrics that judge answers.
+        sampling: how rows are answered.
+        batch: the number of rows answered at once.
         scored, answered: called with the number of rows that this rank has finished since the last call.
     """
-    names, judges = settings.names, settings.judges
     needs_scores = any(name in LIKELIHOODS for name in names)
     scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if needs_scores else []
-    answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answered) if judges else []
+    answers = answer_prompts(loaded, rows.prompts, sampling, world, batch, answered) if judges else []
     if not world.is_main:
         return None
     columns = likelihood_columns(names, scores, rows.last_turn) if needs_scores else {}
@@ -147,7 +136,7 @@ def measure(
     ordered = {name: columns[name] for name in names}
     samples = _samples(loaded, rows, origins, ordered, answers)
     answered_rows = rows.prompts.rows if judges else []
-    return Measurement(settings.origin, rows.dataset.fingerprint, ordered, samples, origins, answered_rows)
+    return Measurement(model, rows.dataset.fingerprint, ordered, samples, origins, answered_rows)
 
 
 def answer_prompts(
@@ -209,9 +198,9 @@ def likelihood_columns(
         last_turn: for each row, how many of its last targets belong to its last answer.
     """
     losses = [row.losses.astype(np.float64) for row in rows]
-    targets = np.array([len(each) for each in losses], dtype=np.float64)
-    totals = np.array([each.sum() for each in losses])
-    probabilities = [answer_probability(each, count) for each, count in zip(losses, last_turn, strict=True)]
+    targets = np.array([len(row) for row in losses], dtype=np.float64)
+    totals = np.array([row.sum() for row in losses])
+    probabilities = [answer_probability(row, count) for row, count in zip(losses, last_turn, strict=True)]
     columns = {
         "loss": Column(totals, targets),
         "perplexity": Column(totals, targets, FINISH["perplexity"]),

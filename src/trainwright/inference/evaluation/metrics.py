@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.libraries import require
 from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import METRICS
+from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
 
 # From the reference and the answer to a score, at best 1.

@@ -14,8 +14,7 @@ from trainwright.inference.answering import AnswerSettings, answer_all
 from trainwright.inference.evaluation.measure import Sample
 from trainwright.inference.evaluation.metrics import AnswerMatch, Judge, judges
 from trainwright.inference.evaluation.rows import Column, drawn, last_run, wilson
-from trainwright.inference.generation import Sampling
-from trainwright.inference.stopping import Stop
+from trainwright.inference.generation import Sampling, Stop
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import EvaluateSection
 from trainwright.utils import heartbeat

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.measure import Measurement, MetricDifferences
 from trainwright.inference.evaluation.rows import CONFIDENCE, Estimate, estimate
+from trainwright.models.files import replacing
 from trainwright.utils.text import table
 
 
@@ -112,15 +112,11 @@ def complete_directory(directory: Path) -> Iterator[Path]:
     Raises:
         RequestError: something cannot be written.
     """
-    scratch = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
     try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        scratch.rename(directory)
+        with replacing(directory) as scratch:
+            yield scratch
     except OSError as error:
         raise RequestError(f"--out: {directory} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 _HEAD = ("metric", "value", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")

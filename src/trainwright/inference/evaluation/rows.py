@@ -28,9 +28,9 @@ from trainwright.data.sources.reading import location_of, read_rows, source_note
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.token_rows import splits_long, windows_of
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.libraries import require
 from trainwright.inference.prompts import last_answer
 from trainwright.recipe.sections.data import SourceSection
+from trainwright.utils.installation import require
 from trainwright.utils.text import they
 
 if TYPE_CHECKING:
@@ -387,7 +387,7 @@ def estimate(column: Column, resamples: int = RESAMPLES) -> Estimate:
     return Estimate(column.value(), *_interval(metric, [column], resamples), len(column))
 
 
-def difference(one: Column, other: Column, resamples: int = RESAMPLES) -> Estimate:
+def difference(one: Column, other: Column) -> Estimate:
     """Return ``one`` minus ``other`` on the same rows, with its interval. Both are resampled with the same rows, so
     that common variation cancels.
     """
@@ -399,7 +399,7 @@ def difference(one: Column, other: Column, resamples: int = RESAMPLES) -> Estima
         first = one.finish(values.sum(axis) / weights.sum(axis))
         return first - other.finish(others.sum(axis) / other_weights.sum(axis))
 
-    return Estimate(one.value() - other.value(), *_interval(metric, [one, other], resamples), len(one))
+    return Estimate(one.value() - other.value(), *_interval(metric, [one, other], RESAMPLES), len(one))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:

@@ -10,6 +10,7 @@ sends its requests to all ranks, which share the work.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,16 +25,15 @@ from trainwright.data.stream.dataset_cache import prepare as prepare_data
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import AnswerSettings, Stage, answer_all
-from trainwright.inference.evaluation.measure import Measurement, MeasurementSettings, Origins, compare, measure
+from trainwright.inference.evaluation.measure import Measurement, Origins, compare, measure
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
 from trainwright.inference.evaluation.report import Report
 from trainwright.inference.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
 from trainwright.inference.evaluation.rows import EncodedRows, EvaluationRows, drawn, encode, joined, read
 from trainwright.inference.finding import UnloadedModel, find_model
-from trainwright.inference.generation import Sampling
+from trainwright.inference.generation import Sampling, stop_of
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.scoring import score
-from trainwright.inference.stopping import stop_of
 from trainwright.machine.cache import cache_root
 from trainwright.machine.machine import Machine
 from trainwright.models.load import load_tokenizer, max_positions
@@ -56,10 +56,10 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     sides = {_MODEL: model}
     if request.against is not None:
         sides[_AGAINST] = find_model(request.against)
-    for side, each in sides.items():
-        check_fits(each, DTYPES[request.dtype], machine, processes)
+    for side, unloaded in sides.items():
+        check_fits(unloaded, DTYPES[request.dtype], machine, processes)
         (work / side).mkdir()
-        each.save(work / side / "found.json")
+        unloaded.save(work / side / "found.json")
     if not request.on_rows:
         return
     rows, key = _rows(request, model)
@@ -69,19 +69,21 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         if request.explicit or request.answer_pattern is not None or request.json_schema is not None:
             raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
         judged = {}
-    questions = _rows_to_answer(request, rows) if judged else []
+    everything = request.full or request.quick or request.limit is not None
+    asked = rows.conversations if judged else []
+    questions = [asked[index] for index in drawn(len(asked), None if everything else USUAL_ANSWERS)]
     _check_references(rows, judged, questions, key)
-    for side, each in sides.items():
-        own = min((n for n in (longest, max_positions(each.section)) if n is not None), default=None)
+    for side, unloaded in sides.items():
+        own = min((n for n in (longest, max_positions(unloaded.section)) if n is not None), default=None)
         encoded = encode(
             rows,
-            load_tokenizer(each.section),
+            load_tokenizer(unloaded.section),
             max_length=own,
             long_documents=long_documents,
             questions=questions,
             key=key,
         )
-        _check_prompt_lengths(encoded, rows, max_positions(each.section), key)
+        _check_prompt_lengths(encoded, rows, max_positions(unloaded.section), key)
         encoded.save(work / side)
     names = [name for name in request.metrics if name in judged or name in LIKELIHOODS]
     if not names:
@@ -99,7 +101,10 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
             if request.on_rows:
                 _measure(request, work, side, loaded, world, stage)
             if request.tasks:
-                _harness(request, work / side, loaded, world, stage)
+                limit = QUICK_ROWS if request.quick else request.limit
+                results = run_tasks(loaded, request.tasks, request.task_directory, limit, world, stage)
+                if world.is_main:
+                    (work / side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
             del loaded
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -144,14 +149,12 @@ def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, 
         loaded,
         rows,
         origins,
-        MeasurementSettings(
-            model.origin,
-            about["names"],
-            judges(about["names"], request.answer_pattern, request.json_schema),
-            Sampling(max_new_tokens=request.max_new_tokens),
-            request.batch_size,
-        ),
         world,
+        model=model.origin,
+        names=about["names"],
+        judges=judges(about["names"], request.answer_pattern, request.json_schema),
+        sampling=Sampling(max_new_tokens=request.max_new_tokens),
+        batch=request.batch_size,
         scored=stage(f"scoring with {model.origin}", len(rows.dataset)),
         answered=stage(f"answers of {model.origin}", about["answered"]),
     )
@@ -168,14 +171,6 @@ def _notes(measured: Measurement, rows: EncodedRows, request: EvaluationRequest)
     if unfinished:
         cut = they(unfinished, "answer", "were cut")
         yield f"{cut} at {plural(request.max_new_tokens, 'token')}; raise --max-new-tokens for longer ones"
-
-
-def _harness(request: EvaluationRequest, side: Path, loaded: Loaded, world: World, stage: Stage) -> None:
-    results = run_tasks(
-        loaded, request.tasks, request.task_directory, QUICK_ROWS if request.quick else request.limit, world, stage
-    )
-    if world.is_main:
-        (side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
 
 
 def _rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationRows, str]:
@@ -227,12 +222,6 @@ def _names(rows: EvaluationRows) -> list[str]:
     """Return the names of the sources, numbered if several have the same name."""
     names = [source.source for source in rows.sources]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
-
-
-def _rows_to_answer(request: EvaluationRequest, rows: EvaluationRows) -> list[int]:
-    everything = request.full or request.quick or request.limit is not None
-    questions = rows.conversations
-    return [questions[index] for index in drawn(len(questions), None if everything else USUAL_ANSWERS)]
 
 
 def _check_references(rows: EvaluationRows, judged: dict[str, Judge], questions: list[int], key: str) -> None:
@@ -373,8 +362,8 @@ def _language_model(shared: _Shared) -> Any:
                 ]
                 for request in requests
             ]
-            likelihoods = iter(shared.likelihoods([window for each in windows for window in each]))
-            return [sum(next(likelihoods)[0] for _ in each) for each in windows]
+            likelihoods = iter(shared.likelihoods(list(itertools.chain.from_iterable(windows))))
+            return [sum(next(likelihoods)[0] for _ in of_text) for of_text in windows]
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             texts: dict[int, str] = {}

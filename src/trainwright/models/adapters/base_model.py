@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from trainwright.errors import RequestError
 from trainwright.models.resolve_model import resolve, weight_files
@@ -44,7 +46,7 @@ class BaseModel:
     fingerprint: str
     path: str = ""
     precision: str = ""
-    quantization: str = "none"
+    quantization: Literal["none", "nf4", "int8"] = "none"
     double_quantization: bool = False
     file: str | None = None
     sha256: str | None = None
@@ -74,8 +76,8 @@ class BaseModel:
     def is_same_model(self, other: BaseModel) -> bool:
         """Return whether both are weights of the same model by name, possibly in different precisions."""
         names = {self.name, self.file or self.name}, {other.name, other.file or other.name}
-        own, theirs = ({Path(name).name.lower().partition(".gguf")[0] for name in each} for each in names)
-        return any(one.startswith(two) or two.startswith(one) for one in own for two in theirs)
+        ours, theirs = ({Path(name).name.lower().partition(".gguf")[0] for name in both} for both in names)
+        return any(name.startswith(other) or other.startswith(name) for name in ours for other in theirs)
 
     def write(self, directory: Path) -> None:
         """Write the description to ``directory``."""
@@ -92,21 +94,13 @@ class BaseModel:
         values = read_json(file)
         if isinstance(values, dict):  # older files have another spelling
             values = {key.replace("quantisation", "quantization"): value for key, value in values.items()}
-        supported = {key: value for key, value in values.items() if key in _KINDS} if isinstance(values, dict) else {}
-        wrong = [key for key, value in supported.items() if not isinstance(value, _KINDS[key])]
-        wrong += [key for key in ("name", "fingerprint") if key not in supported]
-        if wrong or supported.get("quantization", "none") not in ("none", "nf4", "int8"):
-            raise RequestError(
-                f"{file}: {(wrong or ['quantization'])[0]} is missing or wrong; download the adapter again"
-            )
-        path = "" if supported["name"].startswith("fresh ") else supported["name"]  # older files have no path
-        return cls(**{"path": path, **supported})
-
-
-# Valid types of the fields in a file.
-_KINDS: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(BaseModel)}
-_KINDS |= {name: (str, type(None)) for name in ("file", "sha256", "gguf_file", "package")}
-_KINDS |= {"double_quantization": (bool,)}
+        try:
+            base = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            key = next(iter(error.errors()[0]["loc"]), "name")
+            raise RequestError(f"{file}: {key} is missing or wrong; download the adapter again") from None
+        is_older = isinstance(values, dict) and "path" not in values and not base.name.startswith("fresh ")
+        return replace(base, path=base.name) if is_older else base
 
 
 def base_model(model: ModelSection, seed: int) -> BaseModel:

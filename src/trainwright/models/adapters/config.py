@@ -30,7 +30,8 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         RequestError: names match nothing in the model or cannot be adapted, or an existing adapter belongs to another
             model than ``base`` or has other settings than the recipe.
     """
-    _quiet()
+    # PEFT imports bitsandbytes, which logs that it found no kernels on the Hub; none are requested.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     saved = start_from(adapter)
     if saved is not None:
         saved.check_base(base)
@@ -266,8 +267,3 @@ def _refuse_beneath(saved: SavedAdapter) -> None:
             f"model.adapter.stack: {saved.directory} {problem}, so an adapter on top of it could not be saved as one "
             "adapter; remove stack to continue training it"
         )
-
-
-def _quiet() -> None:
-    # PEFT imports bitsandbytes, which logs that it found no kernels on the Hub; none are requested.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -187,8 +187,8 @@ class SavedAdapter:
             )
         elif own.fingerprint == base.fingerprint and own.quantization != base.quantization:
             kinds = [
-                f"quantized to {each.quantization}".replace("quantized to none", "not quantized")
-                for each in (own, base)
+                f"quantized to {weights.quantization}".replace("quantized to none", "not quantized")
+                for weights in (own, base)
             ]
             _warn_once(
                 f"{self.directory} was trained on {own.name} {kinds[0]}; here it is {kinds[1]}: with other weights, "
@@ -203,7 +203,7 @@ class SavedAdapter:
     def _check_name(self, base: BaseModel) -> None:
         """Check an adapter of another program by the name of its base; a model may be stored under several paths."""
         name = str(self.config.get("base_model_name_or_path") or "")
-        if name and Path(name).name.lower() not in {Path(each).name.lower() for each in (base.name, base.path)}:
+        if name and Path(name).name.lower() not in {Path(path).name.lower() for path in (base.name, base.path)}:
             raise RequestError(
                 f"{START_FROM}: {self.directory} is an adapter of {name}, but model.name is {base.name}; set "
                 f"model.name to the model it was trained on, or correct base_model_name_or_path in its {CONFIG}"

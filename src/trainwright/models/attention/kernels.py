@@ -20,13 +20,17 @@ Flash attention adds gradients of queries in no fixed order, unless it is asked 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Literal
 
 from trainwright.errors import RequestError
+from trainwright.machine.processor import why_no_triton
 from trainwright.recipe.registries import ATTENTION_KERNELS
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -408,3 +412,29 @@ def _reasons_of_the_size(kernel: AttentionKernel, needs: AttentionNeeds, platfor
 
 def _dotted(capability: Capability) -> str:
     return f"{capability[0]}.{capability[1]}"
+
+
+_SOFT_CAPS = (2, 6)  # version of flash-attn with soft caps and a deterministic backward pass
+_ABSENT = "is not installed"
+_NOT_ASSUMED = "is not assumed to be installed"
+# A machine that is not here is planned with PyTorch and a compiler alone.
+ASSUMED = Platform(missing=(("flash_attn_3", _NOT_ASSUMED), ("flash_attn", _NOT_ASSUMED)))
+
+
+@cache
+def missing_kernels() -> tuple[tuple[str, str], ...]:
+    """Return the names of kernels for GPUs that cannot be used here, each with the reason."""
+    third = None if find_spec("flash_attn_interface") is not None else _ABSENT
+    reasons = {"flash_attn_3": third, "flash_attn": _without_flash_attn(), "flex": why_no_triton()}
+    return tuple((name, why) for name, why in reasons.items() if why is not None)
+
+
+def _without_flash_attn() -> str | None:
+    if find_spec("flash_attn") is None:
+        return _ABSENT
+    try:
+        installed = version("flash_attn")
+    except PackageNotFoundError:
+        return "has no version"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    return None if numbers >= _SOFT_CAPS else f"{installed} is older than {'.'.join(map(str, _SOFT_CAPS))}"

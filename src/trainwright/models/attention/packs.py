@@ -25,7 +25,6 @@ import torch
 from trainwright.models.attention import plain
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
-from trainwright.models.attention.installed import missing_kernels
 from trainwright.models.attention.kernels import (
     CPU,
     AttentionKernel,
@@ -34,6 +33,7 @@ from trainwright.models.attention.kernels import (
     Platform,
     Vendor,
     choose,
+    missing_kernels,
 )
 from trainwright.models.attention.sequences import Sequences
 from trainwright.recipe.extensions import load

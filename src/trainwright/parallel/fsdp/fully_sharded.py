@@ -33,8 +33,7 @@ from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.optimizer_state import create_optimizer_state
-from trainwright.parallel.strategy import NeedsFullMatrices, Setup
+from trainwright.parallel.strategy import NeedsFullMatrices, Setup, create_optimizer_state
 from trainwright.parallel.world import World, ensure_process_group
 
 if TYPE_CHECKING:

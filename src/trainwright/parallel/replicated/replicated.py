@@ -22,9 +22,8 @@ from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
-from trainwright.parallel.strategy import NeedsFullMatrices, Setup
+from trainwright.parallel.strategy import NeedsFullMatrices, Setup, create_optimizer_state
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.utils import heartbeat
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from trainwright.machine.describe import Cluster
-from trainwright.models.attention.installed import ASSUMED, missing_kernels
-from trainwright.models.attention.kernels import Platform, Vendor
+from trainwright.models.attention.kernels import ASSUMED, Platform, Vendor, missing_kernels
 from trainwright.planning.operations.shapes import Device
 from trainwright.planning.workload import Choice, Workload
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from trainwright.models.attention.installed import ASSUMED
-from trainwright.models.attention.kernels import CPU, AttentionKernel, AttentionNeeds, Dtype, Platform, choose
+from trainwright.models.attention.kernels import ASSUMED, CPU, AttentionKernel, AttentionNeeds, Dtype, Platform, choose
 from trainwright.planning.architectures.architecture import Architecture
 
 

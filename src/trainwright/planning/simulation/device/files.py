@@ -18,7 +18,7 @@ def install() -> None:
     """Have checkpoints and exports write such files."""
     import safetensors.torch
 
-    from trainwright.engine.checkpoints import checkpoint, tensor_files
+    from trainwright.engine.checkpoints import checkpoint, writer
 
     def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
         return _write(path, {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
@@ -29,13 +29,13 @@ def install() -> None:
                 raise ValueError(f"safetensors writes contiguous tensors of the host, and {name} is not one")
         _write(Path(file), tensors)
 
-    for module in (tensor_files, checkpoint):
+    for module in (writer, checkpoint):
         module.write_tensors = write_tensors  # type: ignore[attr-defined]
     safetensors.torch.save_file = save_file  # type: ignore[assignment]
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    from trainwright.engine.checkpoints.tensor_files import _NAMES
+    from trainwright.engine.checkpoints.writer import _NAMES
 
     header: dict[str, Any] = {}
     end = 0

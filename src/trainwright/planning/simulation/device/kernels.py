@@ -22,7 +22,7 @@ def install(capability: tuple[int, int]) -> None:
     from torch.nn.attention import flex_attention
 
     from trainwright.models.attention import packs
-    from trainwright.models.attention.installed import ASSUMED
+    from trainwright.models.attention.kernels import ASSUMED
 
     for name in _ONE_KERNEL:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):

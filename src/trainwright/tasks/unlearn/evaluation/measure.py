@@ -19,10 +19,9 @@ from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.inference.answering import AnswerSettings, Stage, answer_all, over_ranks
-from trainwright.inference.generation import Answer, Sampling
+from trainwright.inference.generation import Answer, Sampling, stop_of
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import TokenScores, score, score_standardized
-from trainwright.inference.stopping import stop_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World

@@ -17,7 +17,6 @@ import torch
 from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.inference.answering import Stage
-from trainwright.inference.evaluation.libraries import require
 from trainwright.inference.evaluation.request import EvaluationRequest
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
@@ -40,6 +39,7 @@ from trainwright.tasks.unlearn.evaluation.measure import (
 )
 from trainwright.tasks.unlearn.evaluation.registry import METRICS, OPTIONS, missing, sets_of, usual
 from trainwright.tasks.unlearn.evaluation.report import BenchmarkReport, Findings, by_set
+from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural, they
 
