@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trainwright.observe.study_commands import show
 
 from tests.inference.evaluation.unlearning.benchmark import write_tofu
 from tests.support.commands import ROOT
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
+from trainwright.cli.unlearning import show
 from trainwright.errors import RequestError
 from trainwright.tasks.unlearn.evaluation.study.file import load_study, requests_of, write_rows
 from trainwright.tasks.unlearn.evaluation.study.results import Results, draw
