@@ -20,17 +20,17 @@ GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").
 NOT_RUN = {
     r"^(make|pip|git) ": "installs, or is run by CI itself",
     r"^python bench/": "a bench: minutes, other programs in environments of their own, or rewriting results",
-    r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/launch runs them",
-    r"^trainwright drill ": "minutes: tests/drilling runs them",
+    r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/run runs them",
+    r"^trainwright drill ": "minutes: tests/faults/drills runs them",
     r"^trainwright (watch|gpus --watch|tensorboard)": "goes on until Ctrl-C: their own tests have it",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
     r"s3://": "a bucket: tests/run/test_stored_runs.py runs such commands",
-    r"--compute": "a process that has not imported torch: tests/simulation runs it",
-    r"--rendezvous|--hosts |^trainwright launch --host": "several nodes: tests/launch and tests/cli run them",
+    r"--compute": "a process that has not imported torch: tests/planning/simulation runs it",
+    r"--rendezvous|--hosts |^trainwright launch --host": "several nodes: tests/run and tests/cli run them",
     r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/clusters/slurm runs the page",
     r"--to (pods|sky|sky-nodes|spot-pods) ": "a cluster of clusters.yaml: tests/docs/test_clusters.py runs them",
     r"<name>|\b(RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
-    r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|documents/|[ =]recipe\.yaml": (
+    r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|/shakespeare\.yaml|documents/|[ =]recipe\.yaml": (
         "files of the reader"
     ),
     r"openwebtext|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
