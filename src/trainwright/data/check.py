@@ -14,7 +14,7 @@ from trainwright.data.rows.chat_templates import template_of
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn, kind_of_rows
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
-from trainwright.data.rows.tokenizer_guard import TokenizerError, unknown_token
+from trainwright.data.rows.tokenizer_calls import TokenizerError, unknown_token
 from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import (
     check_source,

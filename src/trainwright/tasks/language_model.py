@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright.data.check import refuse_unused_template
 from trainwright.data.rows.formats import kind_of_rows
-from trainwright.data.rows.tokenizer_guard import unknown_token
+from trainwright.data.rows.tokenizer_calls import unknown_token
 from trainwright.data.sources.reading import location_of
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare

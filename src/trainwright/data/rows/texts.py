@@ -18,7 +18,7 @@ from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.layouts import columns_not_used
 from trainwright.data.rows.pairs import ANY
-from trainwright.data.rows.tokenizer_guard import tokenized
+from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import without_alias
 from trainwright.data.sources.opening import opened as opened_file
@@ -243,7 +243,7 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    return list(tokenized(tokenizer, texts, return_attention_mask=False, verbose=False)["input_ids"])
+    return list(call_tokenizer(tokenizer, texts, return_attention_mask=False, verbose=False)["input_ids"])
 
 
 def _without_second(ids: list[int], bos: int | None) -> list[int]:

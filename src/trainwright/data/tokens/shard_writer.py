@@ -4,8 +4,8 @@ One process reads the text in pieces, in order; others tokenize them; the first 
 of pieces in flight is limited, so memory does not grow with the text. Every few seconds the number of pieces written is
 saved, and a run that was killed resumes from there: later tokens are truncated and written again.
 
-The processes are our own: the pools of the standard library hang if a process is killed while it reads or writes a
-large piece.
+A thread per process passes it pieces over a pipe of its own: the process pools of the standard library hang if a
+process is killed while it writes a large result to their common queue.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -327,86 +328,45 @@ def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
         encoder = Encoder(settings)
         yield lambda chunks: ((chunk, encoder(chunk)) for chunk in chunks)
         return
-    workers = _Workers(settings, processes)
-    try:
-        yield workers.encode
-    finally:
-        workers.end()
+    # Spawn, because a fork would copy this process's locked locks without its threads.
+    context = multiprocessing.get_context("spawn")
+    started: list[BaseProcess] = []
+    local = threading.local()
 
-
-class _Workers:
-    def __init__(self, settings: Settings, max_workers: int) -> None:
-        self._settings, self._max_workers = settings, max_workers
-        self._processes: list[BaseProcess] = []
-        self._idle: list[Connection] = []
-        self._busy: dict[Connection, int] = {}  # with the index of its chunk
-
-    def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Yield chunks with their tokens, in order; at most twice as many chunks as processes are in flight."""
-        remaining, ended = iter(chunks), False
-        waiting: deque[Chunk] = deque()
-        encoded: dict[int, Encoded] = {}
-        first = 0  # index of the next chunk to yield
-        while True:
-            while not ended and len(waiting) < 2 * self._max_workers and self._free():
-                if (chunk := next(remaining, None)) is None:
-                    ended = True
-                else:
-                    self._give(first + len(waiting), chunk)
-                    waiting.append(chunk)
-            if first in encoded:
-                yield waiting.popleft(), encoded.pop(first)
-                first += 1
-            elif waiting:
-                encoded.update(self._finished())
-            else:
-                return
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.terminate()
-            process.join()
-        for connection in (*self._idle, *self._busy):
-            connection.close()
-
-    def _free(self) -> bool:
-        return bool(self._idle) or len(self._processes) < self._max_workers
-
-    def _give(self, number: int, chunk: Chunk) -> None:
-        if not self._idle:
-            self._idle.append(self._started())
-        connection = self._idle.pop()
-        self._busy[connection] = number
-        try:
-            connection.send([tuple(piece) for piece in chunk])
-        except OSError as error:
-            raise _lost() from error
-
-    def _finished(self) -> Iterator[tuple[int, Encoded]]:
-        for connection in wait(list(self._busy)):
-            assert isinstance(connection, Connection)
-            try:
-                answer = connection.recv()
-            except (EOFError, OSError) as error:
-                raise _lost() from error
-            if isinstance(answer, Exception):
-                raise answer
-            self._idle.append(connection)
-            yield self._busy.pop(connection), answer
-
-    def _started(self) -> Connection:
-        # Spawn, because a fork would copy this process's locked locks without its threads.
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=token_worker.work, args=(self._settings, theirs), daemon=True)
+    def start() -> None:
+        local.connection, theirs = context.Pipe()
+        process = context.Process(target=token_worker.work, args=(settings, theirs), daemon=True)
         process.start()
         theirs.close()
-        self._processes.append(process)
-        return ours
+        started.append(process)
 
+    def ask(chunk: Chunk) -> Encoded:
+        try:
+            local.connection.send([tuple(piece) for piece in chunk])
+            answer: Encoded | Exception = local.connection.recv()
+        except (EOFError, OSError) as error:
+            raise MachineError(
+                "a tokenizing process was killed, perhaps because memory ran out; run the same command again to "
+                "continue, with fewer --processes to use less memory"
+            ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-def _lost() -> MachineError:
-    return MachineError(
-        "a tokenizing process was killed, perhaps because memory ran out; run the same command again to continue, "
-        "with fewer --processes to use less memory"
-    )
+    def encode(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        for chunk in chunks:
+            pending.append((chunk, threads.submit(ask, chunk)))
+            if len(pending) == 2 * processes:
+                first, future = pending.popleft()
+                yield first, future.result()
+        yield from ((chunk, future.result()) for chunk, future in pending)
+
+    with ThreadPoolExecutor(processes, initializer=start) as threads:
+        try:
+            yield encode
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in started:
+                process.terminate()
+                process.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.rows.tokenizer_guard import bounded
+from trainwright.data.rows.tokenizer_calls import panics_as_errors
 from trainwright.errors import RequestError
 
 # The pattern of the ByteLevel pre-tokenizer, from GPT-2 (github.com/openai/gpt-2, src/encoder.py).
@@ -155,7 +154,8 @@ class Encoder:
         for _, text, first, last in pieces:
             ended = last and text.rstrip().endswith(self._settings.ends)
             text = text.rstrip() if ended else text
-            own = bounded("the tokenizer", len(text), functools.partial(self._tokens, text))
+            with panics_as_errors():
+                own = self._tokens(text)
             begins = first and not np.array_equal(own[: len(prefix)], prefix)
             parts = [*([prefix] if begins else []), own, *([suffix] if last and not ended else [])]
             sequences += parts
