@@ -79,9 +79,11 @@ def fixed_date(template: str, notes: list[str]) -> str:
 
 def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
     """Return the template with default values for some of its variables; callers may still pass others."""
+    # Jinja has the names true, false and none.
+    literals = {name: "none" if value is None else json.dumps(value) for name, value in arguments.items()}
     defaults = "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
-        for name, value in arguments.items()
+        f"{{% if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif %}}\n"
+        for name, literal in literals.items()
     )
     return defaults + template  # the line break after a tag is not written
 
@@ -138,11 +140,6 @@ def arguments_in(template: str) -> list[str]:
     assigned = {each.target.name for each in parsed.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)}
     names = meta.find_undeclared_variables(parsed) - _STANDARD - (assigned - tested_names)
     return sorted(name for name in names if not name.endswith("_token"))
-
-
-def _literal(value: Any) -> str:
-    """Return a JSON value as a literal of Jinja, which has the names true, false and none."""
-    return "none" if value is None else json.dumps(value)
 
 
 class ChatTemplate:

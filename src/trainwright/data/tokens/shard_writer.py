@@ -110,24 +110,16 @@ def tokenize(
             if writer.discarded_empty() and new:
                 remove_locked(out)
             raise
-        return writer.finish({**_about(sources, tokenizer, settings, task), "notes": notes})
-
-
-def _about(
-    sources: Sequence[tuple[SourceSection, str]], tokenizer: PreTrainedTokenizerBase, settings: Settings, task: str
-) -> dict[str, Any]:
-    """Return the part of the description that is known before the shards are written."""
-    return {
-        "version": VERSION,
-        "source": " + ".join(source.source for source, _ in sources),
-        "tokenizer": {
-            "name": tokenizer_name(tokenizer),
-            "fingerprint": tokenizer_fingerprint(tokenizer),
-            "vocabulary": len(tokenizer),
-        },
-        "dtype": settings.dtype,
-        "task": task,
-    }
+        made_by = {"name": tokenizer_name(tokenizer), "fingerprint": fingerprint, "vocabulary": len(tokenizer)}
+        about = {
+            "version": VERSION,
+            "source": " + ".join(source.source for source, _ in sources),
+            "tokenizer": made_by,
+            "dtype": settings.dtype,
+            "task": task,
+            "notes": notes,
+        }
+        return writer.finish(about)
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
@@ -219,7 +211,8 @@ class _Writer:
             if piece.last:
                 self._end_document()
         if time.monotonic() - self._saved > _SAVE_SECONDS:
-            self._save()
+            self._flush()
+            self._note()
 
     def _end_document(self) -> None:
         record = np.zeros(1, INDEX)
@@ -235,34 +228,33 @@ class _Writer:
 
     def _end_shard(self) -> None:
         name = f"{len(self.position.shards):05d}"
-        for file in (self._tokens, self._index):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        self._flush()
+        self._close()
         self.position.shards.append({"name": name, "tokens": self.position.tokens, "documents": self.position.index})
         self.position.tokens = self.position.index = 0
         self._note()
 
-    def _save(self) -> None:
+    def _flush(self) -> None:
         for file in (self._tokens, self._index):
             file.flush()
             os.fsync(file.fileno())
-        self._note()
 
     def discarded_empty(self) -> bool:
         """Remove the files if no piece was saved to resume from; return whether they were removed."""
         if self._noted:
             return False
-        for file in (self._tokens, self._index):
-            file.close()
-            Path(file.name).unlink()
+        self._close(remove=True)
         (self._out / _PROGRESS).unlink()
         return True
 
+    def _close(self, remove: bool = False) -> None:
+        for file in (self._tokens, self._index):
+            file.close()
+            if remove:
+                Path(file.name).unlink()
+
     def _note(self) -> None:
-        scratch = self._out / f"{_PROGRESS}.new"
-        scratch.write_text(json.dumps({"task": self._task, **asdict(self.position)}), encoding="utf-8")
-        os.replace(scratch, self._out / _PROGRESS)
+        _replace(self._out / _PROGRESS, json.dumps({"task": self._task, **asdict(self.position)}))
         self._noted = self.position.pieces
         self._saved = time.monotonic()
 
@@ -271,9 +263,7 @@ class _Writer:
         if self.position.index:
             self._end_shard()
         else:
-            for file in (self._tokens, self._index):
-                file.close()
-                Path(file.name).unlink()
+            self._close(remove=True)
         digest = hashlib.sha256(about["tokenizer"]["fingerprint"].encode())
         for shard in self.position.shards:
             for kind in ("tokens", "index"):
@@ -286,11 +276,15 @@ class _Writer:
             "shards": self.position.shards,
             "fingerprint": digest.hexdigest()[:32],
         }
-        scratch = self._out / f"{ABOUT}.new"
-        scratch.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        os.replace(scratch, self._out / ABOUT)
+        _replace(self._out / ABOUT, json.dumps(about, indent=1) + "\n")
         (self._out / _PROGRESS).unlink(missing_ok=True)
         return about
+
+
+def _replace(file: Path, text: str) -> None:
+    scratch = file.with_name(f"{file.name}.new")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
 
 
 def _opened(file: Path, size: int) -> BinaryIO:
