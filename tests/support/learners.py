@@ -35,5 +35,5 @@ def write_histories(
         goal: History(*(column[:, goal * streams : (goal + 1) * streams] for column in columns))
         for goal in range(len(tasks))
     }
-    write(path, environment, {"name": "scripted"}, found)
+    write(path, environment, {"name": "scripted"}, found.items())
     return path

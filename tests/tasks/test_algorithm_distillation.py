@@ -16,14 +16,13 @@ import torch
 from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.slow import slow_but
-from trainwright.tasks.algorithm_distillation.algorithms import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.histories import Histories, History, write
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection, SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
@@ -97,7 +96,7 @@ def test_contexts_that_move_on_within_an_episode_are_trained(tmp_path: Path) -> 
     dones = np.isin(np.arange(24) + 1, ends)[:, None]
     room = make("darkroom", size=4, horizon=5)
     places, nothing = np.zeros((24, 1, 2), np.uint8), np.zeros((24, 1), np.uint8)
-    write(tmp_path / "uneven.h5", room, {}, {0: History(places, nothing, nothing, places, dones)})
+    write(tmp_path / "uneven.h5", room, {}, [(0, History(places, nothing, nothing, places, dones))])
     starts = {0, *ends[:-1]}
     whole = windows_of(tmp_path / "uneven.h5", goals=[0], subsample=1, steps=10, shortest=5)
     assert set(whole._begins.tolist()) == {start for start in starts | {0, 5, 10, 15, 20} if start <= 19}

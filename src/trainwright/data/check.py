@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.chat_templates import template_of
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn, kind_of_rows
-from trainwright.data.rows.layouts import RowLayout, columns_not_used
+from trainwright.data.rows.layouts import RowLayout, columns_not_used, columns_of
 from trainwright.data.rows.remarks import Remarks, to_keep
-from trainwright.data.rows.tokenizer_guard import TokenizerError, unknown_token
-from trainwright.data.sources.media import media_notes
+from trainwright.data.rows.tokenizer_calls import TokenizerError, unknown_token
 from trainwright.data.sources.reading import (
     check_source,
     files_of,
     iterate_source,
     location_of,
+    media_notes,
     read_rows,
     source_notes,
 )
@@ -97,17 +97,15 @@ def check_sources(
     Args:
         only_files: pass over those of the Hub and built-in ones.
     """
-    data = recipe.data
-    sources = list(zip(data.source_keys, data.sources, strict=True))
-    if data.validation_source is not None:
-        sources.append(("data.validation", data.validation_source))
+    data, sources = recipe.data, recipe.data.keyed_sources
     if only_files:
-        sources = [(key, one) for key, one in sources if files_of(one.source, key, one.format == "documents")]
+        sources = [(source, key) for source, key in sources if files_of(source.source, key, source.is_documents)]
     if recipe.spec.corpus:
-        return [check_corpus(one, tokenizer, embeddings, key=key) for key, one in sources]
+        return [check_corpus(source, tokenizer, embeddings, key=key) for source, key in sources]
     encoding = EncodingCheck(tokenizer, data.max_length, embeddings, data.example_per_turn, data.accept_omissions)
     return [
-        check_rows(one.source, kind, one.format, key=key, limit=one.limit, encoding=encoding) for key, one in sources
+        check_rows(source.source, kind, source.format, key=key, limit=source.limit, encoding=encoding)
+        for source, key in sources
     ]
 
 
@@ -155,34 +153,31 @@ def check_rows(
     first = list(islice(rows, 8))
     if not first:
         raise RequestError(f"{key}: {source} has no rows")
-    columns = list(dict.fromkeys(name for _, row in first for name in row))
-    layout_for = functools.partial(_layout, kind, [row for _, row in first], layout_name, f"{key}: {source}")
-    checked.layout = layout_for(columns)
-    work = None
+    first_rows = [row for _, row in first]
+    columns = columns_of(first_rows)
+    checked.layout = kind.layout(columns, first_rows, layout_name, f"{key}: {source}")
+    encoder = None
     if encoding is not None:
         from trainwright.data.rows.texts import TextEncoder  # imports numpy
 
         encoder = (TextEncoder if checked.layout == "text" else ChatEncoder)(encoding.tokenizer)
-        work = _Encoding(encoder, encoding)
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
             columns = list(dict.fromkeys(chain(columns, *(row for _, row in batch))))
-            _check_batch(batch, kind, checked, work)
+            _check_batch(batch, kind, checked, encoder, encoding)
     except RequestError as error:  # an error of the file, not of a row
         checked.problem(str(error))
     checked.notes += source_notes(source, key, documents)
-    layout = layout_for(columns)  # of all rows, as in training
+    layout = kind.layout(columns, first_rows, layout_name, f"{key}: {source}")  # of all rows, as in training
     if layout.read_as:
         checked.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
         checked.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
-    if work is not None:
-        checked.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=work.check.accepted)]
-    if not checked.wrong:
-        table = read_rows(
-            source, limit, key, documents, functools.partial(kind.narrowing, layout_name)
-        )  # checks the types
+    if encoder is not None and encoding is not None:
+        checked.notes += [*encoder.notes, *to_keep(encoder.ways(), accepted=encoding.accepted)]
+    if not checked.wrong:  # check the types
+        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, layout_name))
         checked.notes += media_notes(table, unused)
     return checked
 
@@ -240,23 +235,14 @@ def unknown_in_shards(shards: Shards, tokenizer: PreTrainedTokenizerBase, embedd
     return None
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    """How rows become tokens."""
-
-    encoder: ChatEncoder | TextEncoder
-    check: EncodingCheck
-
-
-def _layout(kind: RowReader, first: list[Row], layout_name: str, where: str, columns: list[str]) -> RowLayout:
-    try:
-        return kind.layout(columns, first, layout_name)
-    except RequestError as error:
-        raise RequestError(f"{where}: {error}") from None
-
-
-def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, checked: Checked, work: _Encoding | None) -> None:
-    taken: list[tuple[str, list[Any], int]] = []  # (place, sequences, sequences of an example)
+def _check_batch(
+    batch: list[tuple[str, Row]],
+    kind: RowReader,
+    checked: Checked,
+    encoder: ChatEncoder | TextEncoder | None,
+    check: EncodingCheck | None,
+) -> None:
+    taken: list[tuple[str, list[Any], int]] = []  # (location, sequences, sequences of an example)
     for location, row in batch:
         checked.rows += 1
         try:
@@ -267,24 +253,24 @@ def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, checked: Checked
         except RequestError as error:
             checked.problem(f"{location}: {error}")
             continue
-        examples = by_turn(sequences) if work is not None and work.check.each_turn else kind.split(sequences)
+        examples = by_turn(sequences) if check is not None and check.each_turn else kind.split(sequences)
         taken.append((location, [text for each in examples for _, text in each], len(examples[0])))
-    if work is None:
+    if encoder is None or check is None:
         checked.examples += len(taken)
         return
-    for (location, _, each), (encoded, remarks) in zip(taken, _encoded(taken, work.encoder), strict=True):
+    for (location, _, each), (encoded, remarks) in zip(taken, _encoded(taken, encoder), strict=True):
         if isinstance(encoded, RequestError):
             checked.problem(f"{location}: {encoded}")
             continue
         checked.encoding.add(remarks, functools.partial(str, location))
         tokens = [token for ids, _ in encoded for token in ids]
-        if wrong := unknown_token(max(tokens, default=-1), work.check.tokenizer, work.check.embeddings):
+        if wrong := unknown_token(max(tokens, default=-1), check.tokenizer, check.embeddings):
             checked.problem(f"{location}: {wrong}")
             continue
         checked.examples += len(encoded) // each
         checked.tokens += len(tokens)
         longest = max(len(ids) for ids, _ in encoded)
-        checked.longer += work.check.max_length is not None and longest > work.check.max_length
+        checked.longer += check.max_length is not None and longest > check.max_length
 
 
 def _encoded(
@@ -322,12 +308,9 @@ def check_data(recipe: Recipe) -> None:
     if recipe.spec.corpus:
         _check_corpus(recipe)
         return
-    data = recipe.data
-    sources = list(zip(data.sources, data.source_keys, strict=True))
-    if data.validation_source is not None:
-        sources.append((data.validation_source, "data.validation"))
     if recipe.model.chat_template is not None:
         template_of(recipe.model.chat_template)
+    sources = recipe.data.keyed_sources
     layouts = [_check_first_rows(source, key, kind_of_rows(recipe, key)) for source, key in sources]
     refuse_unused_template(recipe.model.chat_template, layouts)
 
@@ -339,14 +322,13 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
 
 
 def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str | None:
-    source, documents = section.source, section.format == "documents"
+    source, documents = section.source, section.is_documents
     registered = registered_source(source, key)
     rows = check_source(source, key, documents) if registered is None else [dict(registered.example)]
     rows = rows[: section.limit]
     if not rows:
         return None
-    columns = list(dict.fromkeys(field for row in rows for field in row))
-    layout = _layout(kind, rows, section.format, f"{key}: {source}", columns)
+    layout = kind.layout(columns_of(rows), rows, section.format, f"{key}: {source}")
     for index, row in enumerate(rows):
         try:
             kind.sequences(row, layout)
@@ -362,12 +344,8 @@ def _check_corpus(recipe: Recipe) -> None:
     from trainwright.data.rows.texts import pieces
     from trainwright.data.sources.shards import Shards, is_shards
 
-    data = recipe.data
-    sources = list(zip(data.sources, data.source_keys, strict=True))
-    if data.validation_source is not None:
-        sources.append((data.validation_source, "data.validation"))
-    for source, key in sources:
+    for source, key in recipe.data.keyed_sources:
         if is_shards(source.source):
             Shards.open(user_path(source.source), key)
-        elif files_of(source.source, key, source.format == "documents"):
+        elif files_of(source.source, key, source.is_documents):
             next(pieces(source, key))

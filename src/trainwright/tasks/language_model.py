@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright.data.check import refuse_unused_template
 from trainwright.data.rows.formats import kind_of_rows
-from trainwright.data.rows.tokenizer_guard import unknown_token
+from trainwright.data.rows.tokenizer_calls import unknown_token
 from trainwright.data.sources.reading import location_of
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
@@ -88,16 +88,15 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     positions = max_positions(recipe.model, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
-    check_tokens(recipe, [one for one in (prepared.train, prepared.validation) if one is not None], tokenizer)
+    check_tokens(recipe, prepared.datasets, tokenizer)
     check_prepared(recipe, prepared, cache)
     return prepared
 
 
 def check_prepared(recipe: Recipe, prepared: PreparedData, cache: Path) -> None:
     """Raise RequestError if the data does not fit the recipe; cache the lengths of its examples for plans."""
-    datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
-    refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
-    _check_packs(recipe, datasets)
+    refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in prepared.datasets])
+    _check_packs(recipe, prepared.datasets)
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, rows_of(recipe))
 
 
@@ -146,16 +145,6 @@ def fills_parts(recipe: Recipe) -> bool:
     return spec_of(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
 
 
-def _questions(
-    recipe: Recipe, prepared: PreparedData, tokenizer: PreTrainedTokenizerBase
-) -> ValidationQuestions | None:
-    """Return the validation rows to answer, or None if the recipe has no metrics of answers."""
-    if not recipe.evaluate.metrics:
-        return None
-    assert prepared.validation is not None, "evaluate.metrics needs data.validation"
-    return ValidationQuestions(recipe.evaluate, prepared.validation, recipe.data.max_length, tokenizer)
-
-
 class LanguageModelTask:
     """Base class with the parts of a task that do not depend on the loss."""
 
@@ -192,8 +181,12 @@ class LanguageModelTask:
                 new_token_limit(model, self._prompt_tokens(prompt), self._sampling)
             except RequestError as error:
                 raise RequestError(f"evaluate.prompts: {error}") from None
-        self._questions = _questions(recipe, prepared, tokenizer)
-        self.answers = self._questions is not None
+        self._questions: ValidationQuestions | None = None  # the validation rows to answer
+        self.answers = bool(recipe.evaluate.metrics)
+        if self.answers:
+            assert prepared.validation is not None, "evaluate.metrics needs data.validation"
+            length = recipe.data.max_length
+            self._questions = ValidationQuestions(recipe.evaluate, prepared.validation, length, tokenizer)
 
     def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
         weight = self._example_weight(dataset)

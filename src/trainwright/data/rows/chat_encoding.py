@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from trainwright.data.rows.chat_templates import ChatTemplate, arguments_in, fixed_date, install_template
 from trainwright.data.rows.chat_turns import LocatedTurns, Span, TurnFinder
 from trainwright.data.rows.formats import Message, TurnsError
-from trainwright.data.rows.tokenizer_guard import tokenized
+from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.rows.tool_calls import arguments_of, names_in
 from trainwright.errors import RequestError
 
@@ -75,10 +75,11 @@ class ChatEncoder:
         template = self._finder([]).template
         try:
             (prompt,), (whole,) = template.render([turns[:1]], generation_prompt=True), template.render([turns])
-            of_prompt, of_whole = tokenized(self._tokenizer, [prompt, whole], add_special_tokens=False)["input_ids"]
+            encoded = call_tokenizer(self._tokenizer, [prompt, whole], add_special_tokens=False)
         except TurnsError:  # of the template, or of a tokenizer without a token for these characters
             return False
-        return whole.startswith(prompt) and list(of_whole[: len(of_prompt)]) != list(of_prompt)
+        of_prompt, of_whole = map(list, encoded["input_ids"])
+        return whole.startswith(prompt) and of_whole[: len(of_prompt)] != of_prompt
 
     @property
     def stop(self) -> str:
@@ -100,7 +101,7 @@ class ChatEncoder:
         if not conversations:
             return []
         located = self._located(conversations, remarks)
-        encoded = tokenized(
+        encoded = call_tokenizer(
             self._tokenizer,
             [one.text for one in located],
             add_special_tokens=False,  # the template writes them
@@ -130,7 +131,7 @@ class ChatEncoder:
             except TurnsError as error:
                 raise TurnsError(str(error), index) from None
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        encoded = tokenized(self._tokenizer, texts, **options)
+        encoded = call_tokenizer(self._tokenizer, texts, **options)
         return [list(ids) for ids in encoded["input_ids"]]
 
     def ways(self) -> list[str]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.formats import Message, TurnsError
-from trainwright.data.rows.tokenizer_guard import TokenizerError, bounded
 from trainwright.data.rows.tool_calls import arguments_of
 from trainwright.errors import RequestError
 from trainwright.recipe.files import missing_file, read_text
@@ -80,9 +79,11 @@ def fixed_date(template: str, notes: list[str]) -> str:
 
 def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
     """Return the template with default values for some of its variables; callers may still pass others."""
+    # Jinja has the names true, false and none.
+    literals = {name: "none" if value is None else json.dumps(value) for name, value in arguments.items()}
     defaults = "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
-        for name, value in arguments.items()
+        f"{{% if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif %}}\n"
+        for name, literal in literals.items()
     )
     return defaults + template  # the line break after a tag is not written
 
@@ -141,11 +142,6 @@ def arguments_in(template: str) -> list[str]:
     return sorted(name for name in names if not name.endswith("_token"))
 
 
-def _literal(value: Any) -> str:
-    """Return a JSON value as a literal of Jinja, which has the names true, false and none."""
-    return "none" if value is None else json.dumps(value)
-
-
 class ChatTemplate:
     """One chat template of a tokenizer.
 
@@ -174,7 +170,6 @@ class ChatTemplate:
 
         Raises:
             TurnsError: the template rejects a conversation.
-            TokenizerError: the template computes for too long.
         """
         self._try_forms(conversations)
 
@@ -187,14 +182,12 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **(arguments or {}),
             )
-            return self._bounded(some, lambda: _with_tools(apply, _tools(some[0])))
+            return _with_tools(apply, _tools(some[0]))
 
         try:
             if any(_tools(one) for one in conversations):  # tools belong to one conversation, so render one at a time
                 return [text for one in conversations for text in render([one])]
             return list(render(conversations))
-        except TokenizerError:  # it would be so with each
-            raise
         except Exception as error:  # a template may raise anything; find the conversation that fails
             for index, conversation in enumerate(conversations):
                 try:
@@ -208,7 +201,6 @@ class ChatTemplate:
 
         Raises:
             TurnsError: the template rejects the conversation, whose index in a batch is ``index``.
-            TokenizerError: the template computes for too long.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -222,12 +214,9 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **variables,
             )
-            result: Any = self._bounded([row], lambda: _with_tools(apply, _tools(row)))
-        except TokenizerError:
-            raise
+            (text,), (ranges,) = _with_tools(apply, _tools(row))
         except Exception as error:
             raise self._refusal(str(error) or repr(error), index) from None
-        (text,), (ranges,) = result
         return text, ranges
 
     def _try_forms(self, conversations: Sequence[Sequence[Message]]) -> None:
@@ -269,12 +258,6 @@ class ChatTemplate:
         if self._as_json and not isinstance(value, str):
             value = json.dumps(value, ensure_ascii=False)
         return {**call, "function": {**function, "arguments": value}}
-
-    def _bounded(self, some: Sequence[Sequence[Message]], render: Callable[[], Any]) -> Any:
-        """Return what ``render`` returns for some conversations; the template is anybody's, and may have no end."""
-        characters = sum(len(str(turn.get("content", ""))) for one in some for turn in one)
-        name = f"the chat template of {self.name}"
-        return bounded(name, characters, render, "set model.chat_template to another one")
 
     def _refusal(self, why: str, index: int) -> TurnsError:
         return TurnsError(f"the chat template of {self.name} rejects the conversation: {why}", index)

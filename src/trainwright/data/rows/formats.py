@@ -82,15 +82,21 @@ class RowReader:
     extra: str | None = None
     split: Callable[[list[tuple[int, Example]]], list[list[tuple[int, Example]]]] = lambda sequences: [sequences]
 
-    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], layout_name: str) -> RowLayout:
-        """Return the layout of a source's rows; raise RequestError if they fit none."""
-        layout = layout_of(columns, first_rows, layout_name, self.layouts)
+    def layout(
+        self, columns: Sequence[str], first_rows: Sequence[Row], layout_name: str, where: str | None = None
+    ) -> RowLayout:
+        """Return the layout of a source's rows; raise RequestError, with ``where`` they are, if they fit none."""
+        before = "" if where is None else f"{where}: "
+        try:
+            layout = layout_of(columns, first_rows, layout_name, self.layouts)
+        except RequestError as error:
+            raise RequestError(f"{before}{error}") from None
         if self.extra is None:
             return layout
         if self.extra not in columns:
             raise RequestError(
-                f"the rows have no field {self.extra}, which holds other answers to each question; trainwright data "
-                "alternates writes it"
+                f"{before}the rows have no field {self.extra}, which holds other answers to each question; trainwright "
+                "data alternates writes it"
             )
         return RowLayout(layout, layout.columns, (self.extra,))
 

@@ -18,7 +18,7 @@ tried: {"query", "response"}, {"instruction", "context", "response"} (Dolly), {"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainwright.data.sources.row_files import CHOSEN_NAMES, MESSAGES_NAMES, REJECTED_NAMES, Row
@@ -47,16 +47,8 @@ _TRAINED_BY = {"preference": "task: dpo", "labelled": "task: dpo with dpo.loss: 
 
 # Other names of question and answer columns, the more specific first.
 _QUESTION_NAMES = (
-    "question",
-    "prompt",
-    "instruction",
-    "query",
-    "problem",
-    "user",
-    "human",
-    "input",
-    "context",
-    "title",
+    *("question", "prompt", "instruction", "query", "problem", "user", "human", "input"),
+    *("context", "title"),
 )
 _ANSWER_NAMES = ("answer", "response", "completion", "output", "reply", "assistant", "gpt", "bot", "solution", "target")
 _SUMMARIES = ("summary", "highlights")  # summaries of a text, which is then not a target
@@ -120,6 +112,11 @@ class RowLayout(str):
         return ", ".join(f"{column} as {field}" for column, field in self.renamed.items())
 
 
+def columns_of(rows: Iterable[Row]) -> list[str]:
+    """Return the names of the columns of rows, in the order in which they occur."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def columns_not_used(columns: Sequence[str]) -> str:
     """Return the message about columns that examples do not use."""
     return f"not used: the column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
@@ -157,9 +154,8 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({choices})"
     if elsewhere is not None:
         raise RequestError(f"{reason}; these are {elsewhere}")
-    raise RequestError(
-        f"{reason}; map them with trainwright data prepare, for example --map theirs={_example(layouts)}"
-    )
+    example = "question --map others=answer" if "question_answer" in layouts else "chosen --map others=rejected"
+    raise RequestError(f"{reason}; map them with trainwright data prepare, for example --map theirs={example}")
 
 
 def check_format(columns: Sequence[str], name: str) -> RowLayout:
@@ -229,8 +225,3 @@ def _is_turns(value: Any) -> bool:
     if isinstance(value, str):
         return value.lstrip()[:1] == "[" and value.lstrip("[ \t\r\n")[:1] == "{"
     return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
-
-
-def _example(layouts: Sequence[str]) -> str:
-    answers = "question_answer" in layouts
-    return "question --map others=answer" if answers else "chosen --map others=rejected"

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from trainwright.data.rows.formats import NoTarget, as_row
-from trainwright.data.rows.layouts import RowLayout
+from trainwright.data.rows.layouts import RowLayout, columns_of
 from trainwright.data.rows.pairs import ANY, CHOSEN
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, as_json
@@ -314,11 +314,7 @@ class _Reader:
         if not first:
             raise RequestError(f"{_KEY}: {source} has no rows")
         renamed_first = [_rename(row, self.renamed, self.used) for _, row in first]
-        columns = list(dict.fromkeys(name for row in renamed_first for name in row))
-        try:
-            counts.layout = layout = ANY.layout(columns, renamed_first, "auto")
-        except RequestError as error:
-            raise RequestError(f"{source}: {error}") from None
+        counts.layout = layout = ANY.layout(columns_of(renamed_first), renamed_first, "auto", source)
         counts.renamed = {**self.renamed, **layout.renamed}
         for location, row in chain(first, rows):
             counts.rows += 1

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from trainwright.data.rows.formats import EXAMPLES, NoTarget, as_row
+from trainwright.data.rows.layouts import columns_of
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import as_json
 from trainwright.errors import RequestError
@@ -44,12 +45,8 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
         raise RequestError(f"--out: {out} already exists; choose a new file")
     rows = iterate_source(source, key="data style")
     first = list(islice(rows, 8))
-    try:
-        layout = EXAMPLES.layout(
-            list(dict.fromkeys(name for _, row in first for name in row)), [r for _, r in first], "auto"
-        )
-    except RequestError as error:
-        raise RequestError(f"{source}: {error}") from None
+    first_rows = [row for _, row in first]
+    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, "auto", source)
     if layout == "text":
         raise RequestError(f"{source}: the rows are plain text without turns, so they cannot have a system prompt")
     styled = Styled()

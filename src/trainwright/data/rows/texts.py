@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.layouts import columns_not_used
+from trainwright.data.rows.layouts import columns_not_used, columns_of
 from trainwright.data.rows.pairs import ANY
-from trainwright.data.rows.tokenizer_guard import tokenized
+from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import without_alias
 from trainwright.data.sources.opening import opened as opened_file
@@ -78,11 +78,11 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
 
 
 def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[TextPiece]:
-    files = files_of(source.source, key, source.format == "documents")
+    files = files_of(source.source, key, source.is_documents)
     if files is not None and all(suffix_of(file) in _TEXT_FILES for file in files.files):
         for file in files.usable():
             yield from _file_pieces(file)
-        notes += source_notes(source.source, key, source.format == "documents")
+        notes += source_notes(source.source, key, source.is_documents)
         return
     for location, text in _rows(source, key, notes):
         yield from _cut(location, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
@@ -90,15 +90,12 @@ def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[T
 
 def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[str, str]]:
     """Yield rows as texts, without those that have no target."""
-    name, documents = source.source, source.format == "documents"
+    name, documents = source.source, source.is_documents
     rows = join_documents(name, iterate_source(name, None, key, documents))
     first = list(islice(rows, 8))
-    columns = list(dict.fromkeys(field for _, row in first for field in row))
-    layout_name = "auto" if source.format == "documents" else source.format
-    try:
-        layout = ANY.layout(columns, [row for _, row in first], layout_name)
-    except RequestError as error:
-        raise RequestError(f"{key}: {name}: {error}") from None
+    first_rows = [row for _, row in first]
+    columns = columns_of(first_rows)
+    layout = ANY.layout(columns, first_rows, "auto" if documents else source.format, f"{key}: {name}")
     if layout.read_as:
         notes.append(f"{name}: {layout.read_as}")
     if unused := layout.unused(columns):
@@ -243,7 +240,7 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    return list(tokenized(tokenizer, texts, return_attention_mask=False, verbose=False)["input_ids"])
+    return list(call_tokenizer(tokenizer, texts, return_attention_mask=False, verbose=False)["input_ids"])
 
 
 def _without_second(ids: list[int], bos: int | None) -> list[int]:

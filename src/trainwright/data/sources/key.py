@@ -22,11 +22,11 @@ VERSION = 8  # raised when the code that determines the prepared data changes
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
     """Return the settings that determine the datasets. A separate validation source is identified by its content."""
-    each = [[source.format, source.limit, source.weight] for source in data.sources]
+    sources = [[source.format, source.limit, source.weight] for source in data.sources]
     return {
         "version": VERSION,
         "format": data.format,
-        "sources": each if len(each) > 1 else each[0][:2],
+        "sources": sources if len(sources) > 1 else sources[0][:2],
         "max_length": data.max_length,
         "long_documents": data.long_documents,
         "example_per_turn": data.example_per_turn,
@@ -38,9 +38,7 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
 
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
     """Return the key of prepared data, without reading the sources; ``identity`` is that of the tokenizer."""
-    states = [file_states(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
-    if data.validation_source is not None:
-        states.append(file_states(data.validation_source, "data.validation"))
+    states = [file_states(source, key) for source, key in data.keyed_sources]
     return {**settings_of(data, seed), "sources of rows": states, "tokenizer": identity, "python": sys.version}
 
 
@@ -51,7 +49,7 @@ def file_states(source: SourceSection, key: str) -> Any:
     if is_shards(source.source):
         files: Sequence[Path] = sorted(user_path(source.source).iterdir())
     else:
-        source_files = files_of(source.source, key, source.format == "documents")
+        source_files = files_of(source.source, key, source.is_documents)
         if source_files is None:
             return ["hub", source.source]
         files = source_files.files
@@ -63,7 +61,7 @@ def content_of(source: SourceSection, key: str) -> Any:
     """Return the digests of a source's content, independent of its paths."""
     if registered_source(source.source, key) is not None:
         return file_states(source, key)
-    source_files = files_of(source.source, key, source.format == "documents")
+    source_files = files_of(source.source, key, source.is_documents)
     if source_files is None:
         return ["hub", source.source]
     digests = []

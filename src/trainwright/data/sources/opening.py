@@ -14,21 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from trainwright.errors import RequestError
-
-if TYPE_CHECKING:
-    pass
-
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".parquet", ".arrow")
 _MAGIC = b"PAR1"
 _PIECE = 2**20
-# Limits in bytes for a line and for a JSON file, which are both read into memory as a whole.
-LONGEST_LINE = 256 * 2**20
-LONGEST_FILE = 8 * 2**30
+LONGEST_LINE = 256 * 2**20  # bytes; a line is read into memory as a whole
 
 
 def suffix_of(file: Path) -> str:
@@ -66,16 +60,9 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_all(file: Path) -> bytes:
-    """Return all bytes of a file, decompressed; raise RequestError as ``opened``, and if it is too large."""
+    """Return all bytes of a file, decompressed; raise RequestError as ``opened``."""
     with opened(file) as stream:
-        parts, size = [], 0
-        while part := stream.read(_PIECE):
-            parts.append(part)
-            if (size := size + len(part)) > LONGEST_FILE:
-                raise RequestError(
-                    f"{file}: more than {LONGEST_FILE // 2**30} GiB of JSON; write one row per line (.jsonl)"
-                )
-        return b"".join(parts)
+        return stream.read()
 
 
 def why_unreadable(file: Path) -> str | None:
@@ -122,16 +109,15 @@ def _why_no_text(file: Path) -> str | None:
             try:
                 decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
-                return f"is not UTF-8 text (line {line + raw.count(NEWLINE, 0, error.start)})"
+                line += raw.count(b"\n", 0, error.start)
+                return f"is not UTF-8 text (line {line})"
             if b"\0" in raw:
-                return f"is not text: it has a zero byte (line {line + raw.count(NEWLINE, 0, raw.index(0))})"
+                line += raw.count(b"\n", 0, raw.index(0))
+                return f"is not text: it has a zero byte (line {line})"
             blank = blank and not raw.removeprefix(codecs.BOM_UTF8).strip()
             if not raw:
                 return "is empty" if blank else None
-            line += raw.count(NEWLINE)
-
-
-NEWLINE = b"\n"
+            line += raw.count(b"\n")
 
 
 def _open(file: Path) -> Any:

@@ -48,6 +48,7 @@ from trainwright.data.sources.row_files import (
 )
 from trainwright.errors import RequestError
 from trainwright.utils.paths import user_path
+from trainwright.utils.text import they
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,6 +58,8 @@ PlacedRow: TypeAlias = tuple[str, Row]  # (file and line, or file and row number
 # Returns the part of a row that is used, for the columns and the first rows of a source.
 Narrowing: TypeAlias = Callable[[Sequence[str], Sequence[Row]], Callable[[Row], Row]]
 
+_MEDIA = {"image": "images", "images": "images", "video": "videos", "videos": "videos", "audio": "sounds"}
+_MEDIA["audios"] = "sounds"
 _CHECKED_ROWS = 1000
 _FEW = 256  # rows may be as long as a book
 _FIRST = 8  # rows that determine the layout
@@ -103,7 +106,7 @@ def read_rows(
     if _are_tables(files) and not any(map(_has_json, files)):
         table = _table(files, limit, narrowing)
     else:
-        table = _row_table(files, limit, source_files.documents, narrowing)
+        table = table_of_rows(lambda: islice(_placed_rows(files, source_files.documents), limit), narrowing)
     if not table.num_rows or not table.num_columns:
         raise RequestError(f"{key}: {source} has no rows")
     return _dataset(table)
@@ -182,6 +185,25 @@ def source_notes(source: str, key: str = "data.train", documents: bool = False) 
     return [] if source_files is None else [*source_files.notes, *source_files.left_out()]
 
 
+def media_notes(rows: Dataset, columns: Sequence[str]) -> list[str]:
+    """Return a line about each of the unused ``columns`` that has images, videos or sounds, without reading them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    notes = []
+    for name in columns:
+        if name.lower() not in _MEDIA:
+            continue
+        column = rows.data.column(name)
+        lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        there = pc.greater(pc.list_value_length(column), 0) if lists else pc.is_valid(column)
+        if count := pc.sum(there).as_py():
+            media = _MEDIA[name.lower()]
+            what = f"have {media} in the column {name}"
+            notes.append(f"{they(count, 'row', what)}: only text is trained on, and a text such as <image> stays in it")
+    return notes
+
+
 def files_of(source: str, key: str = "data.train", documents: bool = False) -> SourceFiles | None:
     """Return the files of a local source (of a file: itself), or None for registered sources and Hub datasets.
 
@@ -190,19 +212,15 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> S
     """
     if registered_source(source, key) is not None:
         return None
-    _refuse_shards(source, key)
+    if user_path(source).is_dir():
+        from trainwright.data.sources.shards import is_shards  # imports numpy
+
+        if is_shards(source):
+            raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
     source_files = find(source, key, documents)
     if source_files is None and not is_hub_id(source):
         raise RequestError(f"{key}: {missing(source)}")
     return source_files
-
-
-def _refuse_shards(source: str, key: str) -> None:
-    if user_path(source).is_dir():
-        from trainwright.data.sources.shards import is_shards
-
-        if is_shards(source):
-            raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
 
 
 def _nothing_usable(source_files: SourceFiles, key: str) -> RequestError:
@@ -218,15 +236,6 @@ def _first_rows(file: Path, documents: bool) -> list[Row]:
     if suffix_of(file) in TABLES:
         return [row for table in islice(_batches(file, 8), 1) for row in _to_rows(file, table)]
     return [row for _, row in islice(_placed_rows([file], documents), _CHECKED_ROWS)]
-
-
-def _row_table(files: Sequence[Path], limit: int | None, documents: bool, narrowing: Narrowing | None) -> pa.Table:
-    def read() -> Iterator[PlacedRow]:
-        return islice(_placed_rows(files, documents), limit)
-
-    if next(read(), None) is None:
-        raise RequestError(f"{', '.join(map(str, files))}: no rows")
-    return table_of_rows(read, narrowing)
 
 
 def _placed_rows(files: Iterable[Path], documents: bool) -> Iterator[PlacedRow]:
@@ -420,7 +429,8 @@ def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
         if sum(part.nbytes for part in in_memory) > _SPILL_BYTES:
             joined.append(_spill(pa.concat_tables(in_memory, promote_options="permissive")))
             in_memory = []
-    return pa.concat_tables(joined + in_memory, promote_options="permissive")
+    parts = joined + in_memory
+    return pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
 
 
 def _spill(table: pa.Table) -> pa.Table:

@@ -70,13 +70,9 @@ def _jsonl(path: Path) -> Iterator[LocatedRow]:
 
 
 def _object_a_line(path: Path) -> Iterator[LocatedRow]:
-    for line, raw in numbered_lines(path):
-        if not raw.strip():
+    for line, text in enumerate(_text(path), start=1):
+        if not text.strip():
             continue
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError:
-            raise _undecodable(path) from None
         value, end = _value(path, text, _skip_space(text, 0), line)
         if _skip_space(text, end) < len(text):
             raise RequestError(
@@ -178,7 +174,8 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
         header = next((fields for fields in reader if any(map(str.strip, fields))), [])
         header = [name.strip() or f"column {number}" for number, name in enumerate(header, start=1)]
         before = reader.line_num
-        _check_header(path, before, header)
+        if twice := sorted({name for name in header if header.count(name) > 1}):
+            raise RequestError(f"{path}:{before}: the header names {', '.join(map(repr, twice))} more than once")
         for fields in reader:
             line, before = before + 1, reader.line_num
             if not fields:
@@ -209,12 +206,6 @@ def _delimiter(text: Iterator[str], usual: str) -> str:
         if len(header) > 1 and all(len(fields) == len(header) for fields in rest):
             return delimiter
     return usual
-
-
-def _check_header(path: Path, line: int, header: list[str]) -> None:
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
-        raise RequestError(f"{path}:{line}: the header names {', '.join(map(repr, twice))} more than once")
 
 
 def _plain(path: Path) -> Iterator[LocatedRow]:

@@ -57,6 +57,11 @@ class PreparedData:
     summary: list[str] = field(default_factory=list)
     directory: Path = Path()  # holds train/ and, if there is validation data, validation/
 
+    @property
+    def datasets(self) -> list[TokenDataset]:
+        """Return both datasets, or that to train on if there is no other."""
+        return [self.train] if self.validation is None else [self.train, self.validation]
+
     def held_out(self) -> Indices:
         """Return the source and the row number in it, both from 0, of every validation row [rows, 2]."""
         indices: Indices = np.load(self.directory / HELD_OUT)
@@ -139,12 +144,9 @@ def _build(
     seed: int,
     identity: str,
 ) -> tuple[PreparedData, str]:
-    separate = data.validation_source
-    sources = [*data.sources, *([separate] if separate else [])]
-    keys = [*data.source_keys, "data.validation"]
-    content = [content_of(source, key) for source, key in zip(sources, keys, strict=False)]
+    content = [content_of(source, key) for source, key in data.keyed_sources]
     # The names appear in the saved summary, which must not name other files.
-    names = [source.source for source in sources]
+    names = [source.source for source, _ in data.keyed_sources]
     settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
     fingerprint = _digest(settings)[:32]
     directory, how = root / fingerprint, "reused"
@@ -211,8 +213,7 @@ def tokenize_and_split(
             how = f"of {separate.source}"
         else:
             sides = [
-                split(rows.hashes, share, seed)
-                for rows, share in zip(sources, _validation_sizes(data, sources), strict=True)
+                split(rows.hashes, share, seed) for rows, share in zip(sources, validation_sizes(data), strict=True)
             ]
             train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
             validation_rows = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
@@ -220,8 +221,10 @@ def tokenize_and_split(
             how = f"held out with seed {seed}, duplicates in the same part"
         mixture = None
         if len(sources) > 1:
-            mixture = _mixture(data, train)
-            lines += _mixture_lines(data, mixture)
+            mixture = mixture_of(
+                data, [len(rows.sequences_of(chosen)) // rows.sequences_per_example for rows, chosen in train]
+            )
+            lines += mixture_lines(data, mixture)
         if (
             validation_rows
             and (len(sources) > 1 or data.validation_source is not None)
@@ -243,7 +246,7 @@ def tokenize_and_split(
 def _numbered(chosen: Chosen) -> Indices:
     """Return the source and the row number in it, both from 0, of every row that is held out [rows, 2]."""
     numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in chosen]
-    sources = np.repeat(np.arange(len(chosen)), [len(each) for each in numbers])
+    sources = np.repeat(np.arange(len(chosen)), [len(part) for part in numbers])
     return np.stack([sources, np.concatenate(numbers)], axis=1)
 
 
@@ -251,13 +254,13 @@ def _everything(rows: TokenRows) -> Indices:
     return np.arange(len(rows.hashes), dtype=np.int64)
 
 
-def _validation_sizes(data: DataSection, sources: Sequence[TokenRows]) -> list[float | int | None]:
+def validation_sizes(data: DataSection) -> list[float | int | None]:
     """Return how much of each source is held out: the same fraction, or a number split by the weights."""
     validation = data.validation
     assert not isinstance(validation, str)
-    if len(sources) > 1 and isinstance(validation, int):
+    if len(data.sources) > 1 and isinstance(validation, int):
         return list(shares(validation, [source.weight for source in data.sources]))
-    return [validation] * len(sources)
+    return [validation] * len(data.sources)
 
 
 def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:
@@ -270,8 +273,8 @@ def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:
             )
 
 
-def _mixture(data: DataSection, train: Chosen) -> tuple[MixturePart, ...]:
-    sizes = [len(rows.sequences_of(chosen_rows)) // rows.sequences_per_example for rows, chosen_rows in train]
+def mixture_of(data: DataSection, sizes: Sequence[int]) -> tuple[MixturePart, ...]:
+    """Divide an epoch between sources with ``sizes`` examples; raise RequestError if one has no part of it."""
     parts = parts_of(sizes, [source.weight for source in data.sources])
     for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
@@ -282,7 +285,8 @@ def _mixture(data: DataSection, train: Chosen) -> tuple[MixturePart, ...]:
     return parts
 
 
-def _mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[str]:
+def mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[str]:
+    """Return a line about each source of a mixture."""
     total = sum(part.drawn for part in mixture)
     return [
         f"mixture: {part.drawn:,} of the {total:,} examples per epoch ({part.drawn / total:.1%}) are from the "
@@ -293,25 +297,25 @@ def _mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[st
 
 def _in_both(train: Chosen, validation_rows: Chosen) -> int:
     """Return the number of held-out rows that are also in the training data."""
-    trained = np.concatenate([rows.hashes.chosen(chosen_rows) for rows, chosen_rows in train])
-    aside = np.concatenate([rows.hashes.chosen(chosen_rows) for rows, chosen_rows in validation_rows])
+    trained, aside = (
+        np.concatenate([rows.hashes[indices] for rows, indices in chosen]) for chosen in (train, validation_rows)
+    )
     return len(np.intersect1d(trained, aside))
 
 
 def _joined(sources: Sequence[TokenRows]) -> dict[str, Any]:
     """Combine the reports of several sources; ``parts`` holds the individual ones."""
-    each = [rows.report() for rows in sources]
+    reports = [rows.report() for rows in sources]
     counts: dict[str, Any] = {
-        key: sum(report[key] for report in each) for key, value in each[0].items() if isinstance(value, int)
+        key: sum(report[key] for report in reports) for key, value in reports[0].items() if isinstance(value, int)
     }
-    formats = list(dict.fromkeys(report["format"] for report in each))
     return {
         **counts,
-        "source": " + ".join(report["source"] for report in each),
-        "format": next((name for name in formats if name != "text"), "text"),
-        "longest": max(report["longest"] for report in each),
-        "left_out": {why: count for report in each for why, count in report["left_out"].items()},
-        "parts": each,
+        "source": " + ".join(report["source"] for report in reports),
+        "format": next((report["format"] for report in reports if report["format"] != "text"), "text"),
+        "longest": max(report["longest"] for report in reports),
+        "left_out": {why: count for report in reports for why, count in report["left_out"].items()},
+        "parts": reports,
     }
 
 
@@ -333,7 +337,9 @@ def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:
     return f"{line}, {rest[0][0]:,} ({plural(rest[0][1], 'token')}) for validation, {how}"
 
 
-def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) -> tuple[Indices, Indices]:
+def split(
+    hashes: Sequence[Any] | npt.NDArray[np.void], validation: float | int | None, seed: int
+) -> tuple[Indices, Indices]:
     """Return ``(train, validation)`` indices, both sorted; every example is in exactly one.
 
     Whether an example is held out depends on the seed and its content, so equal examples are on the same side, and
@@ -356,7 +362,7 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
             f"data.validation: {validation} of {total:,} examples leaves none for training; lower it, or set it to null"
         )
     prefix = f"{seed}/".encode()
-    ranks = np.fromiter((_rank(prefix + content) for content in hashes), np.uint64, total)
+    ranks = np.fromiter((_rank(prefix + bytes(content)) for content in hashes), np.uint64, total)
     order = np.argsort(ranks, kind="stable")
     borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # edges of equal groups
     in_validation = np.zeros(total, dtype=np.bool_)

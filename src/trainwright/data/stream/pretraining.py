@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.check import unknown_in_shards
 from trainwright.data.rows.texts import VERSION
 from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
-from trainwright.data.stream.dataset_cache import CANNOT_STORE
+from trainwright.data.stream.dataset_cache import CANNOT_STORE, mixture_lines, mixture_of, validation_sizes
 from trainwright.data.stream.windows import Spans, WindowDataset, divided, everything
-from trainwright.data.tokens.dataset import MixturePart, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.detect import detect
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainwright.recipe.schema import Recipe
-    from trainwright.recipe.sections.data import DataSection, SourceSection
+    from trainwright.recipe.sections.data import SourceSection
 
 
 def prepare_windows(
@@ -49,27 +48,30 @@ def prepare_windows(
         MachineError: the cache cannot be written.
     """
     data = recipe.data
-    sources = zip(data.sources, data.source_keys, strict=True)
-    corpora = [_shards(source, key, tokenizer, cache) for source, key in sources]
+    opened = [_shards(source, key, tokenizer, cache) for source, key in data.keyed_sources]
+    corpora = opened[: len(data.sources)]
     validation_spans: list[Spans] = []
-    separate = None
-    if data.validation_source is not None:
-        separate = _shards(data.validation_source, "data.validation", tokenizer, cache)
-        validation_spans = [everything(separate, data.max_length, contiguous=contiguous)]
-        train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
-    elif data.validation is None:
-        train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
+    if data.validation is None or data.validation_source is not None:
+        spans = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in opened]
+        train, validation_spans = spans[: len(corpora)], spans[len(corpora) :]
     else:
         train = []
-        for corpus, share, key in zip(corpora, _validation_sizes(data, len(corpora)), data.source_keys, strict=True):
-            training, aside = divided(corpus, data.max_length, share, recipe.train.seed, contiguous=contiguous, key=key)
+        for corpus, share, key in zip(corpora, validation_sizes(data), data.source_keys, strict=True):
+            size = share if isinstance(share, float) else max(1, share or 0)
+            training, aside = divided(corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key)
             train.append(training)
             validation_spans.append(aside)
-    for shards in (*corpora, *([separate] if separate is not None else [])):
+    for shards in opened:
         if wrong := unknown_in_shards(shards, tokenizer, embeddings):
             raise RequestError(wrong)
-    mixture = _mixture(data, train)
+    mixture = None
     lines = [line for corpus in corpora for line in (_line(corpus), *corpus.about.get("notes", ()))]
+    if len(train) > 1:
+        sizes = [int(part.counts().sum()) for part in train]
+        if not all(sizes):
+            raise RequestError(f"{data.source_keys[sizes.index(0)]}: no tokens to predict")
+        mixture = mixture_of(data, sizes)
+        lines += mixture_lines(data, mixture)
     datasets = (
         WindowDataset.of(train, mixture),
         (WindowDataset.of(validation_spans, None) if validation_spans else None),
@@ -77,7 +79,7 @@ def prepare_windows(
     for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
         if dataset is not None and not len(dataset):
             raise RequestError(f"{key}: no tokens to predict; it has no document of at least two tokens")
-    return *datasets, [*lines, *_mixture_lines(data, mixture), _split_line(*datasets, contiguous)]
+    return *datasets, [*lines, _split_line(*datasets, contiguous)]
 
 
 def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
@@ -120,27 +122,6 @@ def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     return [VERSION, *([file_states(source, key), source.format, source.limit] for source, key in sources)]
 
 
-def _validation_sizes(data: DataSection, sources: int) -> list[float | int]:
-    validation = data.validation
-    assert isinstance(validation, (int, float))
-    if sources > 1 and isinstance(validation, int):
-        return [max(1, part) for part in shares(validation, [source.weight for source in data.sources])]
-    return [validation] * sources
-
-
-def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[MixturePart, ...] | None:
-    if len(train) == 1:
-        return None
-    sizes = [int(part.counts().sum()) for part in train]
-    if not all(sizes):
-        raise RequestError(f"{data.source_keys[sizes.index(0)]}: no tokens to predict")
-    parts = parts_of(sizes, [source.weight for source in data.sources])
-    for part, key in zip(parts, data.source_keys, strict=True):
-        if not part.drawn:
-            raise RequestError(f"{key}.weight: is too small: an epoch has none of the source; raise it or remove it")
-    return parts
-
-
 def _line(corpus: Shards) -> str:
     about = corpus.about
     documents = plural(about["documents"], "document")
@@ -148,15 +129,6 @@ def _line(corpus: Shards) -> str:
         f"{about['source']}: {about['tokens']:,} tokens ({about['dtype']}) in {documents}, "
         f"{about['characters'] / max(1, about['tokens']):.2f} characters per token, in {corpus.directory}"
     )
-
-
-def _mixture_lines(data: DataSection, mixture: tuple[MixturePart, ...] | None) -> list[str]:
-    total = sum(part.drawn for part in mixture or ())
-    return [
-        f"mixture: {part.drawn / total:.1%} of an epoch's examples from {source.source}, each "
-        f"{part.drawn / part.examples:.3g} times"
-        for part, source in zip(mixture or (), data.sources, strict=bool(mixture))
-    ]
 
 
 def _split_line(train: WindowDataset, validation: WindowDataset | None, contiguous: bool) -> str:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-import shutil
 import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
@@ -167,15 +165,12 @@ class TokenDataset:
         return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "part")
 
     def save(self, directory: Path) -> None:
-        """Write to ``directory`` atomically; replace an earlier one."""
-        scratch = directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
-        scratch.mkdir(parents=True)
+        """Write to the new ``directory``."""
+        directory.mkdir(parents=True)
         arrays = {name: array for name in _ARRAYS if (array := getattr(self, name)) is not None}
         for name, array in arrays.items():
-            np.save(scratch / f"{name}.npy", array)
-        write_about(scratch, self.fingerprint, self.report, list(arrays), self.mixture)
-        shutil.rmtree(directory, ignore_errors=True)
-        scratch.rename(directory)
+            np.save(directory / f"{name}.npy", array)
+        write_about(directory, self.fingerprint, self.report, list(arrays), self.mixture)
 
     @classmethod
     def open(cls, directory: Path) -> TokenDataset:

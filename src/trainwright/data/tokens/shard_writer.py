@@ -4,8 +4,8 @@ One process reads the text in pieces, in order; others tokenize them; the first 
 of pieces in flight is limited, so memory does not grow with the text. Every few seconds the number of pieces written is
 saved, and a run that was killed resumes from there: later tokens are truncated and written again.
 
-The processes are our own: the pools of the standard library hang if a process is killed while it reads or writes a
-large piece.
+A thread per process passes it pieces over a pipe of its own: the process pools of the standard library hang if a
+process is killed while it writes a large result to their common queue.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -109,24 +110,16 @@ def tokenize(
             if writer.discarded_empty() and new:
                 remove_locked(out)
             raise
-        return writer.finish({**_about(sources, tokenizer, settings, task), "notes": notes})
-
-
-def _about(
-    sources: Sequence[tuple[SourceSection, str]], tokenizer: PreTrainedTokenizerBase, settings: Settings, task: str
-) -> dict[str, Any]:
-    """Return the part of the description that is known before the shards are written."""
-    return {
-        "version": VERSION,
-        "source": " + ".join(source.source for source, _ in sources),
-        "tokenizer": {
-            "name": tokenizer_name(tokenizer),
-            "fingerprint": tokenizer_fingerprint(tokenizer),
-            "vocabulary": len(tokenizer),
-        },
-        "dtype": settings.dtype,
-        "task": task,
-    }
+        made_by = {"name": tokenizer_name(tokenizer), "fingerprint": fingerprint, "vocabulary": len(tokenizer)}
+        about = {
+            "version": VERSION,
+            "source": " + ".join(source.source for source, _ in sources),
+            "tokenizer": made_by,
+            "dtype": settings.dtype,
+            "task": task,
+            "notes": notes,
+        }
+        return writer.finish(about)
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
@@ -218,7 +211,8 @@ class _Writer:
             if piece.last:
                 self._end_document()
         if time.monotonic() - self._saved > _SAVE_SECONDS:
-            self._save()
+            self._flush()
+            self._note()
 
     def _end_document(self) -> None:
         record = np.zeros(1, INDEX)
@@ -234,34 +228,33 @@ class _Writer:
 
     def _end_shard(self) -> None:
         name = f"{len(self.position.shards):05d}"
-        for file in (self._tokens, self._index):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        self._flush()
+        self._close()
         self.position.shards.append({"name": name, "tokens": self.position.tokens, "documents": self.position.index})
         self.position.tokens = self.position.index = 0
         self._note()
 
-    def _save(self) -> None:
+    def _flush(self) -> None:
         for file in (self._tokens, self._index):
             file.flush()
             os.fsync(file.fileno())
-        self._note()
 
     def discarded_empty(self) -> bool:
         """Remove the files if no piece was saved to resume from; return whether they were removed."""
         if self._noted:
             return False
-        for file in (self._tokens, self._index):
-            file.close()
-            Path(file.name).unlink()
+        self._close(remove=True)
         (self._out / _PROGRESS).unlink()
         return True
 
+    def _close(self, remove: bool = False) -> None:
+        for file in (self._tokens, self._index):
+            file.close()
+            if remove:
+                Path(file.name).unlink()
+
     def _note(self) -> None:
-        scratch = self._out / f"{_PROGRESS}.new"
-        scratch.write_text(json.dumps({"task": self._task, **asdict(self.position)}), encoding="utf-8")
-        os.replace(scratch, self._out / _PROGRESS)
+        _replace(self._out / _PROGRESS, json.dumps({"task": self._task, **asdict(self.position)}))
         self._noted = self.position.pieces
         self._saved = time.monotonic()
 
@@ -270,9 +263,7 @@ class _Writer:
         if self.position.index:
             self._end_shard()
         else:
-            for file in (self._tokens, self._index):
-                file.close()
-                Path(file.name).unlink()
+            self._close(remove=True)
         digest = hashlib.sha256(about["tokenizer"]["fingerprint"].encode())
         for shard in self.position.shards:
             for kind in ("tokens", "index"):
@@ -285,11 +276,15 @@ class _Writer:
             "shards": self.position.shards,
             "fingerprint": digest.hexdigest()[:32],
         }
-        scratch = self._out / f"{ABOUT}.new"
-        scratch.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        os.replace(scratch, self._out / ABOUT)
+        _replace(self._out / ABOUT, json.dumps(about, indent=1) + "\n")
         (self._out / _PROGRESS).unlink(missing_ok=True)
         return about
+
+
+def _replace(file: Path, text: str) -> None:
+    scratch = file.with_name(f"{file.name}.new")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
 
 
 def _opened(file: Path, size: int) -> BinaryIO:
@@ -327,86 +322,45 @@ def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
         encoder = Encoder(settings)
         yield lambda chunks: ((chunk, encoder(chunk)) for chunk in chunks)
         return
-    workers = _Workers(settings, processes)
-    try:
-        yield workers.encode
-    finally:
-        workers.end()
+    # Spawn, because a fork would copy this process's locked locks without its threads.
+    context = multiprocessing.get_context("spawn")
+    started: list[BaseProcess] = []
+    local = threading.local()
 
-
-class _Workers:
-    def __init__(self, settings: Settings, max_workers: int) -> None:
-        self._settings, self._max_workers = settings, max_workers
-        self._processes: list[BaseProcess] = []
-        self._idle: list[Connection] = []
-        self._busy: dict[Connection, int] = {}  # with the index of its chunk
-
-    def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Yield chunks with their tokens, in order; at most twice as many chunks as processes are in flight."""
-        remaining, ended = iter(chunks), False
-        waiting: deque[Chunk] = deque()
-        encoded: dict[int, Encoded] = {}
-        first = 0  # index of the next chunk to yield
-        while True:
-            while not ended and len(waiting) < 2 * self._max_workers and self._free():
-                if (chunk := next(remaining, None)) is None:
-                    ended = True
-                else:
-                    self._give(first + len(waiting), chunk)
-                    waiting.append(chunk)
-            if first in encoded:
-                yield waiting.popleft(), encoded.pop(first)
-                first += 1
-            elif waiting:
-                encoded.update(self._finished())
-            else:
-                return
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.terminate()
-            process.join()
-        for connection in (*self._idle, *self._busy):
-            connection.close()
-
-    def _free(self) -> bool:
-        return bool(self._idle) or len(self._processes) < self._max_workers
-
-    def _give(self, number: int, chunk: Chunk) -> None:
-        if not self._idle:
-            self._idle.append(self._started())
-        connection = self._idle.pop()
-        self._busy[connection] = number
-        try:
-            connection.send([tuple(piece) for piece in chunk])
-        except OSError as error:
-            raise _lost() from error
-
-    def _finished(self) -> Iterator[tuple[int, Encoded]]:
-        for connection in wait(list(self._busy)):
-            assert isinstance(connection, Connection)
-            try:
-                answer = connection.recv()
-            except (EOFError, OSError) as error:
-                raise _lost() from error
-            if isinstance(answer, Exception):
-                raise answer
-            self._idle.append(connection)
-            yield self._busy.pop(connection), answer
-
-    def _started(self) -> Connection:
-        # Spawn, because a fork would copy this process's locked locks without its threads.
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=token_worker.work, args=(self._settings, theirs), daemon=True)
+    def start() -> None:
+        local.connection, theirs = context.Pipe()
+        process = context.Process(target=token_worker.work, args=(settings, theirs), daemon=True)
         process.start()
         theirs.close()
-        self._processes.append(process)
-        return ours
+        started.append(process)
 
+    def ask(chunk: Chunk) -> Encoded:
+        try:
+            local.connection.send([tuple(piece) for piece in chunk])
+            answer: Encoded | Exception = local.connection.recv()
+        except (EOFError, OSError) as error:
+            raise MachineError(
+                "a tokenizing process was killed, perhaps because memory ran out; run the same command again to "
+                "continue, with fewer --processes to use less memory"
+            ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-def _lost() -> MachineError:
-    return MachineError(
-        "a tokenizing process was killed, perhaps because memory ran out; run the same command again to continue, "
-        "with fewer --processes to use less memory"
-    )
+    def encode(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        for chunk in chunks:
+            pending.append((chunk, threads.submit(ask, chunk)))
+            if len(pending) == 2 * processes:
+                first, future = pending.popleft()
+                yield first, future.result()
+        yield from ((chunk, future.result()) for chunk, future in pending)
+
+    with ThreadPoolExecutor(processes, initializer=start) as threads:
+        try:
+            yield encode
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in started:
+                process.terminate()
+                process.join()

@@ -20,8 +20,7 @@ from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsEr
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.texts import TextEncoder
-from trainwright.data.sources.media import media_notes
-from trainwright.data.sources.reading import location_of, read_rows, source_notes
+from trainwright.data.sources.reading import location_of, media_notes, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
 from trainwright.errors import RequestError
@@ -41,41 +40,12 @@ _SKIPPED = "have parts of data.max_length tokens without a target, which are ski
 _SAME_TOKENS = "the tokens of its answers are the same within data.max_length"
 
 
-class Hashes(Sequence[bytes]):
-    """A compact sequence of digests of one size."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def __len__(self) -> int:
-        return len(self._bytes) // _DIGEST
-
-    def __getitem__(self, index: Any) -> Any:
-        return bytes(self._bytes[index * _DIGEST : (index + 1) * _DIGEST])
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (self[index] for index in range(len(self)))
-
-    def append(self, digest: bytes) -> None:
-        """Append a digest."""
-        self._bytes += digest
-
-    def distinct(self) -> npt.NDArray[np.bytes_]:
-        """Return the unique digests, sorted."""
-        return np.unique(self.chosen(None))
-
-    def chosen(self, indices: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bytes_]:
-        """Return the digests at ``indices``, or all if None."""
-        everything = np.frombuffer(bytes(self._bytes), dtype=f"S{_DIGEST}")
-        return everything if indices is None else everything[indices]
-
-
 @dataclass
 class TokenRows:
     """The examples of one source, each of the same number of sequences.
 
-    A row is one example or, if it was split, several consecutive ones. ``hashes`` are digests of the tokens and roles
-    of the rows that became examples; equal rows have equal digests.
+    A row is one example or, if it was split, several consecutive ones. ``digests`` are of the tokens and roles of the
+    rows that became examples; equal rows have equal digests.
     """
 
     source: str
@@ -88,7 +58,7 @@ class TokenRows:
     examples_of_row: array[int] = field(default_factory=lambda: array("q"))  # of each row that became examples
     numbers: array[int] = field(default_factory=lambda: array("q"))  # index of each of these rows in the source, from 0
     sequences_per_example: int = 1
-    hashes: Hashes = field(default_factory=Hashes)
+    digests: bytearray = field(default_factory=bytearray)
     truncated: int = 0
     cut_tokens: int = 0
     divided: int = 0  # rows split into several examples
@@ -148,7 +118,7 @@ class TokenRows:
         if count:
             self.examples_of_row.append(count)
             self.numbers.append(index)
-            self.hashes.append(digest.digest())
+            self.digests += digest.digest()
         elif same:
             self.left_out[_SAME_TOKENS] += 1
         else:
@@ -160,9 +130,14 @@ class TokenRows:
         self.left_out[why] += 1
 
     @property
+    def hashes(self) -> npt.NDArray[np.void]:
+        """Return a digest of each row that became examples."""
+        return np.frombuffer(bytes(self.digests), dtype=f"V{_DIGEST}")
+
+    @property
     def duplicates(self) -> int:
         """Return the number of rows with the same tokens as an earlier row."""
-        return len(self.hashes) - len(self.hashes.distinct())
+        return len(self.hashes) - len(np.unique(self.hashes))
 
     def sequences_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the indices of the sequences that ``rows`` (among the rows with examples) became, in order."""
@@ -254,13 +229,10 @@ def tokenize_source(
         RequestError: the source, its layout or a row is wrong (the message names the row's file and line), or no row
             has a target.
     """
-    name, documents = source.source, source.format == "documents"
+    name, documents = source.source, source.is_documents
     rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.format))
     columns = rows.column_names
-    try:
-        layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format)
-    except RequestError as error:
-        raise RequestError(f"{key}: {name}: {error}") from None
+    layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format, f"{key}: {name}")
     if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
         raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
     splits = splits_long(data.long_documents, layout)

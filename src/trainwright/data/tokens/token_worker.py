@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.rows.tokenizer_guard import bounded
+from trainwright.data.rows.tokenizer_calls import panics_as_errors
 from trainwright.errors import RequestError
 
 # The pattern of the ByteLevel pre-tokenizer, from GPT-2 (github.com/openai/gpt-2, src/encoder.py).
@@ -83,33 +82,26 @@ def _pattern(description: dict[str, Any]) -> Any:
     """Return the compiled word pattern, or None if the tokenizer is not byte-level BPE over words."""
     import regex
 
-    if description["normalizer"] is not None or description["model"].get("type") != "BPE":
-        return None
-    if description["model"].get("dropout"):
+    model = description["model"]
+    if description["normalizer"] is not None or model.get("type") != "BPE" or model.get("dropout"):
         return None
     steps = description["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", []) if steps.get("type") == "Sequence" else [steps]
     *cuts, last = steps or [{}]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
-    of_gpt2 = None if cuts else _GPT2
-    written = of_gpt2 if last.get("use_regex", True) else _written(cuts)
-    if written is None:
+    written = None
+    if last.get("use_regex", True):
+        written = None if cuts else _GPT2
+    elif [(cut.get("type"), cut.get("behavior"), cut.get("invert")) for cut in cuts] == [("Split", "Isolated", False)]:
+        written = cuts[0]["pattern"].get("Regex")
+    if not isinstance(written, str):
         return None
     try:
         pattern = regex.compile(written)
     except regex.error:
         return None
     return None if pattern.groups else pattern
-
-
-def _written(cuts: list[dict[str, Any]]) -> str | None:
-    if len(cuts) != 1 or cuts[0].get("type") != "Split" or cuts[0].get("invert"):
-        return None
-    if cuts[0].get("behavior") != "Isolated":
-        return None
-    pattern = cuts[0]["pattern"].get("Regex")
-    return pattern if isinstance(pattern, str) else None
 
 
 @dataclass(frozen=True)
@@ -155,7 +147,8 @@ class Encoder:
         for _, text, first, last in pieces:
             ended = last and text.rstrip().endswith(self._settings.ends)
             text = text.rstrip() if ended else text
-            own = bounded("the tokenizer", len(text), functools.partial(self._tokens, text))
+            with panics_as_errors():
+                own = self._tokens(text)
             begins = first and not np.array_equal(own[: len(prefix)], prefix)
             parts = [*([prefix] if begins else []), own, *([suffix] if last and not ended else [])]
             sequences += parts

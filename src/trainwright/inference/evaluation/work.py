@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from trainwright.data.rows.tokenizer_guard import tokenized
+from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.stream.dataset_cache import prepare as prepare_data
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
@@ -346,7 +346,7 @@ def _language_model(shared: _Shared) -> Any:
             if add_special_tokens is None and string.startswith(str(tokenizer.decode(self.prefix_token_id))):
                 add_special_tokens = False
             options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-            return list(tokenized(tokenizer, [string], **options)["input_ids"][0])
+            return list(call_tokenizer(tokenizer, [string], **options)["input_ids"][0])
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
             pairs = [(context, continuation[-longest:]) for _, context, continuation in requests]

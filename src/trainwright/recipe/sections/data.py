@@ -44,6 +44,11 @@ class SourceSection(Section):
     )
     limit: Count | None = Field(None, description="Use only the first N rows.")
 
+    @property
+    def is_documents(self) -> bool:
+        """Whether each file is one row."""
+        return self.format == "documents"
+
 
 def _one_or_several(value: Any) -> str:
     return "several" if isinstance(value, list) else "one"
@@ -140,6 +145,13 @@ class DataSection(Section):
         if not isinstance(self.validation, str):
             return None
         return SourceSection(source=self.validation, format=self.format)
+
+    @property
+    def keyed_sources(self) -> list[tuple[SourceSection, str]]:
+        """Return every source, a separate validation source last, with the recipe key that names it."""
+        sources = list(zip(self.sources, self.source_keys, strict=True))
+        validation = self.validation_source
+        return sources if validation is None else [*sources, (validation, "data.validation")]
 
     @property
     def name(self) -> str:

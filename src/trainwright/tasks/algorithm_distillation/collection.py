@@ -106,7 +106,7 @@ def collect(collection: Collection, processes: int, progress: Callable[[Collecti
     try:
         if groups:
             _work(collection, groups, processes, progress)
-        write(collection.path, environment, collection.source, _Parts(collection))
+        write(collection.path, environment, collection.source, _parts(collection, environment))
     except OSError as error:
         raise MachineError(f"{collection.path}: cannot be written: {error}; finished tasks are kept") from error
     shutil.rmtree(collection.parts)
@@ -170,22 +170,11 @@ def _groups(goals: list[int], processes: int, together: int) -> list[list[int]]:
     return [goals[group::count] for group in range(count)]
 
 
-class _Parts(Mapping[int, History]):
-    """Finished goals, loaded lazily."""
-
-    def __init__(self, collection: Collection) -> None:
-        self._collection = collection
-        self._environment = collection.make_environment()
-
-    def __getitem__(self, goal: int) -> History:
-        with Histories(_part(self._collection, goal), self._environment) as part:
-            return part.goal(0)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._collection.goals))
-
-    def __len__(self) -> int:
-        return len(self._collection.goals)
+def _parts(collection: Collection, environment: Environment) -> Iterator[tuple[int, History]]:
+    """Yield the finished goals, each read when it is needed."""
+    for goal in sorted(collection.goals):
+        with Histories(_part(collection, goal), environment) as part:
+            yield goal, part.goal(0)
 
 
 def _part(collection: Collection, goal: int) -> Path:
@@ -278,7 +267,7 @@ def _learn(collection: Collection, goals: list[int], group: int) -> None:
 
     recording = learner.learn(source["steps"], report)
     for index, goal in enumerate(goals):
-        write(_part(collection, goal), environment, source, {goal: recording.goal(index)})
+        write(_part(collection, goal), environment, source, [(goal, recording.goal(index))])
     _shared[group] = 1.0
 
 

@@ -10,9 +10,8 @@ other's files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,9 +81,7 @@ class Histories:
     def __enter__(self) -> Histories:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -204,11 +201,10 @@ class Histories:
             )
 
 
-def write(path: Path, environment: Environment, source: Mapping[str, Any], histories: Mapping[int, History]) -> None:
-    """Write ``histories``, by row of ``environment.tasks()``, to ``path``, completely or not at all.
-
-    ``histories`` is accessed one goal at a time, so it may load them lazily.
-    """
+def write(
+    path: Path, environment: Environment, source: Mapping[str, Any], histories: Iterable[tuple[int, History]]
+) -> None:
+    """Write ``histories``, each with its row of ``environment.tasks()``, to ``path``, completely or not at all."""
     h5py = _h5py()
     tasks = environment.tasks().numpy()
     part = path.with_name(f"{path.name}.part")
@@ -216,10 +212,10 @@ def write(path: Path, environment: Environment, source: Mapping[str, Any], histo
         file.attrs["format"] = FORMAT
         file.attrs["environment"] = json.dumps({"name": environment.name, "options": environment.options})
         file.attrs["source"] = json.dumps(dict(source))
-        for goal in histories:
+        for goal, history in histories:
             group = file.create_group(str(goal))
             group.attrs["task"] = tasks[goal]
-            for name, array in histories[goal]._asdict().items():
+            for name, array in history._asdict().items():
                 group.create_dataset(name, data=array, compression="gzip", compression_opts=1, shuffle=True)
     part.replace(path)
 
@@ -345,32 +341,21 @@ class Recording:
     def __init__(self, environment: Environment, steps: int, goals: int, streams: int) -> None:
         seen = (steps, goals, streams, environment.observation_size)
         observation = narrow(environment.observation_counts)
-        self._states, self._next_states = np.zeros(seen, observation), np.zeros(seen, observation)
-        self._actions = np.zeros(seen[:3], narrow([environment.action_count]))
-        self._rewards = np.zeros(seen[:3], np.float32)
-        self._dones = np.zeros(seen[:3], bool)
+        self._arrays = History(
+            np.zeros(seen, observation),
+            np.zeros(seen[:3], narrow([environment.action_count])),
+            np.zeros(seen[:3], np.float32),
+            np.zeros(seen, observation),
+            np.zeros(seen[:3], bool),
+        )
         self._step = 0
 
-    def add(
-        self,
-        states: torch.Tensor,
-        actions: torch.Tensor,
-        rewards: torch.Tensor,
-        next_states: torch.Tensor,
-        dones: torch.Tensor,
-    ) -> None:
-        """Add one step of all copies, with the streams of a goal next to one another."""
-        arrays = (self._states, self._actions, self._rewards, self._next_states, self._dones)
-        for array, values in zip(arrays, (states, actions, rewards, next_states, dones), strict=True):
+    def add(self, *step: torch.Tensor) -> None:
+        """Add one step of all copies, in the order of ``ARRAYS``, with the streams of a goal next to one another."""
+        for array, values in zip(self._arrays, step, strict=True):
             array[self._step] = values.numpy().reshape(array.shape[1:])
         self._step += 1
 
     def goal(self, index: int) -> History:
         """Return the history of one goal."""
-        return History(
-            self._states[:, index],
-            self._actions[:, index],
-            self._rewards[:, index],
-            self._next_states[:, index],
-            self._dones[:, index],
-        )
+        return History(*(array[:, index] for array in self._arrays))

@@ -297,7 +297,7 @@ class Context:
         self._before, self._steps = before, steps
         if self._cache is None:
             return
-        self._cache.clear()
+        self._cache.length = 0
         if before is not None or steps is not None:
             model.decoded(self._tokens(model), self._cache)
 

@@ -33,7 +33,7 @@ def save_history_model(
     directory: Path, shape: HistoryShape, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Write a model; ``about`` has the keys ``environment`` and ``tried``."""
-    about = {"model": shape.as_json(), **about}
+    about = {"model": asdict(shape), **about}
     with replacing(directory) as scratch:
         write_weights({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, scratch / WEIGHTS)
         (scratch / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -74,7 +74,7 @@ TokenLayout = Literal["transition", "parts"]
 class KeyValueCache:
     """Keys and values of the context's tokens for every block, with space for ``capacity`` tokens.
 
-    ``append`` writes after the first ``length`` tokens; call ``advance`` after all blocks have appended.
+    ``append`` writes after the first ``length`` tokens; ``length`` is raised after all blocks have appended.
     """
 
     capacity: int
@@ -98,14 +98,6 @@ class KeyValueCache:
     def free_positions(self) -> int:
         """Return the number of allocated tokens, used or not."""
         return max((keys.shape[2] for keys in self.keys), default=0)
-
-    def advance(self, tokens: int) -> None:
-        """Count ``tokens`` more tokens as cached."""
-        self.length += tokens
-
-    def clear(self) -> None:
-        """Remove all tokens, and keep the memory."""
-        self.length = 0
 
 
 class HistoryBlock(nn.Module):
@@ -208,10 +200,6 @@ class HistoryShape:
     def tokens(self) -> int:
         """Return the longest context in tokens: all regions, marks, and latents that are read and written."""
         return self.regions * self.steps * self.tokens_per_step + self.marks + 2 * self.latents
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> HistoryShape:
@@ -317,7 +305,7 @@ class HistoryModel(nn.Module):
         for block in self.blocks:
             tokens = block(tokens, rotation, cache)
         if cache is not None:
-            cache.advance(len(positions))
+            cache.length += len(positions)
         hidden: torch.Tensor = self.norm(tokens)
         return hidden
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.task_spec import Needs, TaskModel, TaskSpec
-from trainwright.tasks.algorithm_distillation.algorithms import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.section import (
     WITHOUT_TEXTS,
     AlgorithmDistillationSection,
+    SourceAlgorithmSection,
 )
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from trainwright.engine.task import LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.algorithm_distillation.algorithms import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
 from trainwright.tasks.algorithm_distillation.goals import HELD_OUT_BY, Goals, find_goals
 from trainwright.tasks.algorithm_distillation.histories import Histories
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 from trainwright.tasks.algorithm_distillation.objective import SUMS, HistoryObjective, LossWeights
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection, SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.language_model import planned_examples, stream_of
 from trainwright.utils.text import plural

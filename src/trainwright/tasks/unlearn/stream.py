@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainwright.data.rows.formats import EXAMPLES
+from trainwright.data.rows.formats import EXAMPLES, NoTarget
+from trainwright.data.rows.layouts import columns_of
+from trainwright.data.sources.reading import iterate_source
 from trainwright.data.stream.dataset_cache import CANNOT_STORE
 from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, opened, permuted
 from trainwright.errors import RequestError
@@ -97,14 +99,11 @@ def refuse_overlap(data: UnlearnData) -> None:
 
 def _contents(data: UnlearnData, part: str) -> Iterator[tuple[str, bytes]]:
     """Yield ``(place, digest)`` of every row with targets; the digest ignores the layout and white space."""
-    from trainwright.data.rows.formats import NoTarget
-    from trainwright.data.sources.reading import iterate_source
-
     (source,), key = data.part(part).sources, f"data.{part}"
-    rows = iterate_source(source.source, source.limit, key, source.format == "documents")
+    rows = iterate_source(source.source, source.limit, key, source.is_documents)
     first = list(islice(rows, 8))
-    columns = list(dict.fromkeys(name for _, row in first for name in row))
-    layout = EXAMPLES.layout(columns, [row for _, row in first], source.format)
+    first_rows = [row for _, row in first]
+    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, source.format)
     for location, row in chain(first, rows):
         try:
             ((_, example),) = EXAMPLES.sequences(row, layout)

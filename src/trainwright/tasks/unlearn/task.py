@@ -38,7 +38,8 @@ from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
-from trainwright.tasks.unlearn.evaluation.truth_ratios import TruthRatios
+from trainwright.tasks.unlearn.evaluation.encoding import ItemSequences
+from trainwright.tasks.unlearn.evaluation.measure import few_sequences, truth_ratio_metrics
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
@@ -101,7 +102,7 @@ class Unlearning(ReferenceTask):
         self._watch = self._watched(recipe)
         self.answers = self._watch is not None
 
-    def _watched(self, recipe: Recipe) -> TruthRatios | None:
+    def _watched(self, recipe: Recipe) -> ItemSequences | None:
         """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
         name = data_of(recipe).benchmark
         if name is None or self._prepared.validation is None:
@@ -109,12 +110,12 @@ class Unlearning(ReferenceTask):
         positions = max_positions(recipe.model, self._tokenizer)
         benchmark = find_benchmark(name, "data.benchmark")
         rows = len(self._prepared.validation)
-        return TruthRatios.of(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
+        return few_sequences(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return the metrics of the model's answers to benchmark rows; all ranks must call it."""
         assert self._watch is not None and isinstance(module, CausalLM)
-        return Measured(self._watch.metrics(module, world, together=together))
+        return Measured(truth_ratio_metrics(self._watch, module, world, together=together))
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
@@ -165,12 +166,7 @@ class Unlearning(ReferenceTask):
         if (self.stream.total_examples or 0) >= len(self._rows.forget):
             return list(range(len(self._rows.forget)))
         each = len(self._rows.forget.sequences(0))
-        sequences = {
-            stream.dataset.sequences(example)[0]
-            for stream in streams
-            for step in range(len(stream))
-            for example in stream.examples(step)
-        }
+        sequences = {stream.dataset.sequences(example)[0] for stream in streams for example in stream.seen()}
         return sorted({sequence // each for sequence in sequences})
 
     def _log_probabilities(self, batch: Batch) -> torch.Tensor:

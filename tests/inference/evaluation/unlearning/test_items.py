@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.inference.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER
-from trainwright.data.rows.tokenizer_guard import TokenizerError
+from trainwright.data.rows.tokenizer_calls import TokenizerError
 from trainwright.errors import RequestError
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
 from trainwright.tasks.unlearn.evaluation.encoding import ANSWER, WRONG, ItemEncoder

@@ -21,12 +21,13 @@ from trainwright.tasks.unlearn.evaluation.encoding import ItemEncoder, ItemSeque
 from trainwright.tasks.unlearn.evaluation.items import read_sets
 from trainwright.tasks.unlearn.evaluation.measure import (
     Relearning,
+    few_sequences,
     gradient_norms,
     probability,
     quantized_probability,
     relearn,
+    truth_ratio_metrics,
 )
-from trainwright.tasks.unlearn.evaluation.truth_ratios import TruthRatios
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -103,13 +104,14 @@ def test_fewer_bits_move_the_probability_the_more_the_fewer(sequences: ItemSeque
 
 def test_a_watch_measures_what_an_evaluation_does(tmp_path: Path) -> None:
     name = write_tofu(tmp_path / "rows")
-    watch = TruthRatios.of(find_benchmark(name), TOKENIZER, rows=2, positions=512, key="data.benchmark")
-    assert watch is not None
-    found = watch.metrics(loaded_model().lm, ALONE)
+    watched = few_sequences(find_benchmark(name), TOKENIZER, rows=2, positions=512, key="data.benchmark")
+    assert watched is not None
+    found = truth_ratio_metrics(watched, loaded_model().lm, ALONE)
     assert set(found) == {"forget_truth_ratio", "retain_truth_ratio"}
     lines = (tmp_path / "rows" / "forget01_perturbed.jsonl").read_text().splitlines()[:2]
     (tmp_path / "rows" / "forget01_perturbed.jsonl").write_text("".join(f"{line}\n" for line in lines))
     assert len(json.loads(lines[0])["perturbed_answer"]) == 3
-    again = TruthRatios.of(find_benchmark(name), TOKENIZER, rows=99, positions=512, key="data.benchmark")
+    again = few_sequences(find_benchmark(name), TOKENIZER, rows=99, positions=512, key="data.benchmark")
     assert again is not None
-    assert again.metrics(loaded_model().lm, ALONE)["forget_truth_ratio"] == pytest.approx(found["forget_truth_ratio"])
+    metrics = truth_ratio_metrics(again, loaded_model().lm, ALONE)
+    assert metrics["forget_truth_ratio"] == pytest.approx(found["forget_truth_ratio"])

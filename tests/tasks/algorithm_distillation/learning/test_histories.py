@@ -32,7 +32,7 @@ def some() -> dict[int, History]:
 @pytest.fixture
 def file(tmp_path: Path, some: dict[int, History]) -> Path:
     path = tmp_path / "histories.h5"
-    write(path, make("darkroom"), SOURCE, some)
+    write(path, make("darkroom"), SOURCE, some.items())
     return path
 
 
@@ -63,7 +63,7 @@ def test_a_file_in_the_home_directory_is_found(file: Path, monkeypatch: pytest.M
 def test_tasks_that_are_no_whole_numbers_are_found(tmp_path: Path) -> None:
     environment = make("bandit", arms=3, count=4)
     recording = learners(environment, environment.tasks(), torch.arange(4), {"name": "ucb", "streams": 2}).learn(10)
-    write(tmp_path / "bandit.h5", environment, {}, {goal: recording.goal(goal) for goal in range(4)})
+    write(tmp_path / "bandit.h5", environment, {}, ((goal, recording.goal(goal)) for goal in range(4)))
     with Histories(tmp_path / "bandit.h5") as histories:
         assert histories.indices_of(environment.tasks()[[2, 1]]) == [2, 1]
 

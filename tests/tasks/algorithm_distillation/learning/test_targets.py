@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trainwright.tasks.algorithm_distillation.algorithms import PpoSection, QLearningSection
 from trainwright.tasks.algorithm_distillation.environments import make
+from trainwright.tasks.algorithm_distillation.section import PpoSection, QLearningSection
 from trainwright.tasks.algorithm_distillation.sources.ppo import Ppo
 from trainwright.tasks.algorithm_distillation.sources.tables import Tables, _QTable
 

@@ -24,10 +24,12 @@ class Environment(ABC):
         observation_kind: coordinates: nearby numbers mean nearby places. bins: the same, of real numbers. category:
             they are names.
         state_count: number of states, for algorithms that keep a table of them.
+        vector_class: the class of its copies.
     """
 
     name: str
     observation_kind: ClassVar[Literal["coordinates", "bins", "category"]]
+    vector_class: ClassVar[type[VectorEnvironment]]
     options: dict[str, Any]
     horizon: int
     action_count: int
@@ -51,7 +53,6 @@ class Environment(ABC):
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
         """Return the highest expected return of an episode, for tasks ``[n, p]``: float32 ``[n]``, NaN if unknown."""
 
-    @abstractmethod
     def vector(
         self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: int | torch.Tensor = 0
     ) -> VectorEnvironment:
@@ -60,6 +61,7 @@ class Environment(ABC):
         Args:
             seed: of the environment's random numbers: one number, or int64 ``[n]``, one for each copy.
         """
+        return self.vector_class(self, tasks, device, seed)
 
     def split(self, seed: int, test_fraction: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
         """Return training and test tasks, ``[n, p]`` each, in an order determined by ``seed``."""
@@ -165,6 +167,35 @@ def _seeds(seed: int | torch.Tensor, copies: int) -> torch.Tensor:
     return torch.arange(copies, dtype=torch.int64) + (seed << 32)
 
 
+class _BanditCopies(VectorEnvironment):
+    def __init__(self, environment: Bandit, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
+        super().__init__(environment, tasks, device, seed)
+        self.noise = environment.noise if environment.rewards == "gaussian" else None
+        self.draws = 0
+        self.second_seeds = mixed(self.seeds + (1 << 40))
+
+    def observations(self) -> torch.Tensor:
+        return torch.zeros(self.copies, 1, dtype=torch.int64, device=self.device)
+
+    def states(self) -> torch.Tensor:
+        return torch.zeros(self.copies, dtype=torch.int64, device=self.device)
+
+    def _begin(self, mask: torch.Tensor) -> None:
+        pass
+
+    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        means = self.tasks.gather(1, actions[:, None])[:, 0]
+        drawn = uniform(self.seeds, self.draws)
+        if self.noise is None:
+            rewards = (drawn < means).float()
+        else:
+            # Box and Muller's transform of two uniform numbers into a normal one.
+            angle = 2 * torch.pi * uniform(self.second_seeds, self.draws)
+            rewards = means + self.noise * (-2 * torch.log1p(-drawn)).sqrt() * angle.cos()
+        self.draws += 1
+        return rewards, None
+
+
 class Bandit(Environment):
     """A bandit. A task is the mean reward of each arm, drawn uniformly from 0 to 1.
 
@@ -173,6 +204,7 @@ class Bandit(Environment):
     """
 
     name = "bandit"
+    vector_class = _BanditCopies
     observation_kind = "category"
 
     def __init__(
@@ -214,36 +246,3 @@ class Bandit(Environment):
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
         """Return the highest expected return of an episode, for tasks [n, p]."""
         return self.horizon * tasks.max(dim=1).values.float()
-
-    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
-        """Return a copy of the environment for each of ``tasks``."""
-        return _BanditCopies(self, tasks, device, seed)
-
-
-class _BanditCopies(VectorEnvironment):
-    def __init__(self, environment: Bandit, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
-        super().__init__(environment, tasks, device, seed)
-        self.noise = environment.noise if environment.rewards == "gaussian" else None
-        self.draws = 0
-        self.second_seeds = mixed(self.seeds + (1 << 40))
-
-    def observations(self) -> torch.Tensor:
-        return torch.zeros(self.copies, 1, dtype=torch.int64, device=self.device)
-
-    def states(self) -> torch.Tensor:
-        return torch.zeros(self.copies, dtype=torch.int64, device=self.device)
-
-    def _begin(self, mask: torch.Tensor) -> None:
-        pass
-
-    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        means = self.tasks.gather(1, actions[:, None])[:, 0]
-        drawn = uniform(self.seeds, self.draws)
-        if self.noise is None:
-            rewards = (drawn < means).float()
-        else:
-            # Box and Muller's transform of two uniform numbers into a normal one.
-            angle = 2 * torch.pi * uniform(self.second_seeds, self.draws)
-            rewards = means + self.noise * (-2 * torch.log1p(-drawn)).sqrt() * angle.cos()
-        self.draws += 1
-        return rewards, None

@@ -7,7 +7,7 @@ et al. 2023 (arXiv 2306.14892). Moves, start and order of tasks are as in https:
 from __future__ import annotations
 
 from itertools import permutations
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -77,10 +77,16 @@ class GridCopies(VectorEnvironment):
         raise NotImplementedError
 
 
+class _DarkroomCopies(GridCopies):
+    def _rewards(self) -> torch.Tensor:
+        return self._at(self.tasks).float()
+
+
 class Darkroom(Grid):
     """One reward for every step that ends on the goal. A task is the goal's (x, y)."""
 
     name = "darkroom"
+    vector_class: ClassVar[type[VectorEnvironment]] = _DarkroomCopies
 
     def __init__(self, size: int = 9, horizon: int = 20) -> None:
         super().__init__(size, horizon)
@@ -97,33 +103,6 @@ class Darkroom(Grid):
         """Return the highest expected return of an episode, for tasks [n, p]."""
         # The arriving step is rewarded too; starting on the goal loses no step.
         return (self.horizon + 1 - self._distance(tasks)).clamp(0, self.horizon).float()
-
-    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
-        """Return a copy of the environment for each of ``tasks``."""
-        return _DarkroomCopies(self, tasks, device, seed)
-
-
-class _DarkroomCopies(GridCopies):
-    def _rewards(self) -> torch.Tensor:
-        return self._at(self.tasks).float()
-
-
-class DarkroomHard(Darkroom):
-    """A larger room with one reward per episode, for the first step that ends on the goal."""
-
-    name = "darkroom-hard"
-
-    def __init__(self, size: int = 17, horizon: int = 20) -> None:
-        super().__init__(size, horizon)
-        self.state_count = 2 * size * size
-
-    def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
-        """Return the highest expected return of an episode, for tasks [n, p]."""
-        return (self._distance(tasks) <= self.horizon).float()
-
-    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
-        """Return a copy of the environment for each of ``tasks``."""
-        return _HardCopies(self, tasks, device, seed)
 
 
 class _HardCopies(GridCopies):
@@ -144,6 +123,35 @@ class _HardCopies(GridCopies):
         return first.float()
 
 
+class DarkroomHard(Darkroom):
+    """A larger room with one reward per episode, for the first step that ends on the goal."""
+
+    name = "darkroom-hard"
+    vector_class = _HardCopies
+
+    def __init__(self, size: int = 17, horizon: int = 20) -> None:
+        super().__init__(size, horizon)
+        self.state_count = 2 * size * size
+
+    def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """Return the highest expected return of an episode, for tasks [n, p]."""
+        return (self._distance(tasks) <= self.horizon).float()
+
+
+class _PermutedCopies(GridCopies):
+    def __init__(
+        self, environment: DarkroomPermuted, tasks: torch.Tensor, device: torch.device | str, seed: Any
+    ) -> None:
+        super().__init__(environment, tasks, device, seed)
+        self.meant = environment.permutations.to(self.device)[self.tasks[:, 0]]
+
+    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super()._move(self.meant.gather(1, actions[:, None])[:, 0])
+
+    def _rewards(self) -> torch.Tensor:
+        return (self.position == self.size - 1).all(dim=1).float()
+
+
 class DarkroomPermuted(Grid):
     """A room to cross from one corner to the opposite one, with permuted actions.
 
@@ -151,6 +159,7 @@ class DarkroomPermuted(Grid):
     """
 
     name = "darkroom-permuted"
+    vector_class = _PermutedCopies
 
     def __init__(self, size: int = 9, horizon: int = 50) -> None:
         super().__init__(size, horizon)
@@ -174,23 +183,24 @@ class DarkroomPermuted(Grid):
         best = max(self.horizon + 1 - 2 * (self.size - 1), 0)
         return torch.full((len(tasks),), float(min(best, self.horizon)), device=tasks.device)
 
-    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
-        """Return a copy of the environment for each of ``tasks``."""
-        return _PermutedCopies(self, tasks, device, seed)
 
-
-class _PermutedCopies(GridCopies):
-    def __init__(
-        self, environment: DarkroomPermuted, tasks: torch.Tensor, device: torch.device | str, seed: Any
-    ) -> None:
+class _KeyToDoorCopies(GridCopies):
+    def __init__(self, environment: Grid, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
         super().__init__(environment, tasks, device, seed)
-        self.meant = environment.permutations.to(self.device)[self.tasks[:, 0]]
+        self.reached = torch.zeros(self.copies, dtype=torch.int64, device=self.device)
 
-    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return super()._move(self.meant.gather(1, actions[:, None])[:, 0])
+    def states(self) -> torch.Tensor:
+        return super().states() + self.reached * self.size**2
+
+    def _begin(self, mask: torch.Tensor) -> None:
+        super()._begin(mask)
+        self.reached = self.reached.masked_fill(mask, _NOTHING)
 
     def _rewards(self) -> torch.Tensor:
-        return (self.position == self.size - 1).all(dim=1).float()
+        on_key = (self.reached == _NOTHING) & self._at(self.tasks[:, :2])
+        on_door = (self.reached == _KEY) & self._at(self.tasks[:, 2:])
+        self.reached = self.reached + (on_key | on_door)
+        return (on_key | on_door).float()
 
 
 class KeyToDoor(Grid):
@@ -200,6 +210,7 @@ class KeyToDoor(Grid):
     """
 
     name = "key-to-door"
+    vector_class = _KeyToDoorCopies
 
     def __init__(self, size: int = 9, horizon: int = 50) -> None:
         super().__init__(size, horizon)
@@ -221,26 +232,3 @@ class KeyToDoor(Grid):
         key = self._distance(tasks[:, :2]).clamp(min=1)
         door = key + (tasks[:, 2:] - tasks[:, :2]).abs().sum(dim=1).clamp(min=1)
         return (key <= self.horizon).float() + (door <= self.horizon).float()
-
-    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
-        """Return a copy of the environment for each of ``tasks``."""
-        return _KeyToDoorCopies(self, tasks, device, seed)
-
-
-class _KeyToDoorCopies(GridCopies):
-    def __init__(self, environment: Grid, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
-        super().__init__(environment, tasks, device, seed)
-        self.reached = torch.zeros(self.copies, dtype=torch.int64, device=self.device)
-
-    def states(self) -> torch.Tensor:
-        return super().states() + self.reached * self.size**2
-
-    def _begin(self, mask: torch.Tensor) -> None:
-        super()._begin(mask)
-        self.reached = self.reached.masked_fill(mask, _NOTHING)
-
-    def _rewards(self) -> torch.Tensor:
-        on_key = (self.reached == _NOTHING) & self._at(self.tasks[:, :2])
-        on_door = (self.reached == _KEY) & self._at(self.tasks[:, 2:])
-        self.reached = self.reached + (on_key | on_door)
-        return (on_key | on_door).float()

@@ -20,6 +20,58 @@ _OBSERVATION_BINS, _ACTION_BINS = 32, 9
 _MAX_ACTIONS = 1024  # combinations of the bins of several continuous actions
 
 
+class _UserCopies(VectorEnvironment):
+    def __init__(
+        self, environment: UserEnvironment, tasks: torch.Tensor, device: torch.device | str, seed: Any
+    ) -> None:
+        super().__init__(environment, tasks, device, seed)
+        self.each = [environment.build(int(task)) for task in tasks[:, 0]]
+        self.family = environment
+        self._called = [
+            f"{environment.options['entry_point']} with {environment.keywords[int(t)]}" for t in tasks[:, 0]
+        ]
+        self.seen = np.zeros((self.copies, self.observation_size), np.int64)
+        # An environment is seeded on its first reset only.
+        self.fresh = [True] * self.copies
+
+    def observations(self) -> torch.Tensor:
+        return torch.from_numpy(self.seen.copy()).to(self.device)
+
+    def states(self) -> torch.Tensor:
+        indices = np.zeros(self.copies, np.int64)
+        for index, count in enumerate(self.family.observation_counts):
+            indices = indices * count + self.seen[:, index]
+        return torch.from_numpy(indices).to(self.device)
+
+    def _begin(self, mask: torch.Tensor) -> None:
+        for index in mask.nonzero()[:, 0].tolist():
+            seed = int(self.seeds[index]) & 0x7FFFFFFF if self.fresh[index] else None
+            self.fresh[index] = False
+            with self._blamed(index, "reset", ""):
+                observation, _ = self.each[index].reset(seed=seed)
+                self.seen[index] = self.family.encode(observation)
+
+    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rewards, over = torch.zeros(self.copies), torch.zeros(self.copies, dtype=torch.bool)
+        for index, action in enumerate(actions.tolist()):
+            value = self.family.actions[action]
+            with self._blamed(index, "step", value):
+                observation, reward, terminated, truncated, _ = self.each[index].step(value)
+                self.seen[index] = self.family.encode(observation)
+                rewards[index], over[index] = float(reward), bool(terminated or truncated)
+        return rewards.to(self.device), over.to(self.device)
+
+    @contextmanager
+    def _blamed(self, index: int, call: str, argument: Any) -> Iterator[None]:
+        """Raise any error of the user's code as a RequestError that names it."""
+        try:
+            yield
+        except Exception as error:
+            raise RequestError(
+                f"{_KEY}: {call}({argument}) of {self._called[index]}: {type(error).__name__}: {error}"
+            ) from error
+
+
 class UserEnvironment(Environment):
     """Any ``gymnasium.Env`` with Discrete or Box actions, and Discrete, MultiDiscrete or Box observations.
 
@@ -30,6 +82,7 @@ class UserEnvironment(Environment):
     """
 
     name = "gymnasium"
+    vector_class = _UserCopies
 
     def __init__(
         self,
@@ -164,62 +217,6 @@ class UserEnvironment(Environment):
         if self.optimal_returns is None:
             return torch.full((len(tasks),), torch.nan)
         return torch.tensor(self.optimal_returns)[tasks[:, 0]].float()
-
-    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
-        """Return a copy of the environment for each of ``tasks``."""
-        return _UserCopies(self, tasks, device, seed)
-
-
-class _UserCopies(VectorEnvironment):
-    def __init__(
-        self, environment: UserEnvironment, tasks: torch.Tensor, device: torch.device | str, seed: Any
-    ) -> None:
-        super().__init__(environment, tasks, device, seed)
-        self.each = [environment.build(int(task)) for task in tasks[:, 0]]
-        self.family = environment
-        self._called = [
-            f"{environment.options['entry_point']} with {environment.keywords[int(t)]}" for t in tasks[:, 0]
-        ]
-        self.seen = np.zeros((self.copies, self.observation_size), np.int64)
-        # An environment is seeded on its first reset only.
-        self.fresh = [True] * self.copies
-
-    def observations(self) -> torch.Tensor:
-        return torch.from_numpy(self.seen.copy()).to(self.device)
-
-    def states(self) -> torch.Tensor:
-        indices = np.zeros(self.copies, np.int64)
-        for index, count in enumerate(self.family.observation_counts):
-            indices = indices * count + self.seen[:, index]
-        return torch.from_numpy(indices).to(self.device)
-
-    def _begin(self, mask: torch.Tensor) -> None:
-        for index in mask.nonzero()[:, 0].tolist():
-            seed = int(self.seeds[index]) & 0x7FFFFFFF if self.fresh[index] else None
-            self.fresh[index] = False
-            with self._blamed(index, "reset", ""):
-                observation, _ = self.each[index].reset(seed=seed)
-                self.seen[index] = self.family.encode(observation)
-
-    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rewards, over = torch.zeros(self.copies), torch.zeros(self.copies, dtype=torch.bool)
-        for index, action in enumerate(actions.tolist()):
-            value = self.family.actions[action]
-            with self._blamed(index, "step", value):
-                observation, reward, terminated, truncated, _ = self.each[index].step(value)
-                self.seen[index] = self.family.encode(observation)
-                rewards[index], over[index] = float(reward), bool(terminated or truncated)
-        return rewards.to(self.device), over.to(self.device)
-
-    @contextmanager
-    def _blamed(self, index: int, call: str, argument: Any) -> Iterator[None]:
-        """Raise any error of the user's code as a RequestError that names it."""
-        try:
-            yield
-        except Exception as error:
-            raise RequestError(
-                f"{_KEY}: {call}({argument}) of {self._called[index]}: {type(error).__name__}: {error}"
-            ) from error
 
 
 def _bounds(entry_point: str, space: Any, bounds: Any) -> np.ndarray:

@@ -29,7 +29,7 @@ def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor,
     Args:
         source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.
     """
-    from trainwright.tasks.algorithm_distillation.algorithms import PpoSection, QLearningSection, UcbSection
+    from trainwright.tasks.algorithm_distillation.section import PpoSection, QLearningSection, UcbSection
     from trainwright.tasks.algorithm_distillation.sources.ppo import Ppo
     from trainwright.tasks.algorithm_distillation.sources.tables import Tables
 

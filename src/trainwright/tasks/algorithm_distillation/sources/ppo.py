@@ -20,10 +20,10 @@ import torch
 from torch.nn.functional import one_hot
 from torch.optim.adam import adam
 
-from trainwright.tasks.algorithm_distillation.algorithms import PpoSection
 from trainwright.tasks.algorithm_distillation.environments import Environment, VectorEnvironment
 from trainwright.tasks.algorithm_distillation.histories import Recording
 from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
+from trainwright.tasks.algorithm_distillation.section import PpoSection
 
 
 class Ppo:

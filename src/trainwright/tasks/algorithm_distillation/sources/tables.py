@@ -6,30 +6,14 @@ They take seconds where PPO takes minutes, and give every stream its own history
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from trainwright.errors import RequestError
-from trainwright.tasks.algorithm_distillation.algorithms import QLearningSection, UcbSection
 from trainwright.tasks.algorithm_distillation.environments import Environment
 from trainwright.tasks.algorithm_distillation.histories import Recording
 from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
-
-
-class _Table(Protocol):
-    """The estimates of all learners, with ``choose`` and ``learn`` for all of them, ``[n]``."""
-
-    def choose(self, states: torch.Tensor, ties: torch.Tensor, time: int) -> torch.Tensor: ...
-
-    def learn(
-        self,
-        states: torch.Tensor,
-        actions: torch.Tensor,
-        rewards: torch.Tensor,
-        following: torch.Tensor,
-        ended: torch.Tensor,
-    ) -> None: ...
+from trainwright.tasks.algorithm_distillation.section import QLearningSection, UcbSection
 
 
 class Tables:
@@ -58,7 +42,7 @@ class Tables:
         places = torch.arange(environment.action_count + 1)
         self._seeds = mixed(stream_seeds + (1 << 32))[:, None] + places
         learners = self.goals * streams
-        self._table: _Table = (
+        self._table = (
             _QTable(settings, learners, environment)
             if isinstance(settings, QLearningSection)
             else _Arms(settings, learners, environment)
@@ -121,14 +105,7 @@ class _Arms:
         bonus = self.settings.exploration * torch.sqrt(torch.log(torch.tensor(time + 1.0)) / self.tries.clamp(min=1))
         return _best((means + bonus).masked_fill(self.tries == 0, torch.inf), ties[:, 1:])
 
-    def learn(
-        self,
-        states: torch.Tensor,
-        actions: torch.Tensor,
-        rewards: torch.Tensor,
-        following: torch.Tensor,
-        ended: torch.Tensor,
-    ) -> None:
+    def learn(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor, *_: torch.Tensor) -> None:
         self.sums[self.rows, actions] += rewards
         self.tries[self.rows, actions] += 1
 

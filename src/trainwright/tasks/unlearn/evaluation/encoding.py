@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import TurnsError
 from trainwright.data.rows.texts import text_ids
-from trainwright.data.rows.tokenizer_guard import tokenized
+from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.rows import fingerprint
@@ -141,7 +141,7 @@ class ItemEncoder:
         """Return the answers, truncated to the longest possible answer."""
         answers = [item.answer for item in each.items]
         if each.style == "continue":
-            encoded = tokenized(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
+            encoded = call_tokenizer(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
             answers = [str(self._tokenizer.decode(ids[: NEW_TOKENS["continue"]])) for ids in encoded]
         return [answer.strip() for answer in answers]
 
@@ -157,7 +157,7 @@ class ItemEncoder:
         openings = [_opening(each, each.items[number]) for number, *_ in numbered_texts]
         space = " " if each.style == "few_shot" else ""
         texts = [f"{opening}{space}{text}" for opening, (*_, text) in zip(openings, numbered_texts, strict=True)]
-        encoded = tokenized(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
+        encoded = call_tokenizer(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
         for opening, ids, offsets in zip(openings, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             # The tokens that end after the opening are targets.
             yield list(ids), [end > len(opening) for _, end in offsets]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from trainwright.data.rows.formats import text_field, to_example
-from trainwright.data.rows.layouts import SINGLE, layout_of
+from trainwright.data.rows.formats import EXAMPLES, text_field, to_example
+from trainwright.data.rows.layouts import columns_of
 from trainwright.data.sources.reading import location_of, read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
@@ -64,32 +64,24 @@ def read_sets(benchmark: Benchmark, names: Iterable[str], limit: int | None, key
 
 def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> ItemSet:
     """Return the items of one set. Raises like ``read_sets``."""
-    style, build = evaluation_set.style, _BUILDERS.get(evaluation_set.style)
-    rows = _rows(evaluation_set.source, limit, key)
+    source, style, before = evaluation_set.source, evaluation_set.style, evaluation_set.before
+    table = read_rows(source, limit, key)
+    rows = [{name: value for name, value in row.items() if value is not None} for row in table]
+    build: Callable[[Row], Item] | None = _BUILDERS.get(style)
     if build is None:
-        style, layout = _detect_style(evaluation_set.source, rows, key)
-        items = [
-            _located(evaluation_set.source, n, key, lambda row=row: _own(row, layout)) for n, row in enumerate(rows)
-        ]
-    else:
-        items = [_located(evaluation_set.source, n, key, lambda row=row: build(row)) for n, row in enumerate(rows)]
-    before = evaluation_set.before
+        layout = EXAMPLES.layout(columns_of(rows[:8]), rows[:8], "auto", f"{key}: {source}")
+        style = "continue" if layout == "text" else "chat"
+        build = functools.partial(_own, layout=layout)
+    items = []
+    for number, row in enumerate(rows):
+        try:
+            items.append(build(row))
+        except RequestError as error:
+            raise RequestError(f"{key}: {location_of(source, number)}: {error}") from None
     if evaluation_set.examples is not None:
         shown = read_set(replace(evaluation_set, source=evaluation_set.examples, examples=None), None, key)
         before += "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in shown.items)
-    return ItemSet(evaluation_set.source, style, items, before)
-
-
-def _rows(source: str, limit: int | None, key: str) -> list[Row]:
-    return [{name: value for name, value in row.items() if value is not None} for row in read_rows(source, limit, key)]
-
-
-def _located(source: str, number: int, key: str, make: Any) -> Item:
-    try:
-        item: Item = make()
-    except RequestError as error:
-        raise RequestError(f"{key}: {location_of(source, number)}: {error}") from None
-    return item
+    return ItemSet(source, style, items, before)
 
 
 def _question(row: Row) -> Item:
@@ -131,21 +123,11 @@ def _choice(row: Row) -> Item:
 _BUILDERS = {"chat": _question, "few_shot": _question, "continue": _passage, "choices": _choice}
 
 
-def _detect_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
-    """Return how a user's own rows are asked, and their layout."""
-    columns = list(dict.fromkeys(name for row in rows[:8] for name in row))
-    try:
-        layout = layout_of(columns, rows[:8], "auto", SINGLE)
-    except RequestError as error:
-        raise RequestError(f"{key}: {source}: {error}") from None
-    return ("continue" if layout == "text" else "chat"), layout
-
-
-def _own(row: Mapping[str, Any], layout: str) -> Item:
+def _own(row: Row, layout: str) -> Item:
     """Return a text, or the single question and answer of a conversation."""
     if layout == "question_answer":
-        return _question(dict(row))
-    example = to_example(dict(row), layout)
+        return _question(row)
+    example = to_example(row, layout)
     if isinstance(example, str):
         return Item("", example)
     turns = [message for message in example if message["role"] != "system"]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,9 +25,22 @@ from trainwright.inference.scoring import TokenScores, score, score_standardized
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
-from trainwright.tasks.unlearn.evaluation.encoding import NEW_TOKENS, STOP_TEXTS, ItemPrompts, ItemSequences
-from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet
-from trainwright.tasks.unlearn.evaluation.report import Floats, mean_loss
+from trainwright.tasks.unlearn.benchmarks import Benchmark
+from trainwright.tasks.unlearn.evaluation import statistics
+from trainwright.tasks.unlearn.evaluation.encoding import (
+    NEW_TOKENS,
+    PARAPHRASE,
+    STOP_TEXTS,
+    WRONG,
+    ItemEncoder,
+    ItemPrompts,
+    ItemSequences,
+)
+from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet, read_sets
+from trainwright.tasks.unlearn.evaluation.report import Floats, by_set, mean_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -109,17 +122,16 @@ def attack_items(
     items: dict[str, dict[str, Sequence[Floats]]] = {}
     text = sequences.text_targets
     places = {name: sequences.of_set(name) for name in work.attacked_sets}
+    numbers = [number for mine in places.values() for number in mine]
     if "standardized" in work.attacked:
-        numbers = [number for each in places.values() for number in each]
         part = sequences.dataset.part(numbers)
-        each = dict(
-            zip(numbers, score_standardized(loaded.lm, part, world, done=stage("Min-K++", len(part))), strict=True)
-        )
+        scores = score_standardized(loaded.lm, part, world, done=stage("Min-K++", len(part)))
+        standardized = dict(zip(numbers, scores, strict=True))
         items["standardized"] = {
-            name: [each[number][: text[number]].astype(np.float64) for number in mine] for name, mine in places.items()
+            name: [standardized[number][: text[number]].astype(np.float64) for number in mine]
+            for name, mine in places.items()
         }
     if "gradient_norm" in work.attacked:
-        numbers = [number for each in places.values() for number in each]
         norms = dict(zip(numbers, gradient_norms(loaded.lm, sequences, numbers, world, stage), strict=True))
         items["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in places.items()}
     if other is not None:
@@ -164,6 +176,41 @@ def _gradient_norm(
         gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     squares = [gradient.double().square().sum() for gradient in gradients if gradient is not None]
     return float(torch.stack(squares).sum().sqrt())
+
+
+_TRUTH_RATIOS = {"forget": statistics.forget_truth_ratio, "retain": statistics.utility_truth_ratio}
+
+
+def few_sequences(
+    benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, *, rows: int, positions: int | None, key: str
+) -> ItemSequences | None:
+    """Return the first ``rows`` of the forget and of the retain set, to measure truth ratios of repeatedly.
+
+    Args:
+        positions: of the model; longer rows are truncated.
+        key: the recipe's key that names the benchmark, for messages.
+
+    Returns:
+        None if the rows have no wrong answers.
+
+    Raises:
+        RequestError: a row is invalid, with its file and line.
+    """
+    sets = read_sets(benchmark, _TRUTH_RATIOS, rows, key)
+    compared = {name: items for name, items in sets.items() if items.has_wrong}
+    return ItemEncoder(tokenizer, positions, key).sequences(compared, (PARAPHRASE, WRONG)) if compared else None
+
+
+def truth_ratio_metrics(
+    sequences: ItemSequences, lm: CausalLM, world: World, *, together: bool = False
+) -> dict[str, float]:
+    """Return ``forget_truth_ratio`` and ``retain_truth_ratio``, the same on every rank. Every rank must call.
+
+    Args:
+        together: whether every rank scores everything, because each pass of the model involves all ranks.
+    """
+    scores = by_set(sequences, score(lm, sequences.dataset, world, together=together))
+    return {f"{name}_truth_ratio": _TRUTH_RATIOS[name](of_set.truth_ratios) for name, of_set in scores.items()}
 
 
 KINDS: tuple[Quantization, ...] = ("int8", "nf4")
