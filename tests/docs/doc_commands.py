@@ -30,10 +30,10 @@ NOT_RUN = {
     r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/clusters/slurm runs the page",
     r"--to (pods|sky|sky-nodes|spot-pods) ": "a cluster of clusters.yaml: tests/docs/test_clusters.py runs them",
     r"<name>|\b(RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
-    r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|/shakespeare\.yaml|documents/|[ =]recipe\.yaml": (
+    r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|documents/|[ =]recipe\.yaml": (
         "files of the reader"
     ),
-    r"openwebtext|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
+    r"openwebtext|pretrain/shakespeare\.yaml|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
     r"^trainwright \w+ recipes/.*(quickstart|lora|darkroom|pendulum|stdlib-tiny)\.yaml(?!.*max_steps=20)": "minutes",
 }
 
