@@ -33,7 +33,8 @@ NOT_RUN = {
     r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|documents/|[ =]recipe\.yaml": (
         "files of the reader"
     ),
-    r"openwebtext|pretrain/shakespeare\.yaml|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
+    r"pretrain/shakespeare\.yaml": "a file of the reader",
+    r"openwebtext|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
     r"^trainwright \w+ recipes/.*(quickstart|lora|darkroom|pendulum|stdlib-tiny)\.yaml(?!.*max_steps=20)": "minutes",
 }
 

@@ -17,6 +17,7 @@ from tests.models.test_merging import base, trained
 from trainwright.compatibility.gguf.export import export_gguf
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
+from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.load import check_adapter
 from trainwright.models.merging import merge
 from trainwright.recipe.sections.model import ModelSection
@@ -160,3 +161,11 @@ def test_an_adapter_whose_base_is_gone_says_which_it_was(gguf: Path, tmp_path: P
         RequestError, match=r"is an adapter of .*small.gguf \(.*SHA-256 .*, which was not found; pass the"
     ):
         find_model(str(tmp_path / "adapter"))
+
+
+def test_a_description_that_the_last_version_wrote_is_read(tmp_path: Path) -> None:
+    described = BaseModel("model", "0" * 64, "model", quantization="nf4", double_quantization=True)
+    described.write(tmp_path)
+    file = tmp_path / "base_model.json"
+    file.write_text(file.read_text().replace("quantization", "quantisation"))
+    assert BaseModel.read(tmp_path) == described

@@ -110,7 +110,7 @@ class CheckpointSection(Section):
     )
     background: bool | Auto = Field(
         "auto",
-        description="Write checkpoints in a process of their own while training goes on; it needs host memory for one "
+        description="Write checkpoints in a thread while training goes on; it needs host memory for one "
         "more copy of a process's part of the state, which the plan counts with true. The last one, and one at a stop, "
         "are always waited for. auto: if that part has at least 64 MiB, the host's memory is free at the first "
         "checkpoint, no adapter is trained, and training does not need all cores of a CPU, unless writing mostly waits "
