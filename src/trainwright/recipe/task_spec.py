@@ -105,7 +105,8 @@ class TaskSpec:
         section_description: of the section in the schema.
         check: returns contradictions in a recipe of the task.
         fill: returns the recipe's values as written with those that follow from the task; see ``filled``.
-        rows: the kind of rows at a key of the section ``data``, a name in ``registries.ROW_KINDS``.
+        rows: the kind of rows at a key of the section ``data``, a name in
+            ``registries.ROW_KINDS``, or ``module:Name``.
         needs: returns what a plan needs to know.
         inputs: describes the model and the data.
         reads_texts: whether the sections ``model`` and ``data`` apply.

@@ -37,7 +37,7 @@ FOCAL = TaskSpec(
     module="trainwright_example.training",
     section=FocalSection,
     section_description="The focal loss; only with `task: focal`.",
-    rows=lambda recipe, key: "right_sums",
+    rows=lambda recipe, key: "trainwright_example:RIGHT_SUMS",
     also_called=("focal_loss",),
 )
 

@@ -23,6 +23,7 @@ from trainwright.data.rows.layouts import SINGLE, RowLayout, layout_of
 from trainwright.data.rows.tool_calls import calls_of, calls_of_content, tools_of
 from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, not_text, text_of
 from trainwright.errors import RequestError
+from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import ROW_KINDS
 
 if TYPE_CHECKING:
@@ -147,7 +148,11 @@ EXAMPLES = RowReader("examples", SINGLE, one_sequence)
 
 def kind_of_rows(recipe: Recipe, key: str = "data.train") -> RowReader:
     """Return the reader of the rows at ``key`` for the recipe's task; raise RequestError if it cannot be made."""
-    kind: RowReader | Callable[[Recipe], RowReader] = ROW_KINDS.get(recipe.spec.rows(recipe, key))
+    name = recipe.spec.rows(recipe, key)
+    # A module:Name is the task's own, which was imported with it.
+    kind: RowReader | Callable[[Recipe], RowReader] = (
+        load(name, f"kind of rows {name}") if ":" in name else ROW_KINDS.get(name)
+    )
     return kind if isinstance(kind, RowReader) else kind(recipe)
 
 
