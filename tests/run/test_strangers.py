@@ -125,7 +125,7 @@ def test_a_recorded_proof_is_worth_nothing(first: Rendezvous, place: tuple[str, 
         prove(member, secret, PEERS, time.monotonic() + 5, lambda: None)
         member.sendall(HELLO)
         wait_for(lambda: HELLO in between.said)
-    assert len(heard_by(place, between.said)) == BYTES
+    assert len(heard_by(place, between.said)) <= BYTES  # at most a new challenge; none if it is hung up on first
     assert first.peers.connected() == set()
 
 
