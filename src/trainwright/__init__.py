@@ -10,6 +10,11 @@ Heavy libraries are imported only when they are used.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":
@@ -18,8 +23,6 @@ if sys.platform == "win32":
         "Trainwright does not run on Windows itself: install it in WSL (run `wsl --install`) or in a Linux container\n"
     )
     sys.exit(3)
-
-from trainwright.utils import moved_modules
 
 if TYPE_CHECKING:
     from trainwright.api.agents import Collected, collect
@@ -43,8 +46,6 @@ if TYPE_CHECKING:
     from trainwright.planning.requests import Plan, plan, simulate
     from trainwright.planning.simulation.report import Simulation
     from trainwright.recipe.extensions import extension
-
-moved_modules.install()
 
 __version__ = "0.1.0"
 __all__ = [
@@ -123,8 +124,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
     for module, names in _MODULES.items():
         if name in names:
             return globals().setdefault(name, getattr(import_module(module), name))
@@ -133,3 +132,33 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Modules and packages that have moved, by the names that documentation of the last version gave: for one version.
+_MOVED = {
+    "trainwright.extensions": "trainwright.recipe.extensions",
+    "trainwright.observe.reader": "trainwright.engine.event_reader",
+    "trainwright.reinforcement": "trainwright.tasks.algorithm_distillation",
+}
+
+
+class _MovedFinder(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        for old, new in _MOVED.items():
+            if fullname == old or fullname.startswith(f"{old}."):
+                return spec_from_loader(fullname, _MovedLoader(new + fullname.removeprefix(old)), is_package=True)
+        return None
+
+
+class _MovedLoader(Loader):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def exec_module(self, module: ModuleType) -> None:
+        import warnings
+
+        warnings.warn(f"{module.__name__} is now {self._name}", FutureWarning, stacklevel=2)
+        sys.modules[module.__name__] = import_module(self._name)
+
+
+sys.meta_path.insert(0, _MovedFinder())  # before the finder of paths, which would load a module of such a package again

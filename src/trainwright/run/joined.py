@@ -52,7 +52,6 @@ from trainwright.run.process import (
     lossy_text,
     prepare_environment,
     threads_allowed,
-    warn_of_launcher,
 )
 from trainwright.run.request import (
     AUTO,
@@ -66,7 +65,7 @@ from trainwright.run.request import (
 from trainwright.run.shutdown.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
 from trainwright.run.shutdown.requests import Deadline, deadline_of
 from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
-from trainwright.run.start import recorded_run
+from trainwright.run.start import recorded_run, warn_of_launcher
 from trainwright.run.stored_runs import is_url
 from trainwright.utils.paths import appears
 from trainwright.utils.text import quoted, say

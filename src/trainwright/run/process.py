@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.parallel.constants import CACHED_PRODUCTS
-from trainwright.recipe.registries import START_HOOKS
 from trainwright.run.shutdown.oom_killer import raise_oom_score
 from trainwright.run.shutdown.stop import START_METHOD, STOP_SIGNALS, Stopping, restore_default_signals
 from trainwright.utils.activity import Activity
 from trainwright.utils.parent import signal_after_parent
-from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -137,13 +135,6 @@ def limit_product_caches() -> None:
     """Limit the memory of code for products of varied shapes, unless the user has set a limit (models/padding.py)."""
     for name in _PRODUCT_CACHES:
         os.environ.setdefault(name, str(CACHED_PRODUCTS))
-
-
-def warn_of_launcher(launcher: str, terminal: TextIO) -> None:
-    """Let what is registered begin a run with this launcher, and show its warnings."""
-    for begin in START_HOOKS.present():
-        if (warning := begin(launcher)) is not None:
-            say(f"warning: {warning}", file=terminal)
 
 
 def threads_allowed() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from trainwright.errors import (
     EXIT_FINISHED,
@@ -24,6 +24,7 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.machine.usage.sample import process_age
+from trainwright.recipe.registries import START_HOOKS
 from trainwright.run.failed import record_failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
@@ -34,7 +35,6 @@ from trainwright.run.process import (
     preload_worker,
     prepare_environment,
     run_in_child,
-    warn_of_launcher,
 )
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
@@ -292,6 +292,13 @@ class _Launch:
     def _devices(self) -> Callable[[], int | None]:
         """Return what counts the devices that work now; a CPU has room for any number of processes."""
         return show_answering_gpus if self.machine.gpus else lambda: None
+
+
+def warn_of_launcher(launcher: str, terminal: TextIO) -> None:
+    """Let what is registered begin a run with this launcher, and show its warnings."""
+    for begin in START_HOOKS.present():
+        if (warning := begin(launcher)) is not None:
+            say(f"warning: {warning}", file=terminal)
 
 
 @contextmanager

@@ -51,6 +51,8 @@ def test_model_utility_is_a_harmonic_mean_of_nine() -> None:
     values = [0.1, 0.9, 0.5, 0.7, 0.3, 0.8, 0.6, 0.4, 0.2]
     assert statistics.model_utility(values) == pytest.approx(hmean(values))
     assert statistics.model_utility([*values[:-1], 0.0]) == 0.0
+    with pytest.raises(ValueError, match="nine"):
+        statistics.model_utility(values[:-1])
 
 
 @pytest.mark.parametrize(

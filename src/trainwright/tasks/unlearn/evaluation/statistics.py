@@ -179,4 +179,6 @@ def model_utility(values: Sequence[float]) -> float:
     """Return the harmonic mean of probability, ROUGE-L recall and truth ratio, each on the retain set, real authors and
     world facts; 0 if one of the nine is 0.
     """
+    if len(values) != 9:
+        raise ValueError(f"model utility is made of nine numbers, not {len(values)}")
     return 0.0 if min(values) <= 0 else float(len(values) / sum(1 / value for value in values))
