@@ -68,7 +68,7 @@ def test_what_a_slow_disk_has_not_written_yet_is_little_at_any_time(
 
     monkeypatch.setattr(os, "fdatasync", sync)
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(directories, "_PIECE", 256)
+    monkeypatch.setattr(directories, "PIECE", 256)
     monkeypatch.setattr(directories, "_UNSYNCED", 1024)
     many = {"small": torch.ones(3), "large": torch.arange(2000), "last": torch.ones(100)}
     size, _ = write_tensors(tmp_path / "x.safetensors", many)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from trainwright.engine.checkpoints.manifest import FORMAT, MANIFEST, RECIPE, STATE, seal_of
 from trainwright.utils.paths import sync
 
-_PIECE = 8 * 2**20
+PIECE = 2 * 2**20  # that is read or written at once, and in memory
 _UNSYNCED = 64 * 2**20  # most bytes that wait in memory for the disk
 
 
@@ -28,7 +28,7 @@ def write_synced(path: Path, data: Iterable[bytes | memoryview]) -> tuple[int, s
     """
     digest, unsynced = hashlib.sha256(), 0
     with path.open("wb") as file:
-        for piece in (part[begin : begin + _PIECE] for part in data for begin in range(0, len(part), _PIECE)):
+        for piece in (part[begin : begin + PIECE] for part in data for begin in range(0, len(part), PIECE)):
             file.write(piece)
             digest.update(piece)
             unsynced += len(piece)
@@ -79,7 +79,7 @@ def remove(path: Path) -> None:
 def checksum(file: BinaryIO) -> tuple[int, str]:
     """Return the size in bytes and SHA-256 of an open file."""
     digest = hashlib.sha256()
-    while piece := file.read(_PIECE):
+    while piece := file.read(PIECE):
         digest.update(piece)
     return os.fstat(file.fileno()).st_size, digest.hexdigest()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trainwright.engine.checkpoints.directories import write_synced
+from trainwright.engine.checkpoints.directories import PIECE, write_synced
 
 _NAMES = {
     torch.float64: "F64",
@@ -69,7 +69,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-_COPIED_PIECE, _WRITTEN_PIECE = 64 * 2**20, 8 * 2**20
+_COPIED_PIECE = 64 * 2**20
 _NICENESS = 10
 
 
@@ -185,7 +185,7 @@ class Writer:
 
     def _pieces(self, begin: bytes, size: int) -> Iterator[bytes | memoryview]:
         """Yield what a file begins with, and then the copy."""
-        offset, buffer = 0, memoryview(bytearray(_WRITTEN_PIECE))
+        offset, buffer = 0, memoryview(bytearray(PIECE))
         yield begin
         while offset < size:
             count = os.preadv(self._memory, [buffer[: size - offset]], offset)
