@@ -3,8 +3,8 @@
     python bench/checkpoints.py
     python bench/checkpoints.py --single --random-weights --every 300 --output bench/results/checkpoints_gpu.json
 
-Runs with and without the background take turns. The first checkpoint of a run also makes the directory, starts the
-process that writes and allocates its memory; it counts like the others. The last one is always waited for and left out.
+Runs with and without the background take turns. The first checkpoint of a run also makes the directory and allocates
+the memory of the copy; it counts like the others. The last one is always waited for and left out.
 """
 
 from __future__ import annotations

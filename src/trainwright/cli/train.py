@@ -49,6 +49,12 @@ HostFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
 ]
+AccelerateFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Take the number of processes, strategy and related settings from this Accelerate file."
+    ),
+]
 
 
 class TrainCommand(NamesInHelp):
@@ -91,13 +97,7 @@ def train(
     rendezvous_timeout: RendezvousTimeout = None,
     hosts: Hosts = None,
     hostfile: HostFile = None,
-    accelerate_config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Take the number of processes, strategy and related settings from this Accelerate file.",
-        ),
-    ] = None,
+    accelerate_config: AccelerateFile = None,
     until: Annotated[
         str | None,
         typer.Option(

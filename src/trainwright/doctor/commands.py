@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
+from trainwright.cli.train import AccelerateFile
 from trainwright.cli.trust import TrustCode
 from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
 from trainwright.utils.text import plural, say
@@ -210,13 +210,7 @@ def verify(
     recipe: RecipeFile,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 5,
-    accelerate_config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Take the number of processes, strategy and related settings from this Accelerate file.",
-        ),
-    ] = None,
+    accelerate_config: AccelerateFile = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Compare a few steps on one process with the recipe's strategy and processes, on this machine.

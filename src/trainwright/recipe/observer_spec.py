@@ -26,7 +26,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ObserverSpec:
-    """An observer, which may do any of five things. Each is the place ``module:function`` of a function, or None.
+    """An observer, which may do any of five things: each is the name of a function, ``module:function``, or None.
 
     Attributes:
         summary: one line for references.
@@ -134,8 +134,8 @@ def _checked(name: str, setting: Any) -> Any:
     if spec.options is None:
         return setting if spec is _OWN else TypeAdapter(spec.setting).validate_python(setting)
     if unknown_options := [key for key in setting if key not in spec.options.model_fields]:
-        known = ", ".join(spec.options.model_fields)
-        raise RequestError(f"unknown option {unknown_options[0]}; choose from {known}")
+        choices = ", ".join(spec.options.model_fields)
+        raise RequestError(f"unknown option {unknown_options[0]}; choose from {choices}")
     return spec.options.model_validate(setting).model_dump()
 
 

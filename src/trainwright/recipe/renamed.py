@@ -51,12 +51,9 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
         target: Any = tree.values
         for key in new[:-1]:
             target[key] = target = names_as_settings(target.get(key) or {})
-            if not isinstance(target, dict):
-                break  # of a type that the key cannot have
-        else:
-            target[new[-1]] = changed(parent.pop(old[-1]))
         if not isinstance(target, dict):
-            continue
+            continue  # of a type that the key cannot have
+        target[new[-1]] = changed(parent.pop(old[-1]))
         for path in [path for path in tree.origins if path[: len(old)] == old]:
             tree.origins[(*new, *path[len(old) :])] = tree.origins.pop(path)
         if not silently:
@@ -64,6 +61,6 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
             _notice(f"note: {'' if origin is None else f'{origin}: '}{dotted(old)} is now {dotted(new)}")
 
 
-@cache  # once for each place
+@cache  # once for each file and key
 def _notice(line: str) -> None:
     say(f"{line}; the old key will not be read by the next version", file=sys.stderr)

@@ -339,13 +339,13 @@ def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
 
 def _impossible(needs: AttentionNeeds, platform: Platform) -> str:
     """Return why no kernel of ``model.attention`` computes ``needs``, and the values that do."""
-    against = {kernel.name: _against(kernel, needs, platform) for kernel in kernels()}
     requested = kernels_of(platform.attention)
+    against = {kernel.name: _against(kernel, needs, platform) for kernel in (*kernels(), *requested)}
     groups = {**_GROUPS, "flex": {"flex"}}
     possible = [word for word, names in groups.items() if any(against[name] is None for name in names)]
     return (
         f"model.attention: {platform.attention} is not possible here: "
-        f"{'; '.join(f'{kernel.title} {_against(kernel, needs, platform)}' for kernel in requested)}; set it to "
+        f"{'; '.join(f'{kernel.title} {against[kernel.name]}' for kernel in requested)}; set it to "
         f"{' or '.join(['auto', *possible])}"
     )
 

@@ -114,8 +114,8 @@ def _always(what: str) -> Iterator[Callable[..., Any]]:
 
 
 def _function(name: str, spec: ObserverSpec, what: str) -> Callable[..., Any]:
-    place = getattr(spec, what)
-    return load(place, f"observer {name}: {place}")
+    entry_point = getattr(spec, what)
+    return load(entry_point, f"observer {name}: {entry_point}")
 
 
 class _Guarded:
