@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from trainwright.parallel.matrix_owners import is_matrix
-from trainwright.planning.trace.units import ModelTrace
+from trainwright.planning.trace.units import ModelTrace, TracedParameter
 from trainwright.recipe.registries import OPTIMIZERS
 
 
@@ -125,14 +125,26 @@ def optimizer_state(inventory: Inventory, optimizer: str, shards: int = 1) -> in
     return own + spec.state * others + len(inventory.trainable) - len(whole)
 
 
-@lru_cache(maxsize=64)
 def inventory(trace: ModelTrace[Any], width: int) -> Inventory:
     """Return the parameters of a model that computes in elements of ``width`` bytes."""
-    weights = []
-    for number, unit in enumerate(trace.in_order()):
-        for p in unit.parameters:
+    units = tuple((unit.parameters, unit.buffers) for unit in trace.units)
+    return _inventory(units, trace.order, width)  # the same for all batches
+
+
+@lru_cache(maxsize=64)
+def _inventory(
+    units: tuple[tuple[tuple[TracedParameter, ...], int], ...], order: tuple[int, ...], width: int
+) -> Inventory:
+    weights, buffers, scales = [], 0, 0
+    for number, (parameters, others) in enumerate(units[index] for index in order):
+        buffers += others
+        for p in parameters:
             shape = (-(-p.packed // width),) if p.packed else p.shape
             weights.append(Weight(number, p.name, shape, p.trainable, bool(p.packed)))
-    scales = sum(p.buffers for unit in trace.in_order() for p in unit.parameters)
-    buffers = sum(unit.buffers for unit in trace.in_order())
-    return Inventory(tuple(weights), len(trace.order), width, buffers, scales)
+            scales += p.buffers
+    return Inventory(tuple(weights), len(order), width, buffers, scales)
+
+
+def reference_numel(trace: ModelTrace[Any]) -> int:
+    """Return the number of elements of the reference model."""
+    return sum(p.numel for index in trace.reference for p in trace.units[index].parameters)
