@@ -9,7 +9,6 @@ from trainwright.models.attention.kernels import ASSUMED, CPU, AttentionKernel, 
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.trace.batch import BatchShape
 
-
 __all__ = ["BatchShape", "BlockKind", "Device", "Heads"]
 
 
