@@ -15,6 +15,8 @@ from trainwright.recipe.strategy_spec import StrategySpec, spec_of
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Recompute = Literal["none", "full", "selective"] | int
+
+
 @dataclass(frozen=True)
 class Workload(Derived):
     """What is trained, and on how many tokens at a time; independent of machine and strategy.

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.derived import AdapterShape, Quantization
 from trainwright.planning.operations import block_kinds, block_weights, end_weights
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import AdapterShape, Quantization
 from trainwright.recipe.registries import OPTIMIZERS
 
 OUTSIDE = -1  # the unit of parameters outside the blocks
@@ -168,3 +168,9 @@ def _scales(weight: Parameter) -> int:
     if weight.quantized == "nf4_single":
         return 4 * scales
     return scales + 4 * -(-scales // 256) + 1024 + 4
+
+
+@lru_cache(maxsize=64)
+def orthogonalized(inventory: Inventory) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of the matrices that Muon updates, in the model's order."""
+    return tuple((w.rows, w.columns) for w in inventory.weights if w.trainable and w.is_orthogonalized)
