@@ -53,28 +53,34 @@ class BatchShape:
 
 
 # The numbers of a batch that bytes and FLOPs are polynomials of. Rows: of a pack, its sequences. Length: of a row, or
-# of a pack's longest sequence. Pairs: the sum of the squares of the sequences' lengths. The loss takes the targets in
-# ``chunks`` of ``chunk`` rows, and each chunk in ``blocks`` (of all chunks) of ``block`` rows. Second: the length of a
-# pack's second longest sequence.
+# of a pack's longest sequence; second: of its second longest. Pairs: the sum of the squares of the sequences' lengths.
+# The loss takes the targets in ``chunks`` of ``chunk`` rows, and these in ``blocks`` (of all chunks) of ``block`` rows.
+# The CPU's flash attention takes a ``tile`` of scores for each thread, a ``strip`` of queries high.
 BASIS = (
-    *("1", "rows", "length", "tokens", "length²", "pairs"),
-    *("targets", "chunk", "chunks", "block", "blocks", "second", "threads"),
+    *("1", "rows", "length", "tokens", "length²", "pairs", "targets"),
+    *("chunk", "chunks", "block", "blocks", "second", "second²", "tile", "strip"),
 )
 
 
 def basis(batch: BatchShape, chunk: int, block: int, threads: int) -> tuple[int, ...]:
-    """Return the values of ``BASIS``. ``chunk``, ``block``: the most rows of logits that the loss takes at a time."""
+    """Return the values of ``BASIS``.
+
+    Args:
+        chunk, block: the most rows of logits that the loss takes at a time.
+        threads: of a process on a CPU.
+    """
     if batch.packed:
-        rows, length = sum(count for _, count in batch.sequences), batch.longest
+        rows, length, second = sum(count for _, count in batch.sequences), batch.longest, batch.second_longest
         pairs = sum(count * length**2 for length, count in batch.sequences)
     else:
-        rows, length = batch.rows, batch.length
+        rows, length, second = batch.rows, batch.length, 0
         pairs = rows * length**2
     chunks, chunk = _parts(batch.targets, chunk)
     blocks, block = _parts(chunk, block)
     of_loss = batch.targets, chunk, chunks, block, chunks * blocks
-    second = batch.second_longest if batch.packed else 0
-    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, threads)
+    strip = threads * min(256 if length >= 768 else 64 if length >= 192 else 32, length)
+    tile = strip * min(512, length)
+    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip)
 
 
 def _parts(count: int, most: int) -> tuple[int, int]:

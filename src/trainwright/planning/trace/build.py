@@ -1,0 +1,175 @@
+"""Make the modules that a run would train, on tensors without data, and batches for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainwright.data.stream.batch import Batch
+from trainwright.models.causal_lm import CausalLM
+from trainwright.models.configuration import register, without_ignored
+from trainwright.models.recompute import save_activation_memory
+from trainwright.planning.trace.batch import BASIS, BatchShape, basis
+from trainwright.planning.trace.request import Rows, TraceRequest
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+_WINDOW = 48  # of a traced model, if sequences are longer
+
+
+class Regime(NamedTuple):
+    """On which side of thresholds a batch is, where operations change.
+
+    ``windows``: sequences are longer than the model's windows. ``long``: than those that the CPU's attention of packs
+    converts to fp32. ``chunked``: the loss takes more than one chunk. ``every``: every token is a target.
+    """
+
+    windows: bool = False
+    long: bool = True
+    chunked: bool = False
+    every: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The shape of a traced batch.
+
+    ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
+    ``chunks``, ``blocks``: how often it does.
+    """
+
+    rows: Rows
+    lengths: tuple[int, ...]
+    targets: int
+    chunk: int
+    chunks: int
+    block: int
+    blocks: int = 2
+
+    def basis(self) -> tuple[int, ...]:
+        """Return the values of ``BASIS`` for fitting."""
+        packed = self.rows in ("packed", "equal")
+        rows, length = (1, sum(self.lengths)) if packed else (len(self.lengths), max(self.lengths))
+        sequences = tuple((length, 1) for length in self.lengths)
+        shape = BatchShape(rows, length, sequences, self.targets, packed, self.rows == "masked")
+        values = dict(zip(BASIS, basis(shape, 1, 1, 1), strict=True))
+        values |= {"chunk": self.chunk, "chunks": 0, "block": self.block, "blocks": 0}
+        if self.rows != "packed":
+            values |= {"second": 0, "second²": 0}
+        if self.chunks == 1:
+            values["chunk"] = 0
+        return tuple(values[name] for name in BASIS)
+
+
+def samples(rows: Rows, regime: Regime) -> list[Sample]:
+    """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another."""
+    return [
+        _sample(rows, lengths, regime, number) for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
+    ]
+
+
+# Multiples of 64, as code rounds up to fewer; sums that products in bf16 need no padding for.
+_LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
+    (True, True): ((192, 384, 640), (256, 320, 768), (128, 448, 896), (320, 512, 704)),
+    (True, False): ((128, 256, 384), (192, 256, 448), (64, 384, 512 - 64), (192, 320, 448)),
+    (False, True): ((576,) * 2, (768,) * 2, (640,) * 3, (832,) * 4),
+    (False, False): ((192,) * 2, (256,) * 4, (384,) * 2, (448,) * 3),
+}
+
+
+def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int) -> Sample:
+    tokens = sum(lengths)
+    if rows == "masked":
+        lengths = (lengths[0] // 2, *lengths[1:])
+        tokens = len(lengths) * lengths[-1]
+    block = (16, 48, 32, 80)[number]
+    if regime.chunked:
+        chunk = (160, 112, 192, 224)[number]
+        return Sample(rows, lengths, tokens if regime.every else (592, 720, 816, 656)[number], chunk, 3, block)
+    targets = tokens if regime.every else (208, 352, 320, 416)[number]
+    return Sample(rows, lengths, targets, targets, 1, block)
+
+
+class Built(NamedTuple):
+    """A model on tensors of the meta device. ``names``: of each parameter, within its unit."""
+
+    lm: CausalLM
+    blocks: list[nn.Module]
+    names: dict[nn.Parameter, str]
+
+
+def build(request: TraceRequest, regime: Regime) -> Built:
+    """Return the model of a request as a run makes it: with its adapter, precision and recomputation."""
+    model = _model(request, regime)
+    packed = request.rows in ("packed", "equal")
+    lm = CausalLM(model, packed=packed, z_loss=float(request.model.z_loss), attention=request.device.limits.attention)
+    for parameter in lm.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(_DTYPES[request.dtype])
+    blocks = lm.blocks()
+    recompute = request.recompute
+    save_activation_memory(blocks, recompute if recompute != "compiled" else "none")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for block in reversed(blocks):
+        names |= {parameter: name for name, parameter in block.named_parameters()}
+    return Built(lm.train(), blocks, names)
+
+
+def _model(request: TraceRequest, regime: Regime) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = without_ignored(json.loads(request.model.configuration))
+    register(fields.get("model_type"))
+    config = AutoConfig.for_model(**fields)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name in _WINDOWS:
+            if getattr(part, name, None):
+                setattr(part, name, _WINDOW if regime.windows else 2**20)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def batch_of(sample: Sample, vocabulary: int) -> Batch:
+    """Return a batch of this shape."""
+    lengths = sample.lengths
+    packed = sample.rows in ("packed", "equal")
+    longest, positions = max(lengths), [torch.arange(length) for length in lengths]
+    if packed:
+        position_ids = torch.cat(positions)[None]
+        boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    else:
+        position_ids = torch.stack([_filled(row, longest) for row in positions])
+        boundaries = None
+    mask = torch.stack([torch.arange(longest) < length for length in lengths]) if sample.rows == "masked" else None
+    ids = torch.arange(position_ids.numel()).remainder(vocabulary).view(position_ids.shape)
+    index = torch.arange(sample.targets)
+    return Batch(
+        input_ids=ids,
+        position_ids=position_ids,
+        lengths=lengths,
+        boundaries=boundaries,
+        attention_mask=mask,
+        target_index=index,
+        targets=ids.reshape(-1)[index],
+        longest=longest,
+        tokens=sum(lengths),
+        weight=float(sample.targets),
+        examples=tuple(range(len(lengths))),
+        sequences=tuple(range(len(lengths))),
+        roles=(0,) * len(lengths),
+        target_counts=_shares(sample.targets, len(lengths)),
+    )
+
+
+def _filled(row: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([row, row.new_zeros(length - len(row))])
+
+
+def _shares(total: int, parts: int) -> tuple[int, ...]:
+    each: Sequence[int] = [total // parts] * (parts - 1)
+    return (*each, total - sum(each))

@@ -1,0 +1,112 @@
+"""Run a traced model unit by unit: of equal blocks a few run, the others copy their input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.models import linear_losses
+from trainwright.planning.trace.build import Sample
+from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder
+from trainwright.planning.trace.values import tensors_in
+
+
+class Division:
+    """The blocks of a model, each of which begins a segment of a recorder.
+
+    The first two of a kind run, and the last block of all: the first of a kind is special, as it is the last to release
+    what its kind shares, such as masks.
+
+    Attributes:
+        stand_in: for each block the one that runs in its place.
+        recorder: of the current trace.
+    """
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        signatures, last = [_signature(block) for block in blocks], len(blocks) - 1
+        equal: dict[str, list[int]] = {}
+        for number, signature in enumerate(signatures):
+            equal.setdefault(signature, []).append(number)
+        self.stand_in = [n if n in (last, equal[s][0]) else equal[s][1] for n, s in enumerate(signatures)]
+        self.recorder: Recorder | None = None
+        self._rest: dict[int, int | None] = {}  # how many values a block returns beside its output; None: no tuple
+        for number, block in enumerate(blocks):
+            block.forward = partial(self._run, number, block.forward)  # type: ignore[method-assign]
+
+    def begin(self, unit: int, direction: Direction) -> None:
+        """Begin a segment."""
+        assert self.recorder is not None
+        self.recorder.begin(unit, direction)
+
+    def _run(self, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        direction: Direction = "forward" if torch.is_grad_enabled() else "evaluation"
+        hidden = tensors_in((args, kwargs))[0]
+        self.begin(number, direction)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.begin(number - 1 if number else EMBEDDING, "backward"))
+        if (other := self.stand_in[number]) != number:
+            rest = self._rest[other]
+            return hidden.clone() if rest is None else (hidden.clone(), *[None] * rest)
+        output = forward(*args, **kwargs)
+        self._rest[number] = None if isinstance(output, torch.Tensor) else len(output) - 1
+        if number == len(self.stand_in) - 1:
+            self.begin(number + 1, direction)
+            result = tensors_in(output)[0]
+            if result.requires_grad:
+                result.register_hook(lambda _: self.begin(number, "backward"))
+        return output
+
+
+def _signature(block: nn.Module) -> str:
+    """Describe a block but for its number: its modules' classes and plain attributes, and its parameters."""
+    parts: list[Any] = ["forward" in vars(block)]
+    for name, module in block.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str)) and "layer_i" not in k}
+        shapes = [(k, p.shape, p.requires_grad) for k, p in module.named_parameters(recurse=False)]
+        parts += [name, type(module).__name__, sorted(plain.items()), shapes]
+    return repr(parts)
+
+
+def to_fake(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Replace tensors on the meta device by fake ones on the CPU; tied ones stay tied. Return the new parameters by the
+    ``id`` of the old ones.
+    """
+    made: dict[int, Any] = {}
+    old_ones = []  # so that no identity is used twice
+    for part in module.modules():
+        for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            if not old.is_meta:
+                continue
+            old_ones.append(old)
+            if id(old) not in made:
+                new = torch.empty_like(old, device="cpu")
+                made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            setattr(part, name, made[id(old)])
+    return made
+
+
+@contextmanager
+def loops_of_loss(recorder: Recorder, sample: Sample) -> Iterator[None]:
+    """Let the loss take as many chunks and blocks as a sample says, and note the iterations."""
+
+    def chunks(count: int, hidden: Any, weight: Any) -> Iterator[slice]:
+        for number in range(sample.chunks):
+            with recorder.scope(f"chunk{number}"):
+                yield slice(number * sample.chunk, (number + 1) * sample.chunk)
+
+    def row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+        for number in range(sample.blocks):
+            with recorder.scope(f"block{number}"):
+                yield slice(number * sample.block, (number + 1) * sample.block)
+
+    before = linear_losses.chunks, linear_losses.row_blocks
+    linear_losses.chunks, linear_losses.row_blocks = chunks, row_blocks  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        linear_losses.chunks, linear_losses.row_blocks = before
