@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from trainwright.parallel.matrix_exchange import MatrixExchange
-from trainwright.parallel.matrix_owners import ITERATIONS
+from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES
@@ -89,7 +89,6 @@ def steps_of(value: int | float, max_steps: int) -> int:
 # Coefficients of the quintic Newton-Schulz iteration.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _LIKE_ADAMW = 0.2
-_EMBEDDINGS = ("wte", "wpe", "lm_head", "head", "positions", "score")
 
 
 class Muon(Optimizer):
@@ -101,8 +100,8 @@ class Muon(Optimizer):
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
         parameters = list(named)
-        matrices = [parameter for name, parameter in parameters if is_matrix(name, parameter)]
-        others = [parameter for name, parameter in parameters if not is_matrix(name, parameter)]
+        matrices = [parameter for name, parameter in parameters if is_matrix(name, parameter.dim())]
+        others = [parameter for name, parameter in parameters if not is_matrix(name, parameter.dim())]
         groups = [
             {"params": matrices, "weight_decay": section.weight_decay, "muon": True},
             {"params": [p for p in others if p.dim() >= 2], "weight_decay": section.weight_decay, "muon": False},
@@ -149,14 +148,6 @@ class Muon(Optimizer):
         grad, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
         assert grad is not None
         return grad.lerp(momentum, self._momentum)
-
-
-def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a weight matrix of a block, and not an embedding or the head."""
-    parts = name.split(".")
-    if parameter.dim() != 2 or parts[-1].endswith("bias"):  # experts have a bias each
-        return False
-    return not any("embed" in part or part in _EMBEDDINGS for part in parts)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:

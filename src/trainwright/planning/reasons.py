@@ -11,7 +11,7 @@ from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.planning.architectures.families import FAMILIES
 from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE
-from trainwright.planning.memory.peak import micro_batch
+from trainwright.planning.memory.micro_batch import micro_batch
 from trainwright.planning.operations import block_kinds
 from trainwright.planning.operations.devices import device_of
 from trainwright.planning.operations.shapes import Heads

@@ -75,6 +75,12 @@ def _by_id() -> dict[str, KnownModel]:
 
 
 @cache
+def families() -> frozenset[str]:
+    """Return the model types of the catalog."""
+    return frozenset(entry["config"]["model_type"] for entry in _entries())
+
+
+@cache
 def _entries() -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
     return content

@@ -10,6 +10,7 @@ from typing import Literal
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.derived import AdapterShape, Quantization
 from trainwright.planning.operations.block import Block
 from trainwright.planning.operations.devices import device_of
 from trainwright.planning.operations.ends import begin, finish
@@ -18,7 +19,7 @@ from trainwright.planning.operations.shapes import BatchShape, BlockKind, Device
 from trainwright.planning.operations.tape import ALTERNATE, Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import block_weights, end_weights
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import AdapterShape, Choice, Quantization, Workload
+from trainwright.planning.workload import Choice, Workload
 
 # "compiled": what a compiler saves without requested recomputation.
 Recompute = Literal["none", "full", "selective", "compiled"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trainwright.planning.architectures.architecture import Architecture, DeltaNet, Latent
+from trainwright.planning.derived import AdapterShape, Quantization, Target
 from trainwright.planning.operations.shapes import BlockKind
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import AdapterShape, Quantization, Target
 
 # The matrices of a block that are linear modules, by purpose; a family may fuse several into one.
 ADAPTED: dict[str, frozenset[Target]] = {

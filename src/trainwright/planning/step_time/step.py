@@ -13,8 +13,8 @@ from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.memory.inventory import Inventory, by_unit, experts_by_unit, inventory, partly_trained
-from trainwright.planning.memory.strategies import exchanged_width, orthogonalized
+from trainwright.planning.derived import AdapterShape
+from trainwright.planning.memory.matrices import exchanged_width
 from trainwright.planning.operations import (
     BlockKind,
     ModelPasses,
@@ -24,13 +24,21 @@ from trainwright.planning.operations import (
     block_weights,
     passes,
 )
+from trainwright.planning.operations.inventory import (
+    Inventory,
+    by_unit,
+    experts_by_unit,
+    inventory,
+    orthogonalized,
+    partly_trained,
+)
 from trainwright.planning.operations.weights import ADAPTED
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.batch import seen_pairs, typical_batch
 from trainwright.planning.step_time.rates import Group, Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import DeviceWork, Pricing
-from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
+from trainwright.planning.workload import Choice, MixedPrecision, Workload
 from trainwright.recipe.registries import OPTIMIZERS
 
 # Matrices of a block: query, key, value, output; gate, up and down, or the router.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.machine.describe import Cluster
     from trainwright.planning.workload import Choice
     from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.sections.model import AdapterSection
 
 Rows = Literal["packed", "equal", "masked", "plain"]  # "equal": a pack of sequences of one length
 
@@ -89,8 +90,7 @@ class TracedModel:
         text = canonical(configuration)
         if recipe is None:
             return cls(text)
-        needs, section = recipe.spec.needs(recipe), recipe.model.adapter
-        adapter = "" if section.type == "none" else canonical(section.model_dump(include=_OF_ADAPTER))
+        needs, adapter = recipe.spec.needs(recipe), _adapter_text(recipe.model.adapter)
         reference: dict[str, Any] = {}
         if needs.reference is not None and needs.reference.every_step:
             kind = "copied" if needs.reference.own_weights or not adapter else "switched_off"
@@ -107,9 +107,32 @@ class TracedModel:
             z_loss=bool(getattr(getattr(recipe, recipe.spec.name, None), "z_loss", 0.0)),
         )
 
+    def adapted(self, section: AdapterSection) -> TracedModel:
+        """Return the same model with an adapter."""
+        return replace(self, adapter=_adapter_text(section))
+
+    @property
+    def adapter_section(self) -> Mapping[str, Any]:
+        """The adapter's keys; empty without one."""
+        return json.loads(self.adapter) if self.adapter else {}
+
+    @property
+    def quantization(self) -> str:
+        """The quantization of the frozen weights, or "none"."""
+        return str(self.adapter_section.get("quantization", "none"))
+
+    @property
+    def is_partly_trained(self) -> bool:
+        """Whether some parameters are frozen, or only an adapter is trained."""
+        return bool(self.adapter) or self.trainable is not None or self.last_block is not None
+
 
 _OF_ADAPTER = {"type", "rank", "dropout", "targets", "modules_to_save", "quantization", "double_quantization"}
 _OF_ADAPTER |= {"start_from", "stack"}
+
+
+def _adapter_text(section: AdapterSection) -> str:
+    return "" if section.type == "none" else canonical(section.model_dump(include=_OF_ADAPTER))
 
 
 @dataclass(frozen=True)
