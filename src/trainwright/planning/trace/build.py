@@ -177,7 +177,7 @@ def batch_of(sample: Sample, vocabulary: int) -> Batch:
     else:
         position_ids = torch.stack([_filled(row, longest) for row in positions])
         boundaries = None
-    mask = torch.stack([torch.arange(longest) < length for length in lengths]) if sample.rows == "masked" else None
+    mask = None if packed else torch.stack([torch.arange(longest) < length for length in lengths])
     ids = torch.arange(position_ids.numel()).remainder(vocabulary).view(position_ids.shape)
     index = torch.arange(sample.targets)
     return Batch(

@@ -32,9 +32,9 @@ class Division:
         for number, block in enumerate(blocks):
             equal.setdefault(_signature(block), []).append(number)
         self.stand_in = list(range(len(blocks)))
-        for first, *others in equal.values():
-            for number in others:
-                self.stand_in[number] = others[0]
+        for numbers in equal.values():
+            for number in numbers[1:]:
+                self.stand_in[number] = numbers[1]
         self.recorder: Recorder | None = None
         self._rest: dict[int, int | None] = {}  # how many values a block returns beside its output; None: no tuple
         for number, block in enumerate(blocks):

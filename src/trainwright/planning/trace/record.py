@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self.segments.append(Segment(unit, direction))
 
     def begin_later(self, unit: int, direction: Direction) -> None:
-        """Begin the pass over a unit at the next operation, when what the unit before returns has replaced its input."""
+        """Begin the pass over a unit at the next operation, when the output of the one before replaced its input."""
         self._next = Segment(unit, direction)
 
     @contextmanager
