@@ -184,8 +184,8 @@ def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operatio
             _add(found, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
     made: list[Operation[Size]] = []
     for key, sums in found.items():
-        m, n, k, times, launches, *work = [_size(one) for one in sums]
-        made.append(Operation(key[0], key[1], launches, m, n, k, times, *work, *key[2:4]))
+        m, n, k, times, count, flops, read, written = map(_size, sums)
+        made.append(Operation(key[0], key[1], count, m, n, k, times, flops, read, written, key[2], key[3]))
     return made
 
 

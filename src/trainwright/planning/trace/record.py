@@ -174,6 +174,8 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
         kind = "copy"
     elif any(part in operator for part in _REDUCTIONS) or (inputs and 2 * results[0].numel() < inputs[0].numel()):
         kind = "reduction"
+    if scope and kind != "product":
+        name = "loss"
     return Done(kind, name, scope, width, generation, (m, n, k, times, flops, read, written))
 
 
