@@ -182,10 +182,10 @@ def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operatio
             sums = [fitter([sum(sizes[i] for sizes in one) for one in alike]) for i in range(4, 7)]
             launches = fitter([count[label] for count in counts])
             _add(found, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
-    made = []
-    for key, values in found.items():
-        m, n, k, times, launches, flops, read, written = map(_size, values)
-        made.append(Operation(key[0], key[1], launches, m, n, k, times, flops, read, written, key[2], key[3]))
+    made: list[Operation[Size]] = []
+    for key, sums in found.items():
+        m, n, k, times, count, flops, read, written = map(_size, sums)
+        made.append(Operation(key[0], key[1], count, m, n, k, times, flops, read, written, key[2], key[3]))
     return made
 
 

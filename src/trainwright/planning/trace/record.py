@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self.segments.append(Segment(unit, direction))
 
     def begin_later(self, unit: int, direction: Direction) -> None:
-        """Begin the pass over a unit at the next operation, when what the unit before returns has replaced its input."""
+        """Begin the pass over a unit at the next operation, when the output of the one before replaced its input."""
         self._next = Segment(unit, direction)
 
     @contextmanager
@@ -174,6 +174,8 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
         kind = "copy"
     elif any(part in operator for part in _REDUCTIONS) or (inputs and 2 * results[0].numel() < inputs[0].numel()):
         kind = "reduction"
+    if scope and kind != "product":
+        name = "loss"
     return Done(kind, name, scope, width, generation, (m, n, k, times, flops, read, written))
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import logsigmoid
 
 from trainwright.data.stream.batch import Batch
-from trainwright.planning.trace.build import Built, Sample, batch_of, build, facts_of_model, samples
+from trainwright.planning.trace.build import Built, Sample, batch_of, build, facts_of_model, quantized, samples
 from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment
-from trainwright.planning.trace.request import Regime, TraceRequest
+from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
 
 _Key = tuple[int, Direction]
@@ -34,7 +35,7 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     batches = [batch_of(sample, vocabulary) for sample in shapes]
     with FakeTensorMode(allow_non_fake_inputs=True):
         built = _fake(built)
-        division = Division(built.blocks)
+        division = Division(built.blocks, request.model.last_block)
         recorders: list[Recorder] = []
         for parameter in built.names:
             if parameter.requires_grad:
@@ -42,7 +43,7 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
         for sample, batch in zip(shapes, batches, strict=True):
             recorders.append(Recorder(built.lm, built.names, _workspace(request)))
             division.recorder = recorders[-1]
-            _run(built, recorders[-1], division, sample, batch)
+            _run(request.model, built, recorders[-1], division, sample, batch)
     return _assembled(request, built, division, recorders, shapes)
 
 
@@ -51,7 +52,9 @@ def _fake(built: Built) -> Built:
     return built._replace(names={made.get(id(p), p): name for p, name in built.names.items()})
 
 
-def _run(built: Built, recorder: Recorder, division: Division, sample: Sample, batch: Batch) -> None:
+def _run(
+    wanted: TracedModel, built: Built, recorder: Recorder, division: Division, sample: Sample, batch: Batch
+) -> None:
     lm, head = built.lm, len(built.blocks)
     collects = gc.isenabled()
     gc.disable()
@@ -60,11 +63,11 @@ def _run(built: Built, recorder: Recorder, division: Division, sample: Sample, b
             lm.eval()
             division.begin(EMBEDDING, "evaluation")
             with torch.no_grad():
-                lm(batch, statistics=True)
+                lm(batch, statistics=True) if wanted.objective != "hidden" else _loss(lm, wanted, batch)
             recorder.segments.append(Segment(head, "evaluation"))
             lm.train()
             division.begin(EMBEDDING, "forward")
-            total = lm(batch) / batch.weight
+            total = _loss(lm, wanted, batch) / batch.weight
             division.begin(head, "backward")
             total.backward()
             del total
@@ -73,6 +76,18 @@ def _run(built: Built, recorder: Recorder, division: Division, sample: Sample, b
     finally:
         if collects:
             gc.enable()
+
+
+def _loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
+    """Return the loss of a task; of those with an objective, one that needs the sums of sequences."""
+    if wanted.objective == "hidden":
+        activations = lm.activations(batch)
+        return cast(torch.Tensor, (activations - torch.zeros_like(activations)).square().mean())
+    if wanted.objective == "objective":
+        return cast(
+            torch.Tensor, lm(batch, objective=lambda losses, own: logsigmoid(own.by_sequence(losses)).sum().float())
+        )
+    return cast(torch.Tensor, lm(batch))
 
 
 def _workspace(request: TraceRequest) -> Any:
@@ -112,7 +127,10 @@ def _assembled(
         )
         units.append(UnitTrace(parameters[unit], forward, backward, evaluation))
     order = [running.index(unit) for unit in (EMBEDDING, *division.stand_in, head)]
-    return ModelTrace(tuple(units), tuple(order), facts_of_model(request.model))
+    model = request.model
+    last = len(order) if model.reference_block is None else model.reference_block + 2
+    reference = () if model.reference == "none" else tuple(order[:last])
+    return ModelTrace(tuple(units), tuple(order), facts_of_model(model), reference, model.reference == "copied")
 
 
 def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
@@ -126,11 +144,12 @@ def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
 
 def _parameters(built: Built, recorder: Recorder) -> dict[int, tuple[TracedParameter, ...]]:
     units = {id(p): number for number, block in reversed([*enumerate(built.blocks)]) for p in block.parameters()}
+    smaller = quantized(built.lm)
     listed: dict[int, list[TracedParameter]] = {n: [] for n in range(EMBEDDING, len(built.blocks) + 1)}
     for parameter, name in built.names.items():
         outside = EMBEDDING if id(parameter) in recorder.used else len(built.blocks)
-        unit = units.get(id(parameter), outside)
-        listed[unit].append(
-            TracedParameter(name, tuple(parameter.shape), parameter.requires_grad, parameter.element_size())
+        shape, packed, buffers = smaller.get(id(parameter), (tuple(parameter.shape), 0, 0))
+        listed[units.get(id(parameter), outside)].append(
+            TracedParameter(name, shape, parameter.requires_grad, parameter.element_size(), packed, buffers)
         )
     return {unit: tuple(parameters) for unit, parameters in listed.items()}
