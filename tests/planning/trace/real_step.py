@@ -59,7 +59,7 @@ def shape_of(batch: Batch) -> BatchShape:
     if batch.boundaries is not None:
         sequences = tuple((n, 1) for n in batch.lengths)
         return BatchShape(1, length, sequences, len(batch.targets), True, False)
-    masked = batch.attention_mask is not None
+    masked = len(set(batch.lengths)) > 1
     return BatchShape(rows, length, ((length, rows),), len(batch.targets), False, masked)
 
 
@@ -94,6 +94,11 @@ def _evaluation(lm: CausalLM, batch: Batch) -> None:
         lm(batch, statistics=True)
 
 
+def _grouped(name: str) -> bool:
+    """Return whether a product is of experts, which torch does not count."""
+    return "experts" in name
+
+
 def planned(model: SizedModel) -> dict[str, int]:
     """Return the same as ``measured`` from a trace, if gradients stay until the end of the step."""
     units = model.in_order()
@@ -104,7 +109,7 @@ def planned(model: SizedModel) -> dict[str, int]:
             peak = max(peak, live + ready + moment.live[0])
             ready += bytes_of.get(moment.gradient, 0)
         live += part.moments[-1].after
-        flops += sum(operation.flops for operation in part.operations if operation.kind == "product")
+        flops += sum(one.flops for one in part.operations if one.kind == "product" and not _grouped(one.name))
     evaluation = begun = 0
     for unit in units:
         for moment in unit.evaluation.moments:

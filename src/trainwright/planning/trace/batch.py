@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainwright.parallel.constants import padded_size
+
 
 @dataclass(frozen=True)
 class BatchShape:
@@ -62,12 +64,13 @@ BASIS = (
 )
 
 
-def basis(batch: BatchShape, chunk: int, block: int, threads: int) -> tuple[int, ...]:
+def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool = False) -> tuple[int, ...]:
     """Return the values of ``BASIS``.
 
     Args:
         chunk, block: the most rows of logits that the loss takes at a time.
         threads: of a process on a CPU.
+        pads: chunks have a number of rows of ``padded_size``.
     """
     if batch.packed:
         rows, length, second = sum(count for _, count in batch.sequences), batch.longest, batch.second_longest
@@ -77,6 +80,7 @@ def basis(batch: BatchShape, chunk: int, block: int, threads: int) -> tuple[int,
         pairs = rows * length**2
     chunks, chunk = _parts(batch.targets, chunk)
     blocks, block = _parts(chunk, block)
+    chunk = padded_size(chunk) if pads else chunk
     of_loss = batch.targets, chunk, chunks, block, chunks * blocks
     strip = threads * min(256 if length >= 768 else 64 if length >= 192 else 32, length)
     tile = strip * min(512, length)

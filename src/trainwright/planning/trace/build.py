@@ -11,28 +11,16 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
-from trainwright.models.causal_lm import CausalLM
+from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.configuration import register, without_ignored
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
-from trainwright.planning.trace.request import Rows, TraceRequest
+from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
+from trainwright.planning.trace.units import ModelFacts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 _WINDOW = 48  # of a traced model, if sequences are longer
-
-
-class Regime(NamedTuple):
-    """On which side of thresholds a batch is, where operations change.
-
-    ``windows``: sequences are longer than the model's windows. ``long``: than those that the CPU's attention of packs
-    converts to fp32. ``chunked``: the loss takes more than one chunk. ``every``: every token is a target.
-    """
-
-    windows: bool = False
-    long: bool = True
-    chunked: bool = False
-    every: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,10 +63,10 @@ def samples(rows: Rows, regime: Regime) -> list[Sample]:
 
 # Multiples of 64, as code rounds up to fewer; sums that products in bf16 need no padding for.
 _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
-    (True, True): ((192, 384, 640), (256, 320, 768), (128, 448, 896), (320, 512, 704)),
-    (True, False): ((128, 256, 384), (192, 256, 448), (64, 384, 512 - 64), (192, 320, 448)),
-    (False, True): ((576,) * 2, (768,) * 2, (640,) * 3, (832,) * 4),
-    (False, False): ((192,) * 2, (256,) * 4, (384,) * 2, (448,) * 3),
+    (True, True): ((192, 384, 640), (256, 320, 768), (128, 448, 896)),
+    (True, False): ((128, 256, 384), (64, 384, 448), (192, 320, 448)),
+    (False, True): ((576,) * 2, (768,) * 2, (640,) * 3),
+    (False, False): ((192,) * 2, (256,) * 4, (448,) * 3),
 }
 
 
@@ -87,11 +75,11 @@ def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int) -
     if rows == "masked":
         lengths = (lengths[0] // 2, *lengths[1:])
         tokens = len(lengths) * lengths[-1]
-    block = (16, 48, 32, 80)[number]
+    block = (16, 48, 32)[number]
     if regime.chunked:
-        chunk = (160, 112, 192, 224)[number]
-        return Sample(rows, lengths, tokens if regime.every else (592, 720, 816, 656)[number], chunk, 3, block)
-    targets = tokens if regime.every else (208, 352, 320, 416)[number]
+        chunk = (160, 112, 192)[number]
+        return Sample(rows, lengths, tokens if regime.every else (592, 720, 816)[number], chunk, 3, block)
+    targets = tokens if regime.every else (208, 352, 320)[number]
     return Sample(rows, lengths, targets, targets, 1, block)
 
 
@@ -105,7 +93,7 @@ class Built(NamedTuple):
 
 def build(request: TraceRequest, regime: Regime) -> Built:
     """Return the model of a request as a run makes it: with its adapter, precision and recomputation."""
-    model = _model(request, regime)
+    model = _model(request.model, _WINDOW if regime.windows else 2**20)
     packed = request.rows in ("packed", "equal")
     lm = CausalLM(model, packed=packed, z_loss=float(request.model.z_loss), attention=request.device.limits.attention)
     for parameter in lm.parameters():
@@ -120,18 +108,62 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     return Built(lm.train(), blocks, names)
 
 
-def _model(request: TraceRequest, regime: Regime) -> Any:
+def _model(model: TracedModel, window: int | None = None) -> Any:
+    """Return the model on the meta device in fp32. ``window``: instead of the windows of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = without_ignored(json.loads(request.model.configuration))
+    fields = without_ignored(json.loads(model.configuration))
     register(fields.get("model_type"))
     config = AutoConfig.for_model(**fields)
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for name in _WINDOWS:
+    for part in _parts(config):
+        for name in _WINDOWS if window is not None else ():
             if getattr(part, name, None):
-                setattr(part, name, _WINDOW if regime.windows else 2**20)
+                setattr(part, name, window)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _parts(config: Any) -> list[Any]:
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def facts_of_model(model: TracedModel) -> ModelFacts:
+    """Return the facts of a model that do not depend on the device."""
+    made = _model(model)
+    text = made.config.get_text_config()
+    embedding, head = made.get_input_embeddings().weight, made.get_output_embeddings()
+    hidden, heads = embedding.shape[1], _number(text, "num_attention_heads")
+    experts = max((_number(text, name) for name in _EXPERTS), default=0)
+    chosen = _number(text, "num_experts_per_tok") if experts else 0
+    numel = {name: parameter.numel() for name, parameter in made.named_parameters()}
+    unused = sum(count for name, count in numel.items() if ".experts." in name) if chosen else 0
+    windows = [_number(part, name) for part in _parts(made.config) for name in _WINDOWS]
+    return ModelFacts(
+        family=str(made.config.model_type),
+        layers=len(find_blocks(made)),
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=_number(text, "num_key_value_heads") or heads,
+        head_dim=_number(text, "head_dim") or (hidden // heads if heads else 0),
+        intermediate=_number(text, "intermediate_size"),
+        vocabulary=embedding.shape[0],
+        positions=_number(text, "max_position_embeddings"),
+        tied=head is not None and head.weight is embedding,
+        total=sum(numel.values()),
+        active=sum(numel.values()) - (unused - unused * chosen // experts if experts else 0),
+        window=min((window for window in windows if window), default=0),
+        experts=experts,
+        experts_per_token=chosen,
+    )
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def batch_of(sample: Sample, vocabulary: int) -> Batch:
@@ -145,7 +177,7 @@ def batch_of(sample: Sample, vocabulary: int) -> Batch:
     else:
         position_ids = torch.stack([_filled(row, longest) for row in positions])
         boundaries = None
-    mask = torch.stack([torch.arange(longest) < length for length in lengths]) if sample.rows == "masked" else None
+    mask = None if packed else torch.stack([torch.arange(longest) < length for length in lengths])
     ids = torch.arange(position_ids.numel()).remainder(vocabulary).view(position_ids.shape)
     index = torch.arange(sample.targets)
     return Batch(

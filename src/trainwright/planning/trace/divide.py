@@ -19,8 +19,8 @@ from trainwright.planning.trace.values import tensors_in
 class Division:
     """The blocks of a model, each of which begins a segment of a recorder.
 
-    The first two of a kind run, and the last block of all: the first of a kind is special, as it is the last to release
-    what its kind shares, such as masks.
+    The first two of a kind run: the first one is special, as it is the last to release what its kind shares, such as
+    masks.
 
     Attributes:
         stand_in: for each block the one that runs in its place.
@@ -28,15 +28,17 @@ class Division:
     """
 
     def __init__(self, blocks: list[nn.Module]) -> None:
-        signatures, last = [_signature(block) for block in blocks], len(blocks) - 1
         equal: dict[str, list[int]] = {}
-        for number, signature in enumerate(signatures):
-            equal.setdefault(signature, []).append(number)
-        self.stand_in = [n if n in (last, equal[s][0]) else equal[s][1] for n, s in enumerate(signatures)]
+        for number, block in enumerate(blocks):
+            equal.setdefault(_signature(block), []).append(number)
+        self.stand_in = list(range(len(blocks)))
+        for numbers in equal.values():
+            for number in numbers[1:]:
+                self.stand_in[number] = numbers[1]
         self.recorder: Recorder | None = None
         self._rest: dict[int, int | None] = {}  # how many values a block returns beside its output; None: no tuple
         for number, block in enumerate(blocks):
-            block.forward = partial(self._run, number, block.forward)  # type: ignore[method-assign]
+            block.forward = partial(self._run, number, block.forward)
 
     def begin(self, unit: int, direction: Direction) -> None:
         """Begin a segment."""
@@ -44,6 +46,7 @@ class Division:
         self.recorder.begin(unit, direction)
 
     def _run(self, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.recorder is not None
         direction: Direction = "forward" if torch.is_grad_enabled() else "evaluation"
         hidden = tensors_in((args, kwargs))[0]
         self.begin(number, direction)
@@ -51,14 +54,15 @@ class Division:
             hidden.register_hook(lambda _: self.begin(number - 1 if number else EMBEDDING, "backward"))
         if (other := self.stand_in[number]) != number:
             rest = self._rest[other]
-            return hidden.clone() if rest is None else (hidden.clone(), *[None] * rest)
-        output = forward(*args, **kwargs)
-        self._rest[number] = None if isinstance(output, torch.Tensor) else len(output) - 1
+            output = hidden.clone() if rest is None else (hidden.clone(), *[None] * rest)
+        else:
+            output = forward(*args, **kwargs)
+            self._rest[number] = None if isinstance(output, torch.Tensor) else len(output) - 1
         if number == len(self.stand_in) - 1:
-            self.begin(number + 1, direction)
             result = tensors_in(output)[0]
             if result.requires_grad:
                 result.register_hook(lambda _: self.begin(number, "backward"))
+            self.recorder.begin_later(number + 1, direction)
         return output
 
 

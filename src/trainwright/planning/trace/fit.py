@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,11 @@ from trainwright.planning.trace.units import Moment, Operation, PassTrace, Size
 
 Values = npt.NDArray[np.float64]
 _INDEX = {name: index for index, name in enumerate(BASIS)}
+# Tokens and pairs of all sequences of a pack but its longest two.
+_OTHERS = np.zeros((2, len(BASIS)))
+for _row, _names in enumerate((("tokens", "length", "second"), ("pairs", "length²", "second²"))):
+    for _name, _sign in zip(_names, (1, -1, -1), strict=True):
+        _OTHERS[_row, _INDEX[_name]] = _sign
 _EXACT = 1e-9
 _MOST_TERMS = 3
 
@@ -28,8 +34,9 @@ class Fitter:
 
     def __init__(self, shapes: Sequence[Sequence[float]]) -> None:
         self._shapes = np.array(shapes, dtype=float)
+        self._shapes = np.hstack([self._shapes, self._shapes @ _OTHERS.T])
         self._columns: list[int] = []
-        for column in range(len(BASIS)):
+        for column in range(self._shapes.shape[1]):
             values = self._shapes[:, column]
             seen = any(_are_multiples(values, self._shapes[:, other]) for other in self._columns)
             if values.any() and not seen:
@@ -45,9 +52,9 @@ class Fitter:
         return self._found[key]
 
     def _fitted(self, numbers: Values) -> Values:
-        result = np.zeros(len(BASIS))
+        result = np.zeros(self._shapes.shape[1])
         if not numbers.any():
-            return result
+            return result[: len(BASIS)]
         scale = np.abs(numbers).max()
         for terms in range(1, min(_MOST_TERMS, len(numbers) - 1) + 1):
             for columns in map(list, itertools.combinations(self._columns, terms)):
@@ -55,12 +62,17 @@ class Fitter:
                 solution, *_ = np.linalg.lstsq(chosen / chosen.max(0), numbers, rcond=None)
                 if np.abs(chosen / chosen.max(0) @ solution - numbers).max() <= _EXACT * scale:
                     result[columns] = solution / chosen.max(0)
-                    return _rounded(result)
+                    return _rounded(_in_basis(result))
         self.inexact += 1
         chosen = self._shapes[:, self._columns]
         solution, *_ = np.linalg.lstsq(chosen / chosen.max(0), numbers, rcond=None)
         result[self._columns] = solution / chosen.max(0)
-        return result
+        return _in_basis(result)
+
+
+def _in_basis(values: Values) -> Values:
+    """Return coefficients of ``BASIS`` from those of it and of ``_OTHERS``."""
+    return values[: len(BASIS)] + values[len(BASIS) :] @ _OTHERS
 
 
 def _are_multiples(a: Values, b: Values) -> bool:
@@ -154,7 +166,7 @@ def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operatio
     """Return equal operations merged. Those of a loop of the loss stand for all of its iterations."""
     lines = [[one for one in line if _stands_for_others(one.scope)] for line in done]
     labels = [[one[:5] for one in line] for line in lines]
-    found: dict[tuple[object, ...], list[Values]] = {}
+    found: dict[tuple[Any, ...], list[Values]] = {}
     if all(line == labels[0] for line in labels):
         for same in zip(*lines, strict=True):
             sizes = [fitter(numbers) for numbers in zip(*(one.sizes for one in same), strict=True)]
@@ -165,24 +177,20 @@ def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operatio
     else:
         counts = [Counter(one[:5] for one in line) for line in lines]
         for label in dict.fromkeys(label for count in counts for label in count):
-            each = [
-                [max((one.sizes[i] for one in line if one[:5] == label), default=0) for line in lines] for i in range(4)
-            ]
-            totals = [[sum(one.sizes[i] for one in line if one[:5] == label) for line in lines] for i in range(4, 7)]
+            alike = [[one.sizes for one in line if one[:5] == label] for line in lines]
+            largest = [fitter([max((sizes[i] for sizes in one), default=0) for one in alike]) for i in range(4)]
+            sums = [fitter([sum(sizes[i] for sizes in one) for one in alike]) for i in range(4, 7)]
             launches = fitter([count[label] for count in counts])
-            fitted = [fitter(numbers) for numbers in totals]
-            _add(found, (*label[:2], *label[3:5], label[2]), [fitter(n) for n in each], [launches, *fitted])
-    return [
-        Operation(
-            *(key[0], key[1], _size(values[4]), *map(_size, values[:4]), *map(_size, values[5:])),  # type: ignore[arg-type]
-            *(key[2], key[3]),  # type: ignore[arg-type]
-        )
-        for key, values in found.items()
-    ]
+            _add(found, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
+    made: list[Operation[Size]] = []
+    for key, sums in found.items():
+        m, n, k, times, launches, *work = [_size(one) for one in sums]
+        made.append(Operation(key[0], key[1], launches, m, n, k, times, *work, *key[2:4]))
+    return made
 
 
 def _add(
-    found: dict[tuple[object, ...], list[Values]], key: tuple[object, ...], each: list[Values], totals: list[Values]
+    found: dict[tuple[Any, ...], list[Values]], key: tuple[Any, ...], each: list[Values], totals: list[Values]
 ) -> None:
     if key in found:
         found[key] = [*found[key][:4], *(a + b for a, b in zip(found[key][4:], totals, strict=True))]
@@ -233,6 +241,3 @@ def natural_terms(packed: bool) -> Values:
             for part in parts:
                 result[_INDEX[whole], _INDEX[part]] = 1
     return result
-
-
-Workspace = Callable[..., int]

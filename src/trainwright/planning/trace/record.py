@@ -64,6 +64,7 @@ class Recorder(TorchDispatchMode):
         self._workspace = workspace
         self._names = names
         self._scope = ""
+        self._next: Segment | None = None
         self._existing = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
         self._live: dict[int, Any] = {id(storage): None for storage in self._existing}
         self._parameters = {id(parameter.untyped_storage()): parameter for parameter in names}
@@ -71,6 +72,10 @@ class Recorder(TorchDispatchMode):
     def begin(self, unit: int, direction: Direction) -> None:
         """Begin the pass over a unit."""
         self.segments.append(Segment(unit, direction))
+
+    def begin_later(self, unit: int, direction: Direction) -> None:
+        """Begin the pass over a unit at the next operation, when the output of the one before replaced its input."""
+        self._next = Segment(unit, direction)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -84,8 +89,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = compute(func, args, kwargs)
-        if not self.segments:
-            return out
+        if self._next is not None:
+            self.segments.append(self._next)
+            self._next = None
         segment, results = self.segments[-1], tensors_in(out)
         for tensor in results:
             self._note(tensor.untyped_storage(), segment)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, Vendor, missing_kernels
 from trainwright.planning.trace.batch import BatchShape
@@ -173,6 +173,19 @@ class TraceRequest:
     def key(self) -> str:
         """Return the name under which the trace is stored, for one version of the libraries that were traced."""
         return hashlib.sha256(canonical(asdict(self)).encode()).hexdigest()[:32]
+
+
+class Regime(NamedTuple):
+    """On which side of thresholds a batch is, where operations change.
+
+    ``windows``: sequences are longer than the model's windows. ``long``: than those that the CPU's attention of packs
+    converts to fp32. ``chunked``: the loss takes more than one chunk. ``every``: every token is a target.
+    """
+
+    windows: bool = False
+    long: bool = True
+    chunked: bool = False
+    every: bool = False
 
 
 def rows_of(batch: BatchShape) -> Rows:

@@ -10,15 +10,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.data.stream.batch import Batch
-from trainwright.models import linear_losses
-from trainwright.planning.trace.build import Built, Regime, Sample, batch_of, build, samples
+from trainwright.planning.trace.build import Built, Sample, batch_of, build, facts_of_model, samples
 from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment
-from trainwright.planning.trace.request import TraceRequest
-from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, TracedParameter, UnitTrace
+from trainwright.planning.trace.request import Regime, TraceRequest
+from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
 
 _Key = tuple[int, Direction]
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "evaluation")
 
 
 def trace(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
@@ -106,13 +106,13 @@ def _assembled(
     parameters = _parameters(built, recorders[0])
     units = []
     for unit in running:
-        traced = [
-            passes([one.get((unit, direction), Segment(unit, direction)) for one in merged], fitter, natural)
-            for direction in ("forward", "backward", "evaluation")
-        ]
-        units.append(UnitTrace(parameters[unit], *traced))
+        forward, backward, evaluation = (
+            passes([one.get(key, Segment(*key)) for one in merged], fitter, natural)
+            for key in [(unit, direction) for direction in _DIRECTIONS]
+        )
+        units.append(UnitTrace(parameters[unit], forward, backward, evaluation))
     order = [running.index(unit) for unit in (EMBEDDING, *division.stand_in, head)]
-    return ModelTrace(tuple(units), tuple(order), _facts(request, built))
+    return ModelTrace(tuple(units), tuple(order), facts_of_model(request.model))
 
 
 def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
@@ -134,29 +134,3 @@ def _parameters(built: Built, recorder: Recorder) -> dict[int, tuple[TracedParam
             TracedParameter(name, tuple(parameter.shape), parameter.requires_grad, parameter.element_size())
         )
     return {unit: tuple(parameters) for unit, parameters in listed.items()}
-
-
-def _facts(request: TraceRequest, built: Built) -> ModelFacts:
-    model: Any = built.lm.model
-    text = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    heads = int(getattr(text, "num_attention_heads", 0) or 0)
-    hidden = embedding.shape[1]
-    width = request.width
-    return ModelFacts(
-        family=str(model.config.model_type),
-        layers=len(built.blocks),
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=int(getattr(text, "num_key_value_heads", 0) or heads),
-        head_dim=int(getattr(text, "head_dim", 0) or (hidden // heads if heads else 0)),
-        intermediate=int(getattr(text, "intermediate_size", 0) or 0),
-        vocabulary=embedding.shape[0],
-        positions=int(getattr(text, "max_position_embeddings", 0) or 0),
-        tied=head is not None and head.weight is embedding,
-        total=sum(parameter.numel() for parameter in built.lm.parameters()),
-        active=sum(parameter.numel() for parameter in built.lm.parameters()),
-        chunk_logits=linear_losses.CHUNK_BYTES // width,
-        block_logits=linear_losses.BLOCK_BYTES // 4,
-        grows=request.device.is_gpu,
-    )

@@ -97,6 +97,7 @@ class ModelFacts:
 
     ``total``, ``active``: parameters, and those that one token uses. ``chunk_logits``, ``block_logits``: the most
     logits that the loss takes at a time. ``grows``: chunks are as large as the hidden states, if these are larger.
+    ``pads``: products need numbers of rows of ``padded_size``.
     ``failed``: the operation that could not be traced, "" if the trace is exact.
     """
 
@@ -118,6 +119,7 @@ class ModelFacts:
     chunk_logits: int = 0
     block_logits: int = 0
     grows: bool = False
+    pads: bool = False
     failed: str = ""
 
     def rows_of_logits(self, targets: int) -> tuple[int, int]:
@@ -157,7 +159,8 @@ def at(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedMod
 
     ``threads``: of a process on a CPU, each of which has memory of its own in some kernels.
     """
-    values = basis(batch, *trace.facts.rows_of_logits(batch.targets), threads)
+    facts = trace.facts
+    values = basis(batch, *facts.rows_of_logits(batch.targets), threads, pads=facts.pads)
 
     def number(size: Size) -> int:
         return round(sum(a * b for a, b in zip(size, values, strict=False)))

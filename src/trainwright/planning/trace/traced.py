@@ -1,0 +1,70 @@
+"""Traces of requests: from the store without torch, otherwise traced now and stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+from trainwright.planning.trace import store
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
+from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, SizedModel, at
+
+# models/attention/cpu_flash.py converts packs of shorter sequences to fp32 on a CPU.
+_CONVERTED_BELOW = 512
+# models/linear_losses.py: bytes of the logits of a chunk, and of the fp32 logits of a block on a CPU.
+_CHUNK_BYTES, _BLOCK_BYTES = 128 * 2**20, 2 * 2**20
+
+
+def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
+    """Return what passes over a batch allocate and compute. ``threads``: of a process on a CPU."""
+    facts = facts_of(request)
+    chunk, _ = facts.rows_of_logits(batch.targets)
+    regime = Regime(
+        windows=0 < facts.window < batch.longest,
+        long=batch.longest >= _CONVERTED_BELOW or not _converts(request),
+        chunked=batch.targets > chunk,
+        every=batch.targets >= batch.tokens,
+    )
+    return at(traced(request, regime), batch, threads)
+
+
+def _converts(request: TraceRequest) -> bool:
+    return request.rows in ("packed", "equal") and not request.device.is_gpu and request.width == 2
+
+
+_USUAL = Regime()
+
+
+@lru_cache(maxsize=256)
+def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
+    """Return the trace of a request in a regime."""
+    key = store.key_of(["trace", request.key(), regime])
+    if (values := store.read(key)) is None:
+        from trainwright.planning.trace.bound import trace_or_bound
+
+        values = store.as_json(trace_or_bound(request, regime))
+        store.write(key, values)
+    trace = store.from_json(values)
+    return dataclasses.replace(trace, facts=facts_of(request, trace.facts))
+
+
+def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
+    """Return the facts of a request's model, with those that depend on the device."""
+    facts = model_facts(request.model) if facts is None else facts
+    limits: dict[str, Any] = {"chunk_logits": _CHUNK_BYTES // request.width, "block_logits": _BLOCK_BYTES // 4}
+    on_cpu = not request.device.is_gpu
+    return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
+
+
+@lru_cache(maxsize=64)
+def model_facts(model: TracedModel) -> ModelFacts:
+    """Return the facts of a model: its modules are made, without memory, but not run."""
+    key = store.key_of(["facts", dataclasses.asdict(model)])
+    if (values := store.read(key)) is None:
+        from trainwright.planning.trace.build import facts_of_model
+
+        values = store.facts_as_json(facts_of_model(model))
+        store.write(key, values)
+    return store.facts_from_json(values)
