@@ -9,18 +9,18 @@ from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.step_time.rates import Group, Rates, nominal_setting, rates_of
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time
-from trainwright.planning.workload import AdapterShape, Choice, Workload
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Choice, Workload
+from trainwright.recipe.sections.model import AdapterSection
 
 H100 = parse_machine("8xH100")
 NODES = parse_machine("4x8xH100@8x400Gb")
 
 
-def llama(**changed: Any) -> Architecture:
+def llama(**changed: Any) -> TracedModel:
     config = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -31,9 +31,7 @@ def llama(**changed: Any) -> Architecture:
         "vocab_size": 256,
         "tie_word_embeddings": True,
     }
-    found = from_config({**config, **changed})
-    assert found is not None
-    return found
+    return TracedModel.of({**config, **changed})
 
 
 LARGE = llama(
@@ -47,8 +45,8 @@ LARGE = llama(
 )
 
 
-def workload(architecture: Architecture = LARGE, **changed: Any) -> Workload:
-    made = Workload(architecture, row_tokens=4096, global_batch_rows=64, batch_tokens=64 * 4096)
+def workload(model: TracedModel = LARGE, **changed: Any) -> Workload:
+    made = Workload(model, row_tokens=4096, global_batch_rows=64, batch_tokens=64 * 4096)
     return replace(made, **changed)
 
 
@@ -84,7 +82,7 @@ def test_operations_of_documents_in_packs_are_those_inside_documents() -> None:
 
 def test_operations_of_an_adapter_leave_out_the_gradients_of_what_is_frozen() -> None:
     full = workload(llama(), row_tokens=32, global_batch_rows=1, batch_tokens=32)
-    lora = replace(full, adapter=AdapterShape("lora", 4, ("query", "down")))
+    lora = replace(full, model=full.model.adapted(AdapterSection(type="lora", rank=4, targets=["q_proj", "down_proj"])))
     frozen = 2 * 32 * (2 * BLOCK + 256 * 64)
     added = 6 * 32 * 2 * 4 * ((64 + 64) + (64 + 176))
     assert model_operations(full) - model_operations(lora) == frozen - added
@@ -225,7 +223,7 @@ def test_tf32_multiplies_at_the_rate_of_the_datasheet() -> None:
 
 
 def test_a_frozen_model_is_faster_to_train() -> None:
-    lora = timed(work=workload(adapter=AdapterShape("lora", 16)))
+    lora = timed(work=workload(LARGE.adapted(AdapterSection(type="lora", rank=16))))
     assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.85
     assert lora.parts["optimizer"] < timed().parts["optimizer"] / 5
 

@@ -31,7 +31,10 @@ def passed(*moments: tuple[str, int, int], saved: tuple[int, ...] = ()) -> PassT
 
 
 def block(trainable: bool = True) -> UnitTrace[int]:
-    parameters = (TracedParameter("up.weight", (8, 4), trainable, 4), TracedParameter("norm.weight", (4,), trainable, 4))
+    parameters = (
+        TracedParameter("up.weight", (8, 4), trainable, 4),
+        TracedParameter("norm.weight", (4,), trainable, 4),
+    )
     ready = (("up.weight", 700, -200), ("norm.weight", 50, -900)) if trainable else ()
     return UnitTrace(
         parameters,

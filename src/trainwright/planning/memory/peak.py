@@ -68,6 +68,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     flow, offloads = model.flow(), choice.activation_offload and on_gpu
     walk = Walk(parameters, flow, offloads)
     walk.step(trace, later, choice.gradient_accumulation_steps)
+    gradients = flow.held.total
     if workload.evaluates:
         walk.evaluate(trace)
     lasting = _lasting(model, trace)
@@ -78,9 +79,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     matrices = orthogonalizing(parameters, choice, on_gpu) if whole else 0
     host = {name: count for name, count in lasting.items() if name in moved and count}
     norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
-    step = matrices if host else max(model.step() + matrices, flow.held.total + norm)
-    if host and (gradients := model.gradients_on_host()):
-        host["gradients"] = gradients
+    step = matrices if host else max(model.step() + matrices, gradients + norm)
+    if host and (on_host := model.gradients_on_host()):
+        host["gradients"] = on_host
     phases = {
         "load": base.get("parameters", 0) if on_gpu else _load(parameters, workload),
         "forward": between + walk.forward.total,

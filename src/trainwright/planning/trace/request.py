@@ -96,10 +96,11 @@ class TracedModel:
             return cls(text)
         needs, adapter = recipe.spec.needs(recipe), _adapter_text(recipe.model.adapter)
         reference: dict[str, Any] = {}
-        if needs.reference is not None and needs.reference.every_step:
+        if needs.reference is not None and (needs.reference.every_step or needs.reference.own_weights):
             kind = "copied" if needs.reference.own_weights or not adapter else "switched_off"
-            shares = {"reference_block": needs.reference.last_block, "reference_share": needs.reference.share}
-            reference = {"reference": kind, **shares}
+            # One that runs once, before the first step, stays in memory.
+            share = needs.reference.share if needs.reference.every_step else 0.0
+            reference = {"reference": kind, "reference_block": needs.reference.last_block, "reference_share": share}
         hidden = needs.last_block is not None
         return cls(
             text,
