@@ -15,11 +15,12 @@ from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import attach_without_weights
 from trainwright.models.adapters.files import fully_trained
 from trainwright.models.causal_lm import CausalLM, find_blocks
-from trainwright.models.configuration import register, set_dropout, without_ignored
+from trainwright.models.configuration import making, register, set_dropout, without_ignored
 from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
+from trainwright.planning.trace.gpu import attend_as_on_gpu
 from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelFacts
 from trainwright.recipe.sections.model import OWN, AdapterSection
@@ -114,6 +115,10 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     for parameter in lm.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[request.dtype])
+    if packed and request.device.is_gpu:
+        attend_as_on_gpu(lm, request.device)
+    if request.device.is_gpu or request.hooked:  # then a tied embedding's gradient is not added to the head's in place
+        model.get_input_embeddings().register_forward_hook(lambda *_: None)
     blocks = lm.blocks()
     save_activation_memory(blocks, "none" if request.recompute == "compiled" else request.recompute)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -145,14 +150,17 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
                 setattr(part, name, window)
         if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
             part.pad_token_id = 0
-    with torch.device("meta"):
+    with making(config), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if wanted.adapter:
         section = AdapterSection(**json.loads(wanted.adapter))
         if section.quantization != "none":
+            import bitsandbytes
+
             double, keep = section.double_quantization, fully_trained(section)
-            with torch.device("meta"):
-                quantize(model, section.quantization, double=double, keep=keep)
+            # Otherwise bitsandbytes would keep a table without data, and use it for other models.
+            bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
+            quantize(model, section.quantization, double=double, keep=keep)
         attach_without_weights(model, section)
     return model
 
