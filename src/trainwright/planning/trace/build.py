@@ -14,14 +14,16 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import attach_without_weights
 from trainwright.models.adapters.files import fully_trained
+from trainwright.models.attention.described import needs_of
 from trainwright.models.causal_lm import CausalLM, find_blocks
-from trainwright.models.configuration import register, set_dropout, without_ignored
+from trainwright.models.configuration import making, register, set_dropout, without_ignored
 from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
+from trainwright.planning.trace.gpu import attend_as_on_gpu
 from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
-from trainwright.planning.trace.units import ModelFacts
+from trainwright.planning.trace.units import LayerAttention, ModelFacts
 from trainwright.recipe.sections.model import OWN, AdapterSection
 from trainwright.tasks.unlearn.module import UnlearnLM
 
@@ -114,6 +116,10 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     for parameter in lm.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[request.dtype])
+    if packed and request.device.is_gpu:
+        attend_as_on_gpu(lm, request.device)
+    if request.device.is_gpu or request.hooked:  # then a tied embedding's gradient is not added to the head's in place
+        model.get_input_embeddings().register_forward_hook(lambda *_: None)
     blocks = lm.blocks()
     save_activation_memory(blocks, "none" if request.recompute == "compiled" else request.recompute)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -145,14 +151,17 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
                 setattr(part, name, window)
         if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
             part.pad_token_id = 0
-    with torch.device("meta"):
+    with making(config), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if wanted.adapter:
         section = AdapterSection(**json.loads(wanted.adapter))
         if section.quantization != "none":
+            import bitsandbytes
+
             double, keep = section.double_quantization, fully_trained(section)
-            with torch.device("meta"):
-                quantize(model, section.quantization, double=double, keep=keep)
+            # Otherwise bitsandbytes would keep a table without data, and use it for other models.
+            bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
+            quantize(model, section.quantization, double=double, keep=keep)
         attach_without_weights(model, section)
     return model
 
@@ -172,7 +181,9 @@ def facts_of_model(model: TracedModel) -> ModelFacts:
     chosen = _number(text, "num_experts_per_tok") if experts else 0
     numel = {name: parameter.numel() for name, parameter in made.named_parameters()}
     unused = sum(count for name, count in numel.items() if ".experts." in name) if chosen else 0
-    windows = [_number(part, name) for part in _parts(made.config) for name in _WINDOWS]
+    windows = [window for part in _parts(made.config) for name in _WINDOWS if (window := _number(part, name))]
+    kinds = getattr(text, "layer_types", None) or []
+    of_windows = sum("full" not in kind for kind in kinds) / len(kinds) if kinds else 1.0
     return ModelFacts(
         family=str(made.config.model_type),
         layers=len(find_blocks(made)),
@@ -186,10 +197,23 @@ def facts_of_model(model: TracedModel) -> ModelFacts:
         tied=head is not None and head.weight is embedding,
         total=sum(numel.values()),
         active=sum(numel.values()) - (unused - unused * chosen // experts if experts else 0),
-        window=min((window for window in windows if window), default=0),
+        window=min(windows, default=0),
+        windowed=of_windows if windows else 0.0,
+        attention=_attention(made),
         experts=experts,
         experts_per_token=chosen,
     )
+
+
+def _attention(model: Any) -> tuple[LayerAttention, ...]:
+    """Return the attention of each kind of layer; nothing of models without it."""
+    if model.config.model_type == OWN:
+        return ()
+    try:
+        needs = list(needs_of(CausalLM(model, packed=False), torch.float32, 2**62))
+    except AttributeError:
+        return ()
+    return tuple(LayerAttention(*(getattr(each, name) for name in LayerAttention._fields)) for each in needs)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -99,7 +99,7 @@ def to_fake(module: nn.Module) -> dict[int, nn.Parameter]:
 
 
 @contextmanager
-def loops_of_loss(recorder: Recorder, sample: Sample) -> Iterator[None]:
+def loops_of_loss(recorder: Recorder, sample: Sample, *, on_gpu: bool) -> Iterator[None]:
     """Let the loss take as many chunks and blocks as a sample says, and note the iterations."""
 
     def chunks(count: int, hidden: Any, weight: Any) -> Iterator[slice]:
@@ -108,6 +108,9 @@ def loops_of_loss(recorder: Recorder, sample: Sample) -> Iterator[None]:
                 yield slice(number * sample.chunk, (number + 1) * sample.chunk)
 
     def row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+        if on_gpu:
+            yield slice(None)
+            return
         for number in range(sample.blocks):
             with recorder.scope(f"block{number}"):
                 yield slice(number * sample.block, (number + 1) * sample.block)

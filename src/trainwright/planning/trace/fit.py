@@ -92,9 +92,14 @@ def passes(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> Pass
     Args:
         natural: maps coefficients to those of terms that are never negative.
     """
+    remaining = [list(segment.remaining.values()) for segment in segments]
+    saved: list[Size] = []
+    if segments[0].direction == "forward" and len({len(one) for one in remaining}) == 1:
+        saved = [_size(fitter(sizes)) for sizes in zip(*remaining, strict=True)]
     return PassTrace(
         tuple(_moments([segment.events for segment in segments], fitter, natural)),
         tuple(_operations([segment.done for segment in segments], fitter)),
+        tuple(saved),
     )
 
 

@@ -48,6 +48,7 @@ class Segment:
     direction: Direction
     events: list[Event] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
+    remaining: dict[int, int] = field(default_factory=dict)  # bytes of what was allocated and not released
 
 
 class Recorder(TorchDispatchMode):
@@ -113,10 +114,12 @@ class Recorder(TorchDispatchMode):
             return
         size = storage.nbytes()
         segment.events.append(Event("allocated", size))
+        segment.remaining[key] = size
         self._live[key] = weakref.finalize(storage, self._released, key, size)
 
     def _released(self, key: int, size: int) -> None:
         self._live.pop(key, None)
+        self.segments[-1].remaining.pop(key, None)
         self.segments[-1].events.append(Event("released", size))
 
     def gradient(self, parameter: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from zipfile import ZipFile
 
 from trainwright.machine.cache import cache_root, try_write
 from trainwright.planning.trace.units import (
+    LayerAttention,
     ModelFacts,
     ModelTrace,
     Moment,
@@ -144,7 +145,8 @@ def facts_as_json(facts: ModelFacts) -> dict[str, Any]:
 
 def facts_from_json(values: Mapping[str, Any]) -> ModelFacts:
     """Return the facts that ``facts_as_json`` gave."""
-    return ModelFacts(**values)
+    attention = tuple(LayerAttention(*one) for one in values.get("attention", ()))
+    return ModelFacts(**{**values, "attention": attention})
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

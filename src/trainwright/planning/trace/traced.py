@@ -6,6 +6,7 @@ import dataclasses
 from functools import lru_cache
 from typing import Any
 
+from trainwright.models.attention.kernels import AttentionNeeds
 from trainwright.planning.trace import store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
@@ -56,6 +57,25 @@ def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFac
     limits: dict[str, Any] = {"chunk_logits": _CHUNK_BYTES // request.width, "block_logits": _BLOCK_BYTES // 4}
     on_cpu = not request.device.is_gpu
     return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
+
+
+def attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds, ...]:
+    """Return what kernels have to compute for sequences of at most ``longest`` tokens, for each kind of layer."""
+    facts, packed = model_facts(request.model), request.rows in ("packed", "equal")
+    return tuple(
+        AttentionNeeds(
+            layer.size,
+            layer.value_size,
+            request.dtype,
+            packed=packed,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            dropout=layer.dropout,
+            window=layer.window and facts.window < longest,
+            deterministic=request.device.deterministic,
+        )
+        for layer in facts.attention
+    )
 
 
 @lru_cache(maxsize=64)

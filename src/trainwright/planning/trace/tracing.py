@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import logsigmoid
 
 from trainwright.data.stream.batch import Batch
+from trainwright.models.linear_losses import linear_cross_entropy, token_statistics
 from trainwright.planning.trace.build import Built, Sample, batch_of, build, facts_of_model, quantized, samples
 from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
+from trainwright.planning.trace.gpu import functions_as_on_gpu, workspace_on_gpu
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment
 from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
@@ -43,7 +46,7 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
         for sample, batch in zip(shapes, batches, strict=True):
             recorders.append(Recorder(built.lm, built.names, _workspace(request)))
             division.recorder = recorders[-1]
-            _run(request.model, built, recorders[-1], division, sample, batch)
+            _run(request, built, recorders[-1], division, sample, batch)
     return _assembled(request, built, division, recorders, shapes)
 
 
@@ -53,13 +56,17 @@ def _fake(built: Built) -> Built:
 
 
 def _run(
-    wanted: TracedModel, built: Built, recorder: Recorder, division: Division, sample: Sample, batch: Batch
+    request: TraceRequest, built: Built, recorder: Recorder, division: Division, sample: Sample, batch: Batch
 ) -> None:
-    lm, head = built.lm, len(built.blocks)
+    lm, head, wanted, on_gpu = built.lm, len(built.blocks), request.model, request.device.is_gpu
     collects = gc.isenabled()
     gc.disable()
     try:
-        with loops_of_loss(recorder, sample), recorder:
+        with (
+            functions_as_on_gpu() if on_gpu else nullcontext(),
+            loops_of_loss(recorder, sample, on_gpu=on_gpu),
+            recorder,
+        ):
             lm.eval()
             division.begin(EMBEDDING, "evaluation")
             with torch.no_grad():
@@ -79,18 +86,21 @@ def _run(
 
 
 def _loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
-    """Return the loss of a task; of those with an objective, one that needs the sums of sequences."""
+    """Return the loss of a task."""
     if wanted.objective == "hidden":
         activations = lm.activations(batch)
         return cast(torch.Tensor, (activations - torch.zeros_like(activations)).square().mean())
-    if wanted.objective == "objective":
-        return cast(
-            torch.Tensor, lm(batch, objective=lambda losses, own: logsigmoid(own.by_sequence(losses)).sum().float())
-        )
+    if wanted.objective == "objective":  # as causal_lm.objective_at, without the function of the losses
+        head = lm.head(batch)
+        token_statistics(head, batch.targets)
+        return linear_cross_entropy(head, batch.targets, target_weights=torch.ones(len(batch.targets)))
     return cast(torch.Tensor, lm(batch))
 
 
 def _workspace(request: TraceRequest) -> Any:
+    if request.device.is_gpu:
+        return workspace_on_gpu
+
     def extra(func: Any, args: Any) -> int:
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
@@ -118,7 +128,7 @@ def _assembled(
     merged = [_by_unit(recorder.segments) for recorder in recorders]
     head = len(built.blocks)
     running = sorted({EMBEDDING, *division.stand_in, head})
-    parameters = _parameters(built, recorders[0])
+    parameters = parameters_of(built, list(recorders[0].used.values()))
     units = []
     for unit in running:
         forward, backward, evaluation = (
@@ -139,15 +149,18 @@ def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
         known = merged.setdefault((segment.unit, segment.direction), Segment(segment.unit, segment.direction))
         known.events += segment.events
         known.done += segment.done
+        known.remaining |= segment.remaining
     return merged
 
 
-def _parameters(built: Built, recorder: Recorder) -> dict[int, tuple[TracedParameter, ...]]:
+def parameters_of(built: Built, first: list[nn.Parameter]) -> dict[int, tuple[TracedParameter, ...]]:
+    """Return the parameters of each unit. ``first``: those outside the blocks that are used before them."""
+    before = {id(parameter) for parameter in first}
     units = {id(p): number for number, block in reversed([*enumerate(built.blocks)]) for p in block.parameters()}
     smaller = quantized(built.lm)
     listed: dict[int, list[TracedParameter]] = {n: [] for n in range(EMBEDDING, len(built.blocks) + 1)}
     for parameter, name in built.names.items():
-        outside = EMBEDDING if id(parameter) in recorder.used else len(built.blocks)
+        outside = EMBEDDING if id(parameter) in before else len(built.blocks)
         shape, packed, buffers = smaller.get(id(parameter), (tuple(parameter.shape), 0, 0))
         listed[units.get(id(parameter), outside)].append(
             TracedParameter(name, shape, parameter.requires_grad, parameter.element_size(), packed, buffers)
