@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, Vendor, missing_kernels
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from trainwright.machine.describe import Cluster
     from trainwright.planning.workload import Choice
     from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.sections.model import AdapterSection
 
 Rows = Literal["packed", "equal", "masked", "plain"]  # "equal": a pack of sequences of one length
 
@@ -93,13 +93,13 @@ class TracedModel:
         text = canonical(configuration)
         if recipe is None:
             return cls(text)
-        needs, section = recipe.spec.needs(recipe), recipe.model.adapter
-        adapter = "" if section.type == "none" else canonical(section.model_dump(include=_OF_ADAPTER))
+        needs, adapter = recipe.spec.needs(recipe), _adapter_text(recipe.model.adapter)
         reference: dict[str, Any] = {}
-        if needs.reference is not None and needs.reference.every_step:
+        if needs.reference is not None and (needs.reference.every_step or needs.reference.own_weights):
             kind = "copied" if needs.reference.own_weights or not adapter else "switched_off"
-            shares = {"reference_block": needs.reference.last_block, "reference_share": needs.reference.share}
-            reference = {"reference": kind, **shares}
+            # One that runs once, before the first step, stays in memory.
+            share = needs.reference.share if needs.reference.every_step else 0.0
+            reference = {"reference": kind, "reference_block": needs.reference.last_block, "reference_share": share}
         hidden = needs.last_block is not None
         return cls(
             text,
@@ -113,9 +113,38 @@ class TracedModel:
             implementation=recipe.model.implementation,
         )
 
+    def adapted(self, section: AdapterSection) -> TracedModel:
+        """Return the same model with an adapter."""
+        return replace(self, adapter=_adapter_text(section))
 
+    @property
+    def adapter_section(self) -> Mapping[str, Any]:
+        """The adapter's keys; empty without one."""
+        return json.loads(self.adapter) if self.adapter else {}
+
+    @property
+    def quantization(self) -> str:
+        """The quantization of the frozen weights, or "none"."""
+        return str(self.adapter_section.get("quantization", "none"))
+
+    @property
+    def is_partly_trained(self) -> bool:
+        """Whether some parameters are frozen, or only an adapter is trained."""
+        return bool(self.adapter) or self.trainable is not None or self.last_block is not None
+
+
+RANK = 16  # of an adapter, if the recipe sets none
 _OF_ADAPTER = {"type", "rank", "dropout", "targets", "modules_to_save", "quantization", "double_quantization"}
 _OF_ADAPTER |= {"start_from", "stack"}
+
+
+def _adapter_text(section: AdapterSection) -> str:
+    if section.type == "none":
+        return ""
+    values = section.model_dump(include=_OF_ADAPTER)
+    if section.start_from is None:
+        values |= {"rank": section.rank or RANK, "targets": section.targets or "all-linear"}
+    return canonical(values)
 
 
 @dataclass(frozen=True)
@@ -151,10 +180,6 @@ class TraceRequest:
     def width(self) -> int:
         """Bytes of an element of weights and activations."""
         return 4 if self.dtype == "fp32" else 2
-
-    def key(self) -> str:
-        """Return the name under which the trace is stored, for one version of the libraries that were traced."""
-        return hashlib.sha256(canonical(asdict(self)).encode()).hexdigest()[:32]
 
 
 class Regime(NamedTuple):
