@@ -271,8 +271,10 @@ def model_operations(workload: Workload) -> float:
         if len(parameter.shape) > 1 and "original_module" not in parameter.name:
             share = active if _EXPERT.search(parameter.name) else 1.0
             total += share * tokens * _operations(parameter) * parameter.numel
-    pairs = tokens * seen_pairs(workload, facts.window or None)
-    return total + 12 * len(blocks) * facts.heads * facts.head_dim * pairs
+    pairs = (1 - facts.windowed) * seen_pairs(workload, None)
+    if facts.windowed:
+        pairs += facts.windowed * seen_pairs(workload, facts.window)
+    return total + 12 * len(blocks) * facts.heads * facts.head_dim * tokens * pairs
 
 
 _EXPERT = re.compile(r"(^|\.)experts\.")
