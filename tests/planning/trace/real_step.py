@@ -12,11 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainwright.data.stream.batch import Batch
+from trainwright.models.adapters.attaching import attach_adapter
+from trainwright.models.adapters.files import fully_trained
 from trainwright.models.causal_lm import CausalLM
+from trainwright.models.quantization import quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TraceRequest
 from trainwright.planning.trace.units import SizedModel
+from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -28,6 +32,13 @@ def real_model(request: TraceRequest) -> CausalLM:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**json.loads(request.model.configuration))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if request.model.adapter:
+        fields = json.loads(request.model.configuration)
+        adapter = AdapterSection(**json.loads(request.model.adapter))
+        if adapter.quantization != "none":
+            keep = fully_trained(adapter)
+            quantize(model, adapter.quantization, double=adapter.double_quantization, keep=keep)
+        attach_adapter(model, ModelSection(config=fields, tokenizer="bytes", adapter=adapter), 0)
     lm = CausalLM(model, packed=request.rows in ("packed", "equal"))
     for parameter in lm.parameters():
         parameter.data = parameter.data.to(DTYPES[request.dtype])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,12 +12,19 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
+from trainwright.models.adapters.attaching import attach_without_weights
+from trainwright.models.adapters.files import fully_trained
 from trainwright.models.causal_lm import CausalLM, find_blocks
-from trainwright.models.configuration import register, without_ignored
+from trainwright.models.configuration import making, register, set_dropout, without_ignored
+from trainwright.models.gpt.conversion import gpt_config
+from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
+from trainwright.planning.trace.gpu import attend_as_on_gpu
 from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelFacts
+from trainwright.recipe.sections.model import OWN, AdapterSection
+from trainwright.tasks.unlearn.module import UnlearnLM
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
@@ -93,34 +101,68 @@ class Built(NamedTuple):
 
 def build(request: TraceRequest, regime: Regime) -> Built:
     """Return the model of a request as a run makes it: with its adapter, precision and recomputation."""
-    model = _model(request.model, _WINDOW if regime.windows else 2**20)
-    packed = request.rows in ("packed", "equal")
-    lm = CausalLM(model, packed=packed, z_loss=float(request.model.z_loss), attention=request.device.limits.attention)
+    wanted = request.model
+    model = _model(wanted, _WINDOW if regime.windows else 2**20)
+    if wanted.trainable is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in wanted.trainable))
+    packed, attention = request.rows in ("packed", "equal"), request.device.limits.attention
+    lm = (
+        CausalLM(model, packed=packed, z_loss=float(wanted.z_loss), attention=attention)
+        if wanted.last_block is None
+        else UnlearnLM(model, packed=packed, layer=wanted.last_block, attention=attention)
+    )
     for parameter in lm.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[request.dtype])
+    if packed and request.device.is_gpu:
+        attend_as_on_gpu(lm, request.device)
+    if request.device.is_gpu or request.hooked:  # then a tied embedding's gradient is not added to the head's in place
+        model.get_input_embeddings().register_forward_hook(lambda *_: None)
     blocks = lm.blocks()
-    recompute = request.recompute
-    save_activation_memory(blocks, recompute if recompute != "compiled" else "none")
+    save_activation_memory(blocks, "none" if request.recompute == "compiled" else request.recompute)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for block in reversed(blocks):
         names |= {parameter: name for name, parameter in block.named_parameters()}
     return Built(lm.train(), blocks, names)
 
 
-def _model(model: TracedModel, window: int | None = None) -> Any:
-    """Return the model on the meta device in fp32. ``window``: instead of the windows of its configuration."""
+def _model(wanted: TracedModel, window: int | None = None) -> Any:
+    """Return the model on the meta device in fp32, with its adapter. ``window``: instead of those of its
+    configuration.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = without_ignored(json.loads(model.configuration))
+    given = json.loads(wanted.configuration)
+    fields = {key: value for key, value in without_ignored(given).items() if key != "source_sha256"}
+    if given.get("model_type") == OWN:
+        fields["implementation"] = given["implementation"]
     register(fields.get("model_type"))
     config = AutoConfig.for_model(**fields)
+    if wanted.implementation == "gpt" and config.model_type != "gpt":
+        register("gpt")
+        config = gpt_config(config)
+    if wanted.dropout is not None:
+        set_dropout(config, wanted.dropout)
     for part in _parts(config):
         for name in _WINDOWS if window is not None else ():
             if getattr(part, name, None):
                 setattr(part, name, window)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
+            part.pad_token_id = 0
+    with making(config), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if wanted.adapter:
+        section = AdapterSection(**json.loads(wanted.adapter))
+        if section.quantization != "none":
+            import bitsandbytes
+
+            double, keep = section.double_quantization, fully_trained(section)
+            # Otherwise bitsandbytes would keep a table without data, and use it for other models.
+            bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
+            quantize(model, section.quantization, double=double, keep=keep)
+        attach_without_weights(model, section)
+    return model
 
 
 def _parts(config: Any) -> list[Any]:
@@ -205,3 +247,16 @@ def _filled(row: torch.Tensor, length: int) -> torch.Tensor:
 def _shares(total: int, parts: int) -> tuple[int, ...]:
     each: Sequence[int] = [total // parts] * (parts - 1)
     return (*each, total - sum(each))
+
+
+def quantized(model: nn.Module) -> dict[int, tuple[tuple[int, ...], int, int]]:
+    """Return of each quantized parameter, by its ``id``, the shape that it stands for, its bytes and its scales'."""
+    return {
+        id(layer.weight): (
+            (layer.out_features, layer.in_features),
+            layer.weight.nbytes,
+            sum(buffer.nbytes for buffer in layer.buffers()),
+        )
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLinear)
+    }

@@ -22,15 +22,19 @@ class Division:
     The first two of a kind run: the first one is special, as it is the last to release what its kind shares, such as
     masks.
 
+    Args:
+        last: the last block that runs.
+
     Attributes:
         stand_in: for each block the one that runs in its place.
         recorder: of the current trace.
     """
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        equal: dict[str, list[int]] = {}
+    def __init__(self, blocks: list[nn.Module], last: int | None = None) -> None:
+        self._last = len(blocks) - 1 if last is None else last
+        equal: dict[tuple[str, bool], list[int]] = {}
         for number, block in enumerate(blocks):
-            equal.setdefault(_signature(block), []).append(number)
+            equal.setdefault((_signature(block), number <= self._last), []).append(number)
         self.stand_in = list(range(len(blocks)))
         for numbers in equal.values():
             for number in numbers[1:]:
@@ -58,11 +62,11 @@ class Division:
         else:
             output = forward(*args, **kwargs)
             self._rest[number] = None if isinstance(output, torch.Tensor) else len(output) - 1
-        if number == len(self.stand_in) - 1:
+        if number == self._last:
             result = tensors_in(output)[0]
             if result.requires_grad:
                 result.register_hook(lambda _: self.begin(number, "backward"))
-            self.recorder.begin_later(number + 1, direction)
+            self.recorder.begin_later(len(self.stand_in), direction)
         return output
 
 
@@ -95,7 +99,7 @@ def to_fake(module: nn.Module) -> dict[int, nn.Parameter]:
 
 
 @contextmanager
-def loops_of_loss(recorder: Recorder, sample: Sample) -> Iterator[None]:
+def loops_of_loss(recorder: Recorder, sample: Sample, *, on_gpu: bool) -> Iterator[None]:
     """Let the loss take as many chunks and blocks as a sample says, and note the iterations."""
 
     def chunks(count: int, hidden: Any, weight: Any) -> Iterator[slice]:
@@ -104,6 +108,9 @@ def loops_of_loss(recorder: Recorder, sample: Sample) -> Iterator[None]:
                 yield slice(number * sample.chunk, (number + 1) * sample.chunk)
 
     def row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+        if on_gpu:
+            yield slice(None)
+            return
         for number in range(sample.blocks):
             with recorder.scope(f"block{number}"):
                 yield slice(number * sample.block, (number + 1) * sample.block)

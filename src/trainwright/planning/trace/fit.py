@@ -92,9 +92,14 @@ def passes(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> Pass
     Args:
         natural: maps coefficients to those of terms that are never negative.
     """
+    remaining = [list(segment.remaining.values()) for segment in segments]
+    saved: list[Size] = []
+    if segments[0].direction == "forward" and len({len(one) for one in remaining}) == 1:
+        saved = [_size(fitter(sizes)) for sizes in zip(*remaining, strict=True)]
     return PassTrace(
         tuple(_moments([segment.events for segment in segments], fitter, natural)),
         tuple(_operations([segment.done for segment in segments], fitter)),
+        tuple(saved),
     )
 
 
@@ -184,8 +189,8 @@ def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operatio
             _add(found, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
     made: list[Operation[Size]] = []
     for key, sums in found.items():
-        m, n, k, times, launches, *work = [_size(one) for one in sums]
-        made.append(Operation(key[0], key[1], launches, m, n, k, times, *work, *key[2:4]))
+        m, n, k, times, count, flops, read, written = map(_size, sums)
+        made.append(Operation(key[0], key[1], count, m, n, k, times, flops, read, written, key[2], key[3]))
     return made
 
 

@@ -48,6 +48,7 @@ class Segment:
     direction: Direction
     events: list[Event] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
+    remaining: dict[int, int] = field(default_factory=dict)  # bytes of what was allocated and not released
 
 
 class Recorder(TorchDispatchMode):
@@ -113,10 +114,12 @@ class Recorder(TorchDispatchMode):
             return
         size = storage.nbytes()
         segment.events.append(Event("allocated", size))
+        segment.remaining[key] = size
         self._live[key] = weakref.finalize(storage, self._released, key, size)
 
     def _released(self, key: int, size: int) -> None:
         self._live.pop(key, None)
+        self.segments[-1].remaining.pop(key, None)
         self.segments[-1].events.append(Event("released", size))
 
     def gradient(self, parameter: torch.Tensor) -> None:
@@ -174,6 +177,8 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
         kind = "copy"
     elif any(part in operator for part in _REDUCTIONS) or (inputs and 2 * results[0].numel() < inputs[0].numel()):
         kind = "reduction"
+    if scope and kind != "product":
+        name = "loss"
     return Done(kind, name, scope, width, generation, (m, n, k, times, flops, read, written))
 
 

@@ -72,6 +72,8 @@ class TracedModel:
             runs without gradients before every forward pass; ``reference_block``: its last block, None: all and the
             head; ``reference_share``: the share of the tokens that it runs on.
         z_loss: whether the loss has that term.
+        dropout: of the recipe's model; None: that of the configuration.
+        implementation: of the recipe's model.
     """
 
     configuration: str
@@ -83,6 +85,8 @@ class TracedModel:
     reference_block: int | None = None
     reference_share: float = 1.0
     z_loss: bool = False
+    dropout: float | None = None
+    implementation: str = "transformers"
 
     @classmethod
     def of(cls, configuration: Mapping[str, Any], recipe: Recipe | None = None) -> TracedModel:
@@ -106,6 +110,8 @@ class TracedModel:
             "hidden" if hidden else "objective" if recipe.task in ("dpo", "unlearn") else "cross_entropy",
             **reference,
             z_loss=bool(getattr(getattr(recipe, recipe.spec.name, None), "z_loss", 0.0)),
+            dropout=recipe.model.dropout,
+            implementation=recipe.model.implementation,
         )
 
     def adapted(self, section: AdapterSection) -> TracedModel:

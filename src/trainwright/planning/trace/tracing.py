@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.data.stream.batch import Batch
-from trainwright.planning.trace.build import Built, Sample, batch_of, build, facts_of_model, samples
+from trainwright.models.linear_losses import linear_cross_entropy, token_statistics
+from trainwright.planning.trace.build import Built, Sample, batch_of, build, facts_of_model, quantized, samples
 from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
+from trainwright.planning.trace.gpu import functions_as_on_gpu, workspace_on_gpu
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment
-from trainwright.planning.trace.request import Regime, TraceRequest
+from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
 
 _Key = tuple[int, Direction]
@@ -34,7 +38,7 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     batches = [batch_of(sample, vocabulary) for sample in shapes]
     with FakeTensorMode(allow_non_fake_inputs=True):
         built = _fake(built)
-        division = Division(built.blocks)
+        division = Division(built.blocks, request.model.last_block)
         recorders: list[Recorder] = []
         for parameter in built.names:
             if parameter.requires_grad:
@@ -42,7 +46,7 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
         for sample, batch in zip(shapes, batches, strict=True):
             recorders.append(Recorder(built.lm, built.names, _workspace(request)))
             division.recorder = recorders[-1]
-            _run(built, recorders[-1], division, sample, batch)
+            _run(request, built, recorders[-1], division, sample, batch)
     return _assembled(request, built, division, recorders, shapes)
 
 
@@ -51,20 +55,26 @@ def _fake(built: Built) -> Built:
     return built._replace(names={made.get(id(p), p): name for p, name in built.names.items()})
 
 
-def _run(built: Built, recorder: Recorder, division: Division, sample: Sample, batch: Batch) -> None:
-    lm, head = built.lm, len(built.blocks)
+def _run(
+    request: TraceRequest, built: Built, recorder: Recorder, division: Division, sample: Sample, batch: Batch
+) -> None:
+    lm, head, wanted, on_gpu = built.lm, len(built.blocks), request.model, request.device.is_gpu
     collects = gc.isenabled()
     gc.disable()
     try:
-        with loops_of_loss(recorder, sample), recorder:
+        with (
+            functions_as_on_gpu() if on_gpu else nullcontext(),
+            loops_of_loss(recorder, sample, on_gpu=on_gpu),
+            recorder,
+        ):
             lm.eval()
             division.begin(EMBEDDING, "evaluation")
             with torch.no_grad():
-                lm(batch, statistics=True)
+                lm(batch, statistics=True) if wanted.objective != "hidden" else _loss(lm, wanted, batch)
             recorder.segments.append(Segment(head, "evaluation"))
             lm.train()
             division.begin(EMBEDDING, "forward")
-            total = lm(batch) / batch.weight
+            total = _loss(lm, wanted, batch) / batch.weight
             division.begin(head, "backward")
             total.backward()
             del total
@@ -75,7 +85,22 @@ def _run(built: Built, recorder: Recorder, division: Division, sample: Sample, b
             gc.enable()
 
 
+def _loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
+    """Return the loss of a task."""
+    if wanted.objective == "hidden":
+        activations = lm.activations(batch)
+        return cast(torch.Tensor, (activations - torch.zeros_like(activations)).square().mean())
+    if wanted.objective == "objective":  # as causal_lm.objective_at, without the function of the losses
+        head = lm.head(batch)
+        token_statistics(head, batch.targets)
+        return linear_cross_entropy(head, batch.targets, target_weights=torch.ones(len(batch.targets)))
+    return cast(torch.Tensor, lm(batch))
+
+
 def _workspace(request: TraceRequest) -> Any:
+    if request.device.is_gpu:
+        return workspace_on_gpu
+
     def extra(func: Any, args: Any) -> int:
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
@@ -103,7 +128,7 @@ def _assembled(
     merged = [_by_unit(recorder.segments) for recorder in recorders]
     head = len(built.blocks)
     running = sorted({EMBEDDING, *division.stand_in, head})
-    parameters = _parameters(built, recorders[0])
+    parameters = parameters_of(built, list(recorders[0].used.values()))
     units = []
     for unit in running:
         forward, backward, evaluation = (
@@ -112,7 +137,10 @@ def _assembled(
         )
         units.append(UnitTrace(parameters[unit], forward, backward, evaluation))
     order = [running.index(unit) for unit in (EMBEDDING, *division.stand_in, head)]
-    return ModelTrace(tuple(units), tuple(order), facts_of_model(request.model))
+    model = request.model
+    last = len(order) if model.reference_block is None else model.reference_block + 2
+    reference = () if model.reference == "none" else tuple(order[:last])
+    return ModelTrace(tuple(units), tuple(order), facts_of_model(model), reference, model.reference == "copied")
 
 
 def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
@@ -121,16 +149,20 @@ def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
         known = merged.setdefault((segment.unit, segment.direction), Segment(segment.unit, segment.direction))
         known.events += segment.events
         known.done += segment.done
+        known.remaining |= segment.remaining
     return merged
 
 
-def _parameters(built: Built, recorder: Recorder) -> dict[int, tuple[TracedParameter, ...]]:
+def parameters_of(built: Built, first: list[nn.Parameter]) -> dict[int, tuple[TracedParameter, ...]]:
+    """Return the parameters of each unit. ``first``: those outside the blocks that are used before them."""
+    before = {id(parameter) for parameter in first}
     units = {id(p): number for number, block in reversed([*enumerate(built.blocks)]) for p in block.parameters()}
+    smaller = quantized(built.lm)
     listed: dict[int, list[TracedParameter]] = {n: [] for n in range(EMBEDDING, len(built.blocks) + 1)}
     for parameter, name in built.names.items():
-        outside = EMBEDDING if id(parameter) in recorder.used else len(built.blocks)
-        unit = units.get(id(parameter), outside)
-        listed[unit].append(
-            TracedParameter(name, tuple(parameter.shape), parameter.requires_grad, parameter.element_size())
+        outside = EMBEDDING if id(parameter) in before else len(built.blocks)
+        shape, packed, buffers = smaller.get(id(parameter), (tuple(parameter.shape), 0, 0))
+        listed[units.get(id(parameter), outside)].append(
+            TracedParameter(name, shape, parameter.requires_grad, parameter.element_size(), packed, buffers)
         )
     return {unit: tuple(parameters) for unit, parameters in listed.items()}
