@@ -14,6 +14,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import attach_without_weights
 from trainwright.models.adapters.files import fully_trained
+from trainwright.models.attention.described import needs_of
 from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.configuration import making, register, set_dropout, without_ignored
 from trainwright.models.gpt.conversion import gpt_config
@@ -22,7 +23,7 @@ from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
 from trainwright.planning.trace.gpu import attend_as_on_gpu
 from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
-from trainwright.planning.trace.units import ModelFacts
+from trainwright.planning.trace.units import LayerAttention, ModelFacts
 from trainwright.recipe.sections.model import OWN, AdapterSection
 from trainwright.tasks.unlearn.module import UnlearnLM
 
@@ -180,7 +181,9 @@ def facts_of_model(model: TracedModel) -> ModelFacts:
     chosen = _number(text, "num_experts_per_tok") if experts else 0
     numel = {name: parameter.numel() for name, parameter in made.named_parameters()}
     unused = sum(count for name, count in numel.items() if ".experts." in name) if chosen else 0
-    windows = [_number(part, name) for part in _parts(made.config) for name in _WINDOWS]
+    windows = [window for part in _parts(made.config) for name in _WINDOWS if (window := _number(part, name))]
+    kinds = getattr(text, "layer_types", None) or []
+    of_windows = sum("full" not in kind for kind in kinds) / len(kinds) if kinds else 1.0
     return ModelFacts(
         family=str(made.config.model_type),
         layers=len(find_blocks(made)),
@@ -194,10 +197,23 @@ def facts_of_model(model: TracedModel) -> ModelFacts:
         tied=head is not None and head.weight is embedding,
         total=sum(numel.values()),
         active=sum(numel.values()) - (unused - unused * chosen // experts if experts else 0),
-        window=min((window for window in windows if window), default=0),
+        window=min(windows, default=0),
+        windowed=of_windows if windows else 0.0,
+        attention=_attention(made),
         experts=experts,
         experts_per_token=chosen,
     )
+
+
+def _attention(model: Any) -> tuple[LayerAttention, ...]:
+    """Return the attention of each kind of layer; nothing of models without it."""
+    if model.config.model_type == OWN:
+        return ()
+    try:
+        needs = list(needs_of(CausalLM(model, packed=False), torch.float32, 2**62))
+    except AttributeError:
+        return ()
+    return tuple(LayerAttention(*(getattr(each, name) for name in LayerAttention._fields)) for each in needs)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, Vendor, missing_kernels
@@ -134,12 +133,18 @@ class TracedModel:
         return bool(self.adapter) or self.trainable is not None or self.last_block is not None
 
 
+RANK = 16  # of an adapter, if the recipe sets none
 _OF_ADAPTER = {"type", "rank", "dropout", "targets", "modules_to_save", "quantization", "double_quantization"}
 _OF_ADAPTER |= {"start_from", "stack"}
 
 
 def _adapter_text(section: AdapterSection) -> str:
-    return "" if section.type == "none" else canonical(section.model_dump(include=_OF_ADAPTER))
+    if section.type == "none":
+        return ""
+    values = section.model_dump(include=_OF_ADAPTER)
+    if section.start_from is None:
+        values |= {"rank": section.rank or RANK, "targets": section.targets or "all-linear"}
+    return canonical(values)
 
 
 @dataclass(frozen=True)
@@ -175,10 +180,6 @@ class TraceRequest:
     def width(self) -> int:
         """Bytes of an element of weights and activations."""
         return 4 if self.dtype == "fp32" else 2
-
-    def key(self) -> str:
-        """Return the name under which the trace is stored, for one version of the libraries that were traced."""
-        return hashlib.sha256(canonical(asdict(self)).encode()).hexdigest()[:32]
 
 
 class Regime(NamedTuple):

@@ -10,10 +10,11 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from trainwright.machine.cache import cache_root, try_write
 from trainwright.planning.trace.units import (
+    LayerAttention,
     ModelFacts,
     ModelTrace,
     Moment,
@@ -57,11 +58,14 @@ def write(key: str, value: Any) -> None:
 
 def ship(file: Path, values: Mapping[str, Any]) -> None:
     """Write an archive of values."""
-    from zipfile import ZIP_LZMA
-
-    with ZipFile(file, "w", ZIP_LZMA) as archive:
+    with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
         for key, value in {_VERSIONS: versions(), **values}.items():
             archive.writestr(key, json.dumps(value, separators=(",", ":")))
+
+
+def shipped() -> dict[str, Any]:
+    """Return all values of the shipped archive, if it is of these versions of the libraries."""
+    return {key: json.loads(_opened().read(key)) for key in _shipped() or () if key != _VERSIONS}
 
 
 def _file(key: str) -> Path:
@@ -109,11 +113,11 @@ def as_json(trace: ModelTrace[Size]) -> dict[str, Any]:
     return {**values, "sizes": [list(size) for size in sizes], "operations": [list(one) for one in operations]}
 
 
-def from_json(values: Mapping[str, Any]) -> ModelTrace[Size]:
-    """Return the trace that ``as_json`` gave."""
+def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size]:
+    """Return the trace that ``as_json`` gave. ``generation``: of the flash attention that computes it."""
     sizes: list[Size] = [tuple(size) for size in values["sizes"]]
     operations = [
-        Operation(kind, name, *(sizes[i] for i in numbers[:8]), *numbers[8:])
+        Operation(kind, name, *(sizes[i] for i in numbers[:8]), *(numbers[8], generation if kind == "attention" else 2))
         for kind, name, *numbers in values["operations"]
     ]
 
@@ -144,7 +148,8 @@ def facts_as_json(facts: ModelFacts) -> dict[str, Any]:
 
 def facts_from_json(values: Mapping[str, Any]) -> ModelFacts:
     """Return the facts that ``facts_as_json`` gave."""
-    return ModelFacts(**values)
+    attention = tuple(LayerAttention(*one) for one in values.get("attention", ()))
+    return ModelFacts(**{**values, "attention": attention})
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

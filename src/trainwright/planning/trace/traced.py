@@ -6,9 +6,10 @@ import dataclasses
 from functools import lru_cache
 from typing import Any
 
+from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
 from trainwright.planning.trace import store
 from trainwright.planning.trace.batch import BatchShape
-from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, SizedModel, at
 
 # models/attention/cpu_flash.py converts packs of shorter sequences to fp32 on a CPU.
@@ -40,14 +41,49 @@ _USUAL = Regime()
 @lru_cache(maxsize=256)
 def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
     """Return the trace of a request in a regime."""
-    key = store.key_of(["trace", request.key(), regime])
-    if (values := store.read(key)) is None:
+    same = traced_as(request)
+    if (values := store.read(key := key_of(same, regime))) is None:
         from trainwright.planning.trace.bound import trace_or_bound
 
-        values = store.as_json(trace_or_bound(request, regime))
+        values = store.as_json(trace_or_bound(same, regime))
         store.write(key, values)
-    trace = store.from_json(values)
-    return dataclasses.replace(trace, facts=facts_of(request, trace.facts))
+    generation = max((kernel.generation for kernel in _kernels(request, request.device)), default=2)
+    return dataclasses.replace(
+        store.from_json(values, generation), facts=facts_of(request, store.facts_from_json(values["facts"]))
+    )
+
+
+def key_of(request: TraceRequest, regime: Regime) -> str:
+    """Return the name under which the trace of a request is stored."""
+    return store.key_of(["trace", dataclasses.asdict(request), regime])
+
+
+# A GPU whose flash attention stands for that of others.
+_GPU = Device("cuda")
+
+
+def traced_as(request: TraceRequest) -> TraceRequest:
+    """Return the request that is traced for all that have the same operations."""
+    recompute = "none" if request.recompute == "compiled" else request.recompute
+    if not request.device.is_gpu:
+        return dataclasses.replace(request, recompute=recompute)
+    dtype: Dtype = "fp32" if request.width == 4 else "bf16"
+    rows, device = request.rows, request.device
+    if request.rows not in ("packed", "equal"):
+        device = _GPU
+    elif all(kernel.memory == "flash" for kernel in _kernels(request, device)):
+        sizes = [kernel.widths(256, 256) for kernel in _kernels(request, device)]
+        others = _kernels(dataclasses.replace(request, dtype=dtype), _GPU)
+        if [kernel.widths(256, 256) for kernel in others if kernel.memory == "flash"] == sizes:
+            device, rows = _GPU, "packed"
+    return dataclasses.replace(request, recompute=recompute, dtype=dtype, rows=rows, device=device, hooked=False)
+
+
+def _kernels(request: TraceRequest, device: Device) -> list[AttentionKernel]:
+    """Return the kernels of packs that a device computes the layers with."""
+    if request.rows not in ("packed", "equal"):
+        return []
+    return [choose(needs, device.limits).kernel for needs in attention_needs(request, 2**62)]
 
 
 def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
@@ -58,13 +94,37 @@ def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFac
     return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
 
 
+def attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds, ...]:
+    """Return what kernels have to compute for sequences of at most ``longest`` tokens, for each kind of layer."""
+    facts, packed = model_facts(request.model), request.rows in ("packed", "equal")
+    return tuple(
+        AttentionNeeds(
+            layer.size,
+            layer.value_size,
+            request.dtype,
+            packed=packed,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            dropout=layer.dropout,
+            window=layer.window and facts.window < longest,
+            deterministic=request.device.deterministic,
+        )
+        for layer in facts.attention
+    )
+
+
 @lru_cache(maxsize=64)
 def model_facts(model: TracedModel) -> ModelFacts:
     """Return the facts of a model: its modules are made, without memory, but not run."""
-    key = store.key_of(["facts", dataclasses.asdict(model)])
+    key = key_of_facts(model)
     if (values := store.read(key)) is None:
         from trainwright.planning.trace.build import facts_of_model
 
         values = store.facts_as_json(facts_of_model(model))
         store.write(key, values)
     return store.facts_from_json(values)
+
+
+def key_of_facts(model: TracedModel) -> str:
+    """Return the name under which the facts of a model are stored."""
+    return store.key_of(["facts", dataclasses.asdict(model)])

@@ -91,10 +91,22 @@ class UnitTrace(NamedTuple, Generic[N]):
     buffers: int = 0
 
 
+class LayerAttention(NamedTuple):
+    """The attention of a kind of layer, as ``AttentionNeeds``; ``window``: it has one, whatever the lengths are."""
+
+    size: int
+    value_size: int
+    softcap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    window: bool = False
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Numbers of a model for messages and the search; 0 where a model has no such number.
 
+    ``window``: of tokens, in a share ``windowed`` of the blocks; ``attention``: of each kind of layer.
     ``total``, ``active``: parameters, and those that one token uses. ``chunk_logits``, ``block_logits``: the most
     logits that the loss takes at a time. ``grows``: chunks are as large as the hidden states, if these are larger.
     ``pads``: products need numbers of rows of ``padded_size``.
@@ -114,6 +126,8 @@ class ModelFacts:
     total: int
     active: int
     window: int = 0
+    windowed: float = 0.0
+    attention: tuple[LayerAttention, ...] = ()
     experts: int = 0
     experts_per_token: int = 0
     chunk_logits: int = 0
