@@ -34,15 +34,19 @@ def llama(**changed: Any) -> TracedModel:
     return TracedModel.of({**config, **changed})
 
 
-LARGE = llama(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-)
+def large(layers: int = 32) -> TracedModel:
+    return llama(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+
+
+LARGE = large()
 
 
 def workload(model: TracedModel = LARGE, **changed: Any) -> Workload:
@@ -207,7 +211,7 @@ def test_offloading_costs_time() -> None:
 def test_activations_are_copied_while_others_are_computed() -> None:
     """Only those of one block are waited for."""
     made = choice(activation_offload=True, activation_checkpointing="full")
-    few, many = (timed(made, workload(replace(LARGE, layers=layers))).parts["offload"] for layers in (16, 32))
+    few, many = (timed(made, workload(large(layers))).parts["offload"] for layers in (16, 32))
     assert few == pytest.approx(many, rel=0.01) and few > 0
 
 
