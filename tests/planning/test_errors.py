@@ -12,11 +12,11 @@ import pytest
 
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.output import summary, table, words
 from trainwright.planning.plan import RunPlan, make_plan
+from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import AdapterSection

@@ -9,8 +9,8 @@ from functools import lru_cache
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Recompute, Workload
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import AdapterSection

@@ -12,7 +12,6 @@ from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.output import table
@@ -20,6 +19,7 @@ from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
+from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.loading import recipe_of

@@ -15,7 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.models.supported import check_packable, check_trainable, unpackable
-from trainwright.planning.architectures.catalog import KnownModel, families, find_model, known_model, nearest_models
+from trainwright.planning.trace.catalog import KnownModel, families, find_model, known_model, nearest_models
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Workload
 from trainwright.recipe.files import read_json

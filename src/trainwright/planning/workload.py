@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.machine.describe import Cluster
-from trainwright.planning.derived import Derived
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TracedModel, TraceRequest, device_of
 from trainwright.planning.trace.traced import model_facts, sized
@@ -18,7 +17,7 @@ Recompute = Literal["none", "full", "selective"] | int
 
 
 @dataclass(frozen=True)
-class Workload(Derived):
+class Workload:
     """What is trained, and on how many tokens at a time; independent of machine and strategy.
 
     ``row_tokens``: longest row of a micro-batch, without padding or the unused end of a pack. ``document_tokens``: mean
@@ -68,8 +67,12 @@ class Workload(Derived):
 
     def trace(self, choice: Choice, cluster: Cluster, batch: BatchShape) -> SizedModel:
         """Return what passes of ``choice`` over ``batch`` allocate and do on a device of ``cluster``."""
+        return sized(self.request(choice, cluster, batch), batch, choice.threads or 1)
+
+    def request(self, choice: Choice, cluster: Cluster, batch: BatchShape) -> TraceRequest:
+        """Return what decides the operations of these passes."""
         device = device_of(cluster, choice, self.attention, deterministic=self.deterministic)
-        return sized(TraceRequest.of(self.model, device, choice, batch), batch, choice.threads or 1)
+        return TraceRequest.of(self.model, device, choice, batch)
 
     @property
     def tokens(self) -> float:

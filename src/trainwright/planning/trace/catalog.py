@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.configured import architecture_of_config
 
 _FILE = Path(__file__).with_name("models.json")
 
@@ -26,10 +24,6 @@ class KnownModel:
 
     id: str
     config: Mapping[str, Any] = field(hash=False)
-
-    def architecture(self) -> Architecture:
-        """Return its architecture; an unknown family is traced, which imports torch."""
-        return architecture_of_config(self.config, self.id)
 
 
 def known_model(name: str) -> KnownModel | None:
