@@ -74,6 +74,11 @@ class Recorder(TorchDispatchMode):
         """Begin the pass over a unit."""
         self.segments.append(Segment(unit, direction))
 
+    def change(self, size: int) -> None:
+        """Note bytes that no operation shows: allocated ones, or released ones below 0."""
+        if size:
+            self.segments[-1].events.append(Event("allocated" if size > 0 else "released", abs(size)))
+
     def begin_later(self, unit: int, direction: Direction) -> None:
         """Begin the pass over a unit at the next operation, when the output of the one before replaced its input."""
         self._next = Segment(unit, direction)
