@@ -203,13 +203,10 @@ MODEL_CHECKS: Registry[Callable[..., bool]] = Registry(
     required=("__call__",),
 )
 
-# What `train --simulate MACHINE` calls: `simulate` as tw.simulate; `compute`, with the machine, replaces this one.
+# What `train --simulate MACHINE` calls, as tw.simulate.
 SIMULATIONS: Registry[Callable[..., Any]] = Registry(
     "trainwright.simulations",
-    {
-        "simulate": "trainwright.planning.requests:simulate",
-        "compute": "trainwright.planning.simulation.computing:compute_on",
-    },
+    {"simulate": "trainwright.planning.requests:simulate"},
     kind="simulation",
     required=("__call__",),
 )
