@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
     from trainwright.run.watchers import Watcher
+    from trainwright.tasks.dpo.spec import PreferenceLoss
 
 # Each is in a module that imports no torch.
 TASKS: Registry[TaskSpec] = Registry(
@@ -93,6 +94,26 @@ OBJECTIVES: Registry[Any] = Registry(
     },
     kind="objective",
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
+)
+
+# Each is a tasks.dpo.spec.PreferenceLoss in a module that imports no torch.
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
+    "trainwright.preference_losses",
+    {
+        "dpo": "trainwright.tasks.dpo.spec:DPO",
+        "ipo": "trainwright.tasks.dpo.spec:IPO",
+        "kto": "trainwright.tasks.dpo.spec:KTO",
+        "hinge": "trainwright.tasks.dpo.spec:HINGE",
+        "robust": "trainwright.tasks.dpo.spec:ROBUST",
+        "apo_zero": "trainwright.tasks.dpo.spec:APO_ZERO",
+        "apo_down": "trainwright.tasks.dpo.spec:APO_DOWN",
+        "sppo": "trainwright.tasks.dpo.spec:SPPO",
+        "simpo": "trainwright.tasks.dpo.spec:SIMPO",
+        "cpo": "trainwright.tasks.dpo.spec:CPO",
+        "orpo": "trainwright.tasks.dpo.spec:ORPO",
+    },
+    kind="preference loss",
+    required=("function", "reads", "has_reference", "averages", "sft_weight", "rates_answers"),
 )
 
 # Each is a recipe.optimizer_spec.OptimizerSpec.
@@ -342,6 +363,7 @@ KEYS: dict[str, Registry[Any]] = {
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
     "data.train": SOURCES,
+    "dpo.loss": PREFERENCE_LOSSES,
     "unlearn.objective": OBJECTIVES,
     "evaluate.metrics": METRICS,
     "algorithm_distillation.environment": ENVIRONMENTS,
