@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainwright.recipe import parallel_checks
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES, TASKS
+from trainwright.recipe.sections.data import RowSettings
 from trainwright.recipe.sections.model import absurd_sizes
 
 if TYPE_CHECKING:
@@ -159,8 +160,9 @@ def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
         yield _of_one_source("limit")
-    if data.format != "auto" and data.validation_source is None:
-        yield _of_one_source("format")
+    for key, default in RowSettings._field_defaults.items():
+        if getattr(data, key) != default and data.validation_source is None:
+            yield _of_one_source(key)
 
 
 def _of_one_source(key: str) -> Contradiction:

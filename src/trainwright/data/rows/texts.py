@@ -95,7 +95,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
     columns = columns_of(first_rows)
-    layout = ANY.layout(columns, first_rows, "auto" if documents else source.format, f"{key}: {name}")
+    layout = ANY.layout(columns, first_rows, "auto" if documents else source.rows, f"{key}: {name}")
     if layout.read_as:
         notes.append(f"{name}: {layout.read_as}")
     if unused := layout.unused(columns):

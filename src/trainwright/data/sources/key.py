@@ -12,6 +12,7 @@ from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of
 from trainwright.data.sources.registry import registered_source
 from trainwright.data.sources.shards import is_shards
+from trainwright.recipe.sections.data import RowSettings
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
@@ -22,11 +23,14 @@ VERSION = 8  # raised when the code that determines the prepared data changes
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
     """Return the settings that determine the datasets. A separate validation source is identified by its content."""
-    sources = [[source.format, source.limit, source.weight] for source in data.sources]
+    sources = [[source.format, source.limit, source.weight, *row_changes(source)] for source in data.sources]
+    if len(sources) == 1:
+        del sources[0][2]
     return {
         "version": VERSION,
         "format": data.format,
-        "sources": sources if len(sources) > 1 else sources[0][:2],
+        "sources": sources if len(sources) > 1 else sources[0],
+        **({} if data.targets == "answers" else {"targets": data.targets}),
         "max_length": data.max_length,
         "long_documents": data.long_documents,
         "example_per_turn": data.example_per_turn,
@@ -34,6 +38,12 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
         "validation": "source" if isinstance(data.validation, str) else data.validation,
         "seed": seed if isinstance(data.validation, (int, float)) else None,
     }
+
+
+def row_changes(source: SourceSection) -> list[Any]:
+    """Return how its rows are read, beside their format, if that is not the default."""
+    changes = source.rows[1:]
+    return [] if changes == RowSettings()[1:] else list(changes)
 
 
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:

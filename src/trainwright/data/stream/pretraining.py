@@ -117,9 +117,10 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     """Return a value that changes whenever the sources or their content change, without reading them."""
-    from trainwright.data.sources.key import file_states
+    from trainwright.data.sources.key import file_states, row_changes
 
-    return [VERSION, *([file_states(source, key), source.format, source.limit] for source, key in sources)]
+    settings = ([source.format, source.limit, *row_changes(source)] for source, _ in sources)
+    return [VERSION, *([file_states(*one), *values] for one, values in zip(sources, settings, strict=True))]
 
 
 def _line(corpus: Shards) -> str:
