@@ -148,6 +148,8 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
         )
     if isinstance(data.train, list):
         yield from _mixture(recipe)
+    elif data.mixing != "weights":
+        yield Contradiction(("data.mixing", "data.train"), "is for several sources; list them in data.train")
     if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
@@ -160,6 +162,9 @@ def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
         yield _of_one_source("limit")
+    if data.mixing == "concatenate" and any(source.weight != 1 for source in data.sources):
+        why = "every example is used once, so the sources have no weights; remove them, or set it to weights"
+        yield Contradiction(("data.mixing", "data.train"), why)
     for key, default in RowSettings._field_defaults.items():
         if getattr(data, key) != default and data.validation_source is None:
             yield _of_one_source(key)

@@ -56,7 +56,8 @@ def prepare_windows(
         train, validation_spans = spans[: len(corpora)], spans[len(corpora) :]
     else:
         train = []
-        for corpus, share, key in zip(corpora, validation_sizes(data), data.source_keys, strict=True):
+        held_out = validation_sizes(data, [corpus.token_count for corpus in corpora])
+        for corpus, share, key in zip(corpora, held_out, data.source_keys, strict=True):
             size = share if isinstance(share, float) else max(1, share or 0)
             training, aside = divided(corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key)
             train.append(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from string import Formatter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -59,6 +60,13 @@ def _targets(value: Any) -> Any:
 
 
 Prompt = Annotated[str, BeforeValidator(_prompt)]
+
+
+def _mixing(value: Any) -> Any:
+    is_temperature = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+    if value not in ("weights", "concatenate") and not is_temperature:
+        raise PydanticCustomError("mixing", "weights, concatenate, or a temperature of at least 1")
+    return value
 
 
 class RowSettings(NamedTuple):
@@ -134,6 +142,12 @@ class DataSection(Section):
         "mixture. Sources of other packages are given by name or as module:Name.",
         json_schema_extra=lambda schema: schema.update(examples=[*SOURCES.names()]),
     )
+    mixing: Annotated[str | float, BeforeValidator(_mixing)] = Field(
+        "weights",
+        description="How several sources make up an epoch, which has as many examples as all of them. weights: by "
+        "their weights. concatenate: every example of every source once. A number, the temperature: by weight times "
+        "the number of examples to the power of 1 / temperature (arXiv 1910.10683, section 3.5.2).",
+    )
     validation: ValidationRows = Field(
         0.05,
         description="Validation rows: a fraction of train (of each source in a mixture), a number of rows of train "
@@ -202,6 +216,14 @@ class DataSection(Section):
         if isinstance(self.train, str):
             return (SourceSection(source=self.train, limit=self.limit, **self._row_keys()),)
         return tuple(self.train)
+
+    def weights(self, sizes: Sequence[int]) -> list[float]:
+        """Return the shares of sources with ``sizes`` examples in an epoch, in any unit."""
+        own = [source.weight for source in self.sources]
+        if self.mixing == "weights":
+            return own
+        power = 1.0 if self.mixing == "concatenate" else 1 / float(self.mixing)
+        return [weight * size**power for weight, size in zip(own, sizes, strict=True)]
 
     @property
     def source_keys(self) -> tuple[str, ...]:
