@@ -226,6 +226,14 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
             ("optimizer.decay_steps", "optimizer.schedule"),
             f"has no effect with schedule {optimizer.schedule}, only with warmup_stable_decay",
         )
+    for key in ("power", "cycles"):
+        if key in optimizer.changed() and key not in schedule.reads:
+            names = ", ".join(name for name in SCHEDULES.names() if key in SCHEDULES.get(name).reads)
+            why = f"has no effect with schedule {optimizer.schedule}, only with {names}"
+            yield Contradiction((f"optimizer.{key}", "optimizer.schedule"), why)
+    if "warmup" in schedule.reads and not optimizer.warmup_steps:
+        why = f"{optimizer.schedule} falls by the length of the warm-up; set optimizer.warmup_steps, such as 0.05"
+        yield Contradiction(("optimizer.schedule", "optimizer.warmup_steps"), why)
     if not schedule.falls and optimizer.final_learning_rate_ratio:
         yield Contradiction(
             ("optimizer.final_learning_rate_ratio", "optimizer.schedule"),

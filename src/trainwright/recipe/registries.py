@@ -135,9 +135,12 @@ SCHEDULES: Registry[ScheduleSpec] = Registry(
         "linear": "trainwright.recipe.optimizer_spec:LINEAR",
         "cosine": "trainwright.recipe.optimizer_spec:COSINE",
         "warmup_stable_decay": "trainwright.recipe.optimizer_spec:WARMUP_STABLE_DECAY",
+        "polynomial": "trainwright.recipe.optimizer_spec:POLYNOMIAL",
+        "cosine_restarts": "trainwright.recipe.optimizer_spec:COSINE_RESTARTS",
+        "inverse_sqrt": "trainwright.recipe.optimizer_spec:INVERSE_SQRT",
     },
     kind="schedule",
-    required=("factor", "in_decay_steps", "falls"),
+    required=("factor", "reads", "in_decay_steps", "falls"),
 )
 
 # Simpler ones first: of equally fast ones the first is chosen.

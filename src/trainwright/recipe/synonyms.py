@@ -251,6 +251,8 @@ _VALUES: dict[str, dict[str, str]] = {
         "cosine_with_min_lr": "cosine",
         "linear_with_warmup": "linear",
         "cosine_with_warmup": "cosine",
+        "cosine_with_restarts": "cosine_restarts",
+        "inverse_square_root": "inverse_sqrt",
     },
     "train.mixed_precision": {
         "bfloat16": "bf16",
