@@ -155,6 +155,7 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey("model.adapter.start_from"): "adapter_name_or_path",
     OwnKey("train.profile"): "profiler profile_memory",
     OwnKey("launch.nodes", note="with submit; else train --nodes"): "num_nodes nnodes num_machines",
+    OwnKey("sft.loss", "dft"): "use_dft_loss use_dft",
     OwnKey("dpo.beta"): "dpo_beta pref_beta rl_beta",
     OwnKey("dpo.loss"): "loss_type pref_loss dpo_loss",
     OwnKey("dpo.margin"): "simpo_gamma rl_gamma",

@@ -12,7 +12,7 @@ from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import PREFERENCE_LOSSES
 from trainwright.recipe.sections.fields import BelowHalf, NotNegative, Positive, Section
-from trainwright.recipe.task_spec import TaskSpec
+from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -151,6 +151,7 @@ SPEC = TaskSpec(
     section_description="Preference loss; only with `task: dpo`.",
     check=_check,
     rows=_rows,
+    needs=lambda recipe: Needs(of_losses=True),
     no_validation_rows="a run on answers to compare; name rows with one answer each",
     also_called=("preference",),
 )
