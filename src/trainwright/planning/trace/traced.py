@@ -15,7 +15,7 @@ from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, Sized
 # models/attention/cpu_flash.py converts packs of shorter sequences to fp32 on a CPU.
 _CONVERTED_BELOW = 512
 # models/linear_losses.py: bytes of the logits of a chunk, and of the fp32 logits of a block on a CPU.
-_CHUNK_BYTES, _BLOCK_BYTES = 128 * 2**20, 2 * 2**20
+CHUNK_BYTES, BLOCK_BYTES = 128 * 2**20, 2 * 2**20
 
 
 def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
@@ -89,7 +89,7 @@ def _kernels(request: TraceRequest, device: Device) -> list[AttentionKernel]:
 def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
     """Return the facts of a request's model, with those that depend on the device."""
     facts = model_facts(request.model) if facts is None else facts
-    limits: dict[str, Any] = {"chunk_logits": _CHUNK_BYTES // request.width, "block_logits": _BLOCK_BYTES // 4}
+    limits: dict[str, Any] = {"chunk_logits": CHUNK_BYTES // request.width, "block_logits": BLOCK_BYTES // 4}
     on_cpu = not request.device.is_gpu
     return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
 
