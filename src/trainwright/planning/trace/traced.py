@@ -55,7 +55,7 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
 
 def key_of(request: TraceRequest, regime: Regime) -> str:
     """Return the name under which the trace of a request is stored."""
-    return store.key_of(["trace", dataclasses.asdict(request), regime])
+    return store.key_of(["trace", _differing(request), regime])
 
 
 # A GPU whose flash attention stands for that of others.
@@ -127,4 +127,12 @@ def model_facts(model: TracedModel) -> ModelFacts:
 
 def key_of_facts(model: TracedModel) -> str:
     """Return the name under which the facts of a model are stored."""
-    return store.key_of(["facts", dataclasses.asdict(model)])
+    return store.key_of(["facts", _differing(model)])
+
+
+def _differing(value: Any) -> Any:
+    """Return the fields of a dataclass that differ from their defaults, so that a new field changes no key."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _differing(known) for field, known in fields if known != field.default}
