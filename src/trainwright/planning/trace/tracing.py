@@ -21,7 +21,7 @@ from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Se
 from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
 
-_MOST = 6000  # operations of a step and an evaluation, before it is traced with shorter sequences
+_MOST = 40_000  # operations of a step and an evaluation, before it is traced with shorter sequences
 _Key = tuple[int, Direction]
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "evaluation")
 
