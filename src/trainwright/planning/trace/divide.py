@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,9 @@ from trainwright.planning.trace.build import Sample
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder
 from trainwright.planning.trace.values import tensors_in
 
+# Bytes that the state of the CPU's random numbers takes, which recomputation keeps.
+_RANDOM_STATE = 5056
+
 
 class Division:
     """The blocks of a model, each of which begins a segment of a recorder.
@@ -23,14 +26,14 @@ class Division:
     masks.
 
     Args:
-        last: the last block that runs.
+        last: the last block that runs; None: all do.
 
     Attributes:
         stand_in: for each block the one that runs in its place.
         recorder: of the current trace.
     """
 
-    def __init__(self, blocks: list[nn.Module], last: int | None = None) -> None:
+    def __init__(self, blocks: list[nn.Module], last: int | None, *, on_gpu: bool) -> None:
         self._last = len(blocks) - 1 if last is None else last
         equal: dict[tuple[str, bool], list[int]] = {}
         for number, block in enumerate(blocks):
@@ -40,6 +43,7 @@ class Division:
             for number in numbers[1:]:
                 self.stand_in[number] = numbers[1]
         self.recorder: Recorder | None = None
+        self._state = [0 if on_gpu or "forward" not in vars(block) else _RANDOM_STATE for block in blocks]
         self._rest: dict[int, int | None] = {}  # how many values a block returns beside its output; None: no tuple
         for number, block in enumerate(blocks):
             block.forward = partial(self._run, number, block.forward)
@@ -49,13 +53,20 @@ class Division:
         assert self.recorder is not None
         self.recorder.begin(unit, direction)
 
+    def _ended(self, number: int, state: int) -> None:
+        assert self.recorder is not None
+        self.recorder.change(-state)
+        self.begin(number - 1 if number else EMBEDDING, "backward")
+
     def _run(self, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.recorder is not None
         direction: Direction = "forward" if torch.is_grad_enabled() else "evaluation"
         hidden = tensors_in((args, kwargs))[0]
         self.begin(number, direction)
+        state = self._state[number] if direction == "forward" else 0
+        self.recorder.change(state)
         if hidden.requires_grad:
-            hidden.register_hook(lambda _: self.begin(number - 1 if number else EMBEDDING, "backward"))
+            hidden.register_hook(lambda _: self._ended(number, state))
         if (other := self.stand_in[number]) != number:
             rest = self._rest[other]
             output = hidden.clone() if rest is None else (hidden.clone(), *[None] * rest)
@@ -80,13 +91,19 @@ def _signature(block: nn.Module) -> str:
     return repr(parts)
 
 
-def to_fake(module: nn.Module) -> dict[int, nn.Parameter]:
+def to_fake(module: nn.Module, leave: Sequence[nn.Module]) -> dict[int, nn.Parameter]:
     """Replace tensors on the meta device by fake ones on the CPU; tied ones stay tied. Return the new parameters by the
     ``id`` of the old ones.
+
+    Args:
+        leave: modules that do not run.
     """
+    left = {id(part) for one in leave for part in one.modules()}
     made: dict[int, Any] = {}
     old_ones = []  # so that no identity is used twice
     for part in module.modules():
+        if id(part) in left:
+            continue
         for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             if not old.is_meta:
                 continue

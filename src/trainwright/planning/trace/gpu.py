@@ -12,6 +12,7 @@ from torch import nn
 
 from trainwright.models.attention.kernels import AttentionNeeds, choose
 from trainwright.models.attention.packs import DTYPES, PackArguments, call_of, sequence_by_sequence, varlen
+from trainwright.models.attention.plain import are_equal
 from trainwright.models.causal_lm import CausalLM
 from trainwright.planning.trace.request import Device
 
@@ -49,6 +50,9 @@ def _attention(
         deterministic=device.deterministic,
     )
     kernel = choose(needs, device.limits).kernel
+    if kernel.memory == "sequences" and call.grouped and call.is_plain and are_equal(call):  # see equal_sequences
+        group = query.shape[1] // key.shape[1]
+        call = call._replace(key=key.repeat_interleave(group, dim=1), value=value.repeat_interleave(group, dim=1))
     padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
     compute = varlen if kernel.memory == "flash" else sequence_by_sequence
     return call.cut(compute(padded, sequences)), None

@@ -68,11 +68,17 @@ class Recorder(TorchDispatchMode):
         self._next: Segment | None = None
         self._existing = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
         self._live: dict[int, Any] = {id(storage): None for storage in self._existing}
+        self._shapes = {p.shape for p in names if p.requires_grad and p.dim() > 1}
         self._parameters = {id(parameter.untyped_storage()): parameter for parameter in names}
 
     def begin(self, unit: int, direction: Direction) -> None:
         """Begin the pass over a unit."""
         self.segments.append(Segment(unit, direction))
+
+    def change(self, size: int) -> None:
+        """Note bytes that no operation shows: allocated ones, or released ones below 0."""
+        if size:
+            self.segments[-1].events.append(Event("allocated" if size > 0 else "released", abs(size)))
 
     def begin_later(self, unit: int, direction: Direction) -> None:
         """Begin the pass over a unit at the next operation, when the output of the one before replaced its input."""
@@ -89,7 +95,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = compute(func, args, kwargs)
+        out = args[0] if self._adds_to_gradient(func, args) else compute(func, args, kwargs)
         if self._next is not None:
             self.segments.append(self._next)
             self._next = None
@@ -107,6 +113,12 @@ class Recorder(TorchDispatchMode):
         if extra := self._workspace(func, args):
             segment.events += (Event("allocated", extra), Event("released", extra))
         return out
+
+    def _adds_to_gradient(self, func: Any, args: Any) -> bool:
+        """Return whether autograd adds a parameter's gradients: into the first one, if it is a tensor with data."""
+        if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not self.segments:
+            return False
+        return self.segments[-1].direction == "backward" and args[0].shape in self._shapes
 
     def _note(self, storage: Any, segment: Segment) -> None:
         key = id(storage)

@@ -116,10 +116,11 @@ def as_json(trace: ModelTrace[Size]) -> dict[str, Any]:
 def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size]:
     """Return the trace that ``as_json`` gave. ``generation``: of the flash attention that computes it."""
     sizes: list[Size] = [tuple(size) for size in values["sizes"]]
-    operations = [
-        Operation(kind, name, *(sizes[i] for i in numbers[:8]), *(numbers[8], generation if kind == "attention" else 2))
-        for kind, name, *numbers in values["operations"]
-    ]
+    operations = []
+    for kind, name, *numbers in values["operations"]:
+        launches, m, n, k, times, flops, read, written = (sizes[i] for i in numbers[:8])
+        which = generation if kind == "attention" else 2
+        operations.append(Operation(kind, name, launches, m, n, k, times, flops, read, written, numbers[8], which))
 
     def pass_of(part: list[Any]) -> PassTrace[Size]:
         moments, done, saved = part

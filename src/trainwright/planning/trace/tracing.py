@@ -36,9 +36,9 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     built, shapes = build(request, regime), samples(request.rows, regime)
     vocabulary = int(built.lm.config.get_text_config().vocab_size)
     batches = [batch_of(sample, vocabulary) for sample in shapes]
+    division = Division(built.blocks, request.model.last_block, on_gpu=request.device.is_gpu)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        built = _fake(built)
-        division = Division(built.blocks, request.model.last_block)
+        built = _fake(built, division)
         recorders: list[Recorder] = []
         for parameter in built.names:
             if parameter.requires_grad:
@@ -50,8 +50,8 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     return _assembled(request, built, division, recorders, shapes)
 
 
-def _fake(built: Built) -> Built:
-    made = to_fake(built.lm)
+def _fake(built: Built, division: Division) -> Built:
+    made = to_fake(built.lm, [block for n, block in enumerate(built.blocks) if division.stand_in[n] != n])
     return built._replace(names={made.get(id(p), p): name for p, name in built.names.items()})
 
 
