@@ -115,8 +115,9 @@ class _Step:
         self.batch = batch
         self.trace = workload.trace(choice, cluster, batch)
         self.parameters = inventory(self.trace, choice.width)
-        vocabulary = workload.facts.vocabulary
-        self.pricing = Pricing(self.speeds, batch, choice.mixed_precision, self.on_gpu, vocabulary, workload.tf32)
+        seen = _seen_pairs(workload) / seen_pairs(workload, None) if self.on_gpu and batch.packed else 1.0
+        vocabulary, tf32 = workload.facts.vocabulary, workload.tf32
+        self.pricing = Pricing(self.speeds, batch, choice.mixed_precision, self.on_gpu, vocabulary, tf32, seen)
 
     def time(self) -> StepTime:
         choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
@@ -271,8 +272,14 @@ def model_operations(workload: Workload) -> float:
         if len(parameter.shape) > 1 and "original_module" not in parameter.name:
             share = active if _EXPERT.search(parameter.name) else 1.0
             total += share * tokens * _operations(parameter) * parameter.numel
-    pairs = tokens * seen_pairs(workload, facts.window or None)
-    return total + 12 * len(blocks) * facts.heads * facts.head_dim * pairs
+    return total + 12 * len(blocks) * facts.heads * facts.head_dim * tokens * _seen_pairs(workload)
+
+
+def _seen_pairs(workload: Workload) -> float:
+    """Return the mean number of positions that a token attends to, over all blocks."""
+    facts = workload.facts
+    seen = (1 - facts.windowed) * seen_pairs(workload, None)
+    return seen + facts.windowed * seen_pairs(workload, facts.window) if facts.windowed else seen
 
 
 _EXPERT = re.compile(r"(^|\.)experts\.")

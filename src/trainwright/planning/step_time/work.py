@@ -68,7 +68,7 @@ class Pricing:
     """Predict the time of the operations of one micro-batch on one device.
 
     ``speeds``: of the device, with all its processes at work. ``tf32``: fp32 products are computed in TF32.
-    ``vocabulary``: the number of logits of a token.
+    ``vocabulary``: the number of logits of a token. ``seen``: the share of the earlier tokens that a token attends to.
     """
 
     def __init__(
@@ -79,9 +79,11 @@ class Pricing:
         on_gpu: bool,
         vocabulary: int,
         tf32: bool = False,
+        seen: float = 1.0,
     ) -> None:
         self.speeds = speeds
         self.vocabulary = vocabulary
+        self.seen = seen
         self.batch = batch
         self.on_gpu = on_gpu
         self.precision = _PRECISION[precision]
@@ -104,7 +106,7 @@ class Pricing:
                 products += one.launches * self._product(one, backward)
                 many += one.launches
             elif one.kind == "attention":
-                attention += one.flops * self._seconds_per_operation(backward, one.generation)
+                attention += self.seen * one.flops * self._seconds_per_operation(backward, one.generation)
                 many += one.launches
             elif one.name == LOSS:
                 few += one.launches  # counted as a whole, by the number of logits

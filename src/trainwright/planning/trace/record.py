@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.planning.trace.units import OperationKind
@@ -167,7 +167,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
     written = sum(x.numel() * x.element_size() for x in results)
     m = n = k = times = flops = 0
     kind: OperationKind = "elementwise"
-    if "attention" in operator or "attn" in operator:
+    if "attention" in operator or "attn" in operator or "flash" in operator:
         kind, flops = "attention", _attention_flops(operator, args, kwargs)
         generation = 3 if "flash_attn_3" in str(packet) else 2
     elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm"):
@@ -187,6 +187,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
         operator.lstrip("_").removesuffix("_backward").removesuffix("_backward_data") in _COPIES or operator in _COPIES
     ):
         kind = "copy"
+        read = min(read, 2 * written)  # of a table, only what is written
     elif any(part in operator for part in _REDUCTIONS) or (inputs and 2 * results[0].numel() < inputs[0].numel()):
         kind = "reduction"
     if scope and kind != "product":
@@ -198,11 +199,15 @@ def _attention_flops(operator: str, args: Any, kwargs: Any) -> int:
     """Return the FLOPs of attention: two products of queries, keys and values forward and five backward."""
     back = "backward" in operator
     q, k, v = args[1:4] if back else args[:3]
+    channels = (3 * q.shape[-1] + 2 * v.shape[-1]) if back else q.shape[-1] + v.shape[-1]
+    if (edges := next((x for x in args if type(x) is torch.Tensor and x.dtype == torch.int32), None)) is not None:
+        with _disable_current_modes():  # of a pack's sequences, whose heads are the second dimension
+            lengths = edges.diff().tolist()
+        return int(2 * q.shape[1] * sum(length * (length + 1) // 2 for length in lengths) * channels)
     masked = any(isinstance(x, torch.Tensor) for x in (kwargs.get("attn_mask"), *(args[6:] if not back else ())))
     causal = True in [x for x in args if isinstance(x, bool)] and not masked
     queries, keys = q.shape[-2], k.shape[-2]
     pairs = keys * (keys + 1) // 2 if causal and queries == keys else queries * keys
-    channels = (3 * q.shape[-1] + 2 * v.shape[-1]) if back else q.shape[-1] + v.shape[-1]
     return int(2 * math.prod(q.shape[:-2]) * pairs * channels)
 
 
