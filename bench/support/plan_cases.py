@@ -91,7 +91,7 @@ class Case:
             "task": "sft",
             "model": self.model,
             "data": {
-                "train": str(_examples(self.documents, rows)),
+                "train": str(text_rows(self.documents, rows)),
                 "validation": None,
                 "format": "text",
                 "max_length": max(self.documents),
@@ -220,7 +220,7 @@ def _steps(found: dict[str, Any]) -> list[list[int]]:
     return list(steps.values())
 
 
-def _examples(documents: tuple[int, ...], directory: Path) -> Path:
+def text_rows(documents: tuple[int, ...], directory: Path) -> Path:
     """Texts of these many bytes, over and over; each is closed by a token of its own."""
     file = directory / f"rows-{'-'.join(map(str, documents))}.jsonl"
     if not file.exists():

@@ -13,6 +13,7 @@ from trainwright.data.tokens.dataset import MixturePart, drawn, parts_of, shares
 from trainwright.data.tokens.lengths import lengths_of
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.recipe.loading import recipe_of
 from trainwright.recipe.sections.data import DataSection
 
 
@@ -155,3 +156,41 @@ def test_what_cannot_be_mixed_is_refused_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"question": "", "answer": "a"}\n')
     with pytest.raises(RequestError, match=r"data\.train\[1\]: .*bad\.jsonl:1: the field question is empty"):
         run(tmp_path, {"source": a}, {"source": str(tmp_path / "bad.jsonl")})
+
+
+def test_sources_put_after_one_another_are_each_used_once_in_an_epoch(tmp_path: Path) -> None:
+    sources = [{"source": source(tmp_path / f"{name}.jsonl", count)} for name, count in (("a", 30), ("b", 7))]
+    found = run(tmp_path, *sources, mixing="concatenate")
+    assert [(part.examples, part.drawn) for part in found.train.mixture or ()] == [(30, 30), (7, 7)]
+    for epoch in range(3):
+        seen = drawn(found.train.mixture or (), epoch, "key")
+        assert sorted(seen.tolist()) == list(range(37))
+    held = run(tmp_path, *sources, mixing="concatenate", validation=10)
+    assert [part.examples for part in held.train.mixture or ()] == [22, 5]
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [7, 11, 13], [10**9 + 7, 1], [1, 2**40 + 1, 3]])
+def test_shares_by_size_are_the_sizes_exactly(sizes: list[int]) -> None:
+    data = DataSection.model_validate({"train": [{"source": f"{n}"} for n in sizes], "mixing": "concatenate"})
+    assert [part.drawn for part in parts_of(sizes, data.weights(sizes))] == sizes
+
+
+def test_a_temperature_makes_small_sources_larger(tmp_path: Path) -> None:
+    data = {"train": [{"source": "a"}, {"source": "b", "weight": 2}], "mixing": 2}
+    weights = DataSection.model_validate(data).weights([900, 100])
+    assert weights == [30.0, 20.0]
+    assert DataSection.model_validate({**data, "mixing": 1}).weights([900, 100]) == [900.0, 200.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("{train: [{source: a, weight: 2}, {source: b}], mixing: concatenate}", "every example is used once"),
+        ("{train: a.jsonl, mixing: concatenate}", "is for several sources"),
+        ("{train: a.jsonl, mixing: 0.5}", "weights, concatenate, or a temperature of at least 1"),
+    ],
+)
+def test_a_mixing_that_has_no_meaning_is_refused(data: str, said: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        recipe_of(["task=sft", "model.name=some/model", f"data={data}"], "test")
+    assert said in str(refused.value)

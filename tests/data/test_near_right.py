@@ -184,7 +184,9 @@ def test_what_is_not_read_is_told(row: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("row", [{"instruction": "Hi", "code": "x"}, {"article": "Long.", "highlights": "Short."}])
 def test_half_of_a_question_and_answer_is_no_text(row: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match="data prepare, for example --map theirs=question"):
+    with pytest.raises(
+        RequestError, match=r"name the columns with data\.columns, such as '.question: COLUMN, answer: COLUMN.'"
+    ):
         ANY.layout(list(row), [row], "auto")
 
 
@@ -201,7 +203,7 @@ def test_training_says_what_is_read_as_what_and_what_is_not_used(tmp_path: Path)
     data = DataSection(train=str(tmp_path / "a.jsonl"), max_length=64)
     said = "\n".join(prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache").summary)
     assert "question_answer (detected from the first rows; query as question, response as answer)" in said
-    assert "not used: the column topic; data prepare --map reads a column as a field" in said
+    assert "not used: the column topic; data.columns reads a column as a field" in said
 
 
 def test_a_check_names_columns_that_only_later_rows_have(tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_a_check_names_columns_that_only_later_rows_have(tmp_path: Path) -> None
     ).summary
     assert notes == [
         "read: context as input",
-        "not used: the column topic; data prepare --map reads a column as a field",
+        "not used: the column topic; data.columns reads a column as a field",
     ]
     assert "context as input" in said[0] and f"train: {notes[1]}" in said
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from trainwright.data.sources import reading
-from trainwright.data.sources.reading import check_source, location_of, read_rows
+from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows
+from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
+from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.recipe.sections.data import DataSection
 
 ROWS = [{"question": f"Q{i}", "answer": f"Grüße {i}"} for i in range(5)]
 
@@ -270,3 +273,51 @@ def test_checking_imports_nothing_heavy(tmp_path: Path) -> None:
         "assert not {'torch', 'datasets', 'transformers', 'pyarrow', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, source], check=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "numbers"),
+    [
+        ("[:3]", range(3)),
+        ("[7:]", range(7, 10)),
+        ("[2:5]", range(2, 5)),
+        ("[8:20]", range(8, 10)),
+        ("[:20%]", range(2)),
+        ("[25%:]", range(2, 10)),  # rounded as datasets does
+        ("[50%:8]", range(5, 8)),
+        ("[:]", range(10)),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_source_may_end_with_a_slice(tmp_path: Path, part: str, numbers: range, suffix: str) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"question": f"{n}?", "answer": "yes"} for n in range(10)])
+    file = tmp_path / f"a.{suffix}"
+    rows.to_parquet(file) if suffix == "parquet" else rows.to_json(file)
+    source, expected = f"{file}{part}", [f"{n}?" for n in numbers]
+    assert read_rows(source)["question"][:] == expected
+    assert [row["question"] for _, row in iterate_source(source)] == expected
+    limited = read_rows(source, limit=2)["question"][:]
+    assert limited == expected[:2] == [row["question"] for _, row in iterate_source(source, 2)]
+    locations = [location for location, _ in iterate_source(source)]
+    assert locations == [location_of(source, index) for index in range(len(expected))]
+    assert locations[0] == (f"{file}:{numbers[0] + 1}" if suffix == "jsonl" else f"{file}: row {numbers[0] + 1}")
+
+
+def test_built_in_sources_have_slices_and_empty_ones_are_refused(tmp_path: Path) -> None:
+    assert read_rows("pydoc[5:8]").to_list() == read_rows("pydoc", limit=8).to_list()[5:]
+    file = write(tmp_path / "a.jsonl", lines(ROWS))
+    for part, said in (("[100:]", "has no rows"), ("[3:1]", "the slice ends before it begins")):
+        with pytest.raises(RequestError, match=said):
+            read_rows(f"{file}{part}")
+
+
+def test_slices_of_a_file_are_data_of_their_own(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", lines([{"question": f"{n}?", "answer": "yes"} for n in range(10)]))
+    found = []
+    for part in ("", "[:4]", "[4:]"):
+        data = DataSection.model_validate({"train": f"{file}{part}", "validation": None})
+        found.append(prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache").train)
+    assert [len(dataset) for dataset in found] == [10, 4, 6]
+    assert len({dataset.fingerprint for dataset in found}) == 3

@@ -67,6 +67,31 @@ def test_warmup_stable_decay_is_that_of_transformers(decay: int | float) -> None
     assert used[:3] == pytest.approx([0.25, 0.5, 0.75])
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_polynomial_and_cosine_with_restarts_are_those_of_transformers(warmup: int) -> None:
+    used = rates(20, schedule="polynomial", power=3.0, warmup_steps=warmup, final_learning_rate_ratio=0.1)
+    expected = rates_of(
+        20,
+        lambda optimizer: optimization.get_polynomial_decay_schedule_with_warmup(
+            optimizer, warmup, 20, lr_end=0.1, power=3.0
+        ),
+    )
+    assert used[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+    used = rates(20, schedule="cosine_restarts", cycles=4, warmup_steps=warmup)
+    expected = rates_of(
+        20,
+        lambda optimizer: optimization.get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, warmup, 20, 4),
+    )
+    assert used[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+    assert used.count(1.0) == (4 if not warmup else 1)  # 17 steps do not divide into 4
+
+
+def test_inverse_sqrt_falls_by_the_steps_since_the_begin() -> None:
+    used = rates(36, schedule="inverse_sqrt", warmup_steps=3)
+    assert used[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert used[15] == pytest.approx(0.5) and used[35] == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize("warmup", [4, 0.4])
 def test_warm_up_is_linear_lr_of_torch(warmup: int | float) -> None:
     used = rates(10, schedule="constant", warmup_steps=warmup)

@@ -188,7 +188,9 @@ def test_chat_template_is_text_or_a_file_and_is_checked(tmp_path: Path) -> None:
     assert load_tokenizer(fresh(LLAMA, chat_template=text)).chat_template == text
     (tmp_path / "t.jinja").write_text(text)
     assert load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "t.jinja"))).chat_template == text
-    with pytest.raises(RequestError, match=r"chat_template: it is not a Jinja template, and .*no\.jinja: no such file"):
+    with pytest.raises(
+        RequestError, match=r"chat_template: it is not a Jinja template, not one of alpaca, .*no\.jinja: no such file"
+    ):
         load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "no.jinja")))
     with pytest.raises(RequestError, match=r"model\.chat_template, line 2"):
         load_tokenizer(fresh(LLAMA, chat_template="a\n{% for m in messages %}{{ m }"))

@@ -240,6 +240,9 @@ def test_a_wrong_item_of_a_list_has_its_own_line(refusal: Refusal) -> None:
             ["checkpoint.every", "auto"],
         ),
         (["optimizer.decay_steps=5"], "optimizer.decay_steps", ["cosine", "warmup_stable_decay"]),
+        (["optimizer.power=3"], "optimizer.power", ["cosine", "polynomial"]),
+        (["optimizer.schedule=linear", "optimizer.cycles=3"], "optimizer.cycles", ["linear", "cosine_restarts"]),
+        (["optimizer.schedule=inverse_sqrt"], "optimizer.schedule", ["optimizer.warmup_steps", "0.05"]),
         (
             ["optimizer.schedule=constant", "optimizer.final_learning_rate_ratio=0.1"],
             "optimizer.final_learning_rate_ratio",

@@ -22,7 +22,7 @@ from tests.support.slow import slow_but
 DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'deepspeed==0.19.*'"
 )
-LOSSES = ("dpo", "ipo", "kto")
+LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +306,23 @@ def test_the_reference_is_computed_once_for_all_runs_from_a_model_on_some_data(r
 def test_other_weights_have_another_reference(runs: Runs, data: Path) -> None:
     run = run_of(runs, data, processes(1), "train.seed=3")
     assert column(run, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_without_a_reference_none_is_computed_and_a_killed_run_goes_on(runs: Runs, data: Path) -> None:
+    settled = (*settings(data, 8), processes(2), "dpo.loss=orpo", "checkpoint.every=3")
+    uninterrupted = runs.trained(*settled, recipe=TINY_DPO)
+    assert not any("reference" in line for line in notices(uninterrupted))
+    assert [event["sft_loss"] for event in metrics(uninterrupted)] == sorted(
+        (event["sft_loss"] for event in metrics(uninterrupted)), reverse=True
+    )
+    started = runs.train(*settled, recipe=TINY_DPO)
+    started.wait_for_step(4)
+    started.kill(signal.SIGKILL)
+    assert started.run is not None
+    runs.resumed(started.run)
+    assert column(started.run, "loss") == column(uninterrupted, "loss")
+    assert metrics(started.run)[-1] == metrics(uninterrupted)[-1]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
 
 from tests.support.preferences import pairs, write
 from tests.support.training import ALONE, built
@@ -67,29 +67,81 @@ def log_ratio(task: PreferenceTuning, reference: Any, dataset: TokenDataset, seq
     return own - log_probability(reference, dataset, sequence)[0], count
 
 
+def softplus(x: float) -> float:
+    return float(np.logaddexp(0, x))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def odds(mean: float) -> float:
+    return mean - math.log1p(-math.exp(mean))
+
+
+# Losses of a pair by their formulas, from sums and numbers of tokens: of log-ratios, or without a reference of
+# log-probabilities.
+FORMULAS: dict[tuple[str, ...], Callable[[float, int, float, int], float]] = {
+    ("dpo",): lambda c, of_c, r, of_r: softplus(-BETA * (c - r)),
+    ("dpo", "dpo.length_normalized=true"): lambda c, of_c, r, of_r: softplus(-BETA * (c / of_c - r / of_r)),
+    ("ipo",): lambda c, of_c, r, of_r: (c / of_c - r / of_r - 1 / (2 * BETA)) ** 2,
+    ("hinge",): lambda c, of_c, r, of_r: max(0.0, 1 - BETA * (c - r)),
+    ("apo_zero",): lambda c, of_c, r, of_r: 1 - sigmoid(BETA * c) + sigmoid(BETA * r),
+}
+WITHOUT_REFERENCE: dict[tuple[str, ...], Callable[[float, int, float, int], float]] = {
+    ("simpo", "dpo.margin=0.2"): lambda c, of_c, r, of_r: softplus(-BETA * (c / of_c - r / of_r) + 0.2),
+    ("cpo",): lambda c, of_c, r, of_r: softplus(-BETA * (c - r)) - c / of_c,
+    ("orpo",): lambda c, of_c, r, of_r: BETA * softplus(odds(r / of_r) - odds(c / of_c)) - c / of_c,
+    ("orpo", "dpo.sft_weight=0.5"): lambda c, of_c, r, of_r: (
+        BETA * softplus(odds(r / of_r) - odds(c / of_c)) - 0.5 * c / of_c
+    ),
+}
+
+
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto"])
-def test_the_loss_of_a_batch_is_that_of_its_answers_one_by_one(begun: Begun, loss: str, packed: bool) -> None:
+@pytest.mark.parametrize("loss", [*FORMULAS, *WITHOUT_REFERENCE, ("kto",)], ids=" ".join)
+def test_the_loss_of_a_batch_is_that_of_its_answers_one_by_one(
+    begun: Begun, loss: tuple[str, ...], packed: bool
+) -> None:
     layout = () if packed else ("data.pack_length=null", "train.micro_batch_size=3")
-    task, strategy, reference = begun(f"dpo.loss={loss}", *layout)
+    task, strategy, reference = begun(f"dpo.loss={loss[0]}", *loss[1:], *layout)
     batch = task.stream.global_batch(0)
     assert max(len(micro.examples) for micro in batch.micro_batches) > 1, "answers of several prompts stand together"
     task.before_passes(ForwardOnly(strategy), batch, validation=False)
     found = sum(float(task.loss(task.module, micro, ALONE.device).total.detach()) for micro in batch.micro_batches)
-    dataset = task.stream.dataset
+    dataset, model = task.stream.dataset, copy.deepcopy(task._lm.model).eval()
+    model.set_attn_implementation("sdpa")
     examples = [example for micro in batch.micro_batches for example in micro.examples]
     expected = 0.0
     for example in examples:
-        ratios = [log_ratio(task, reference, dataset, sequence) for sequence in dataset.sequences(example)]
-        (chosen, of_chosen), (rejected, of_rejected) = ratios
-        if loss == "dpo":
-            expected -= float(logsigmoid(torch.tensor(BETA * (chosen - rejected))))
-        elif loss == "ipo":
-            expected += (chosen / of_chosen - rejected / of_rejected - 1 / (2 * BETA)) ** 2
+        if loss in WITHOUT_REFERENCE:
+            answers = [log_probability(model, dataset, sequence) for sequence in dataset.sequences(example)]
         else:
+            answers = [log_ratio(task, reference, dataset, sequence) for sequence in dataset.sequences(example)]
+        (chosen, of_chosen), (rejected, of_rejected) = answers
+        if loss == ("kto",):
             gains = BETA * (chosen - task._divergence), -BETA * (rejected - task._divergence)
-            expected += sum(1 - 1 / (1 + float(np.exp(-gain))) for gain in gains)
+            expected += sum(1 - sigmoid(gain) for gain in gains)
+        else:
+            formula = {**FORMULAS, **WITHOUT_REFERENCE}[loss]
+            expected += formula(chosen, of_chosen, rejected, of_rejected)
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_term_of_the_chosen_answers_is_added_to_any_loss_of_pairs(begun: Begun) -> None:
+    losses, terms = [], []
+    for weight in ("0", "0.7"):
+        task, _, _ = begun("dpo.loss=dpo", f"dpo.sft_weight={weight}")
+        (micro, *_) = task.stream.global_batch(0).micro_batches
+        found = task.loss(task.module, micro, ALONE.device)
+        losses.append(float(found.total.detach()))
+        terms.append(task.metrics(found.statistics.tolist()).get("sft_loss"))
+        model, dataset = copy.deepcopy(task._lm.model).eval(), task.stream.dataset
+    model.set_attn_implementation("sdpa")
+    means = [log_probability(model, dataset, dataset.sequences(example)[0]) for example in micro.examples]
+    expected = -sum(total / count for total, count in means)
+    assert terms[0] is None and terms[1] == pytest.approx(expected / len(micro.examples), rel=1e-4)
+    assert losses[1] - losses[0] == pytest.approx(0.7 * expected, rel=1e-4)
 
 
 def test_the_divergence_of_kto_is_of_answers_to_other_prompts_and_never_below_0(begun: Begun) -> None:

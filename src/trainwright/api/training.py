@@ -23,7 +23,7 @@ from trainwright.errors import (
     TrainwrightError,
     error_of,
 )
-from trainwright.recipe.registries import LAUNCHERS, SIMULATIONS
+from trainwright.recipe.registries import LAUNCHERS
 from trainwright.run.group.environment import Variables, launcher_of
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.text import quoted, say
@@ -50,7 +50,6 @@ def train(
     progress: bool = False,
     until: str | None = None,
     time_limit: str | None = None,
-    on_simulated: str | None = None,
 ) -> Run:
     """Train a recipe to the end; what ``trainwright train`` does.
 
@@ -71,8 +70,6 @@ def train(
         until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``, or after a step,
             ``"step 400"``. In a Slurm job, its time limit counts as well.
         time_limit: stop after a checkpoint within this time, such as ``"4h"``.
-        on_simulated: train on simulated GPUs that compute in this machine's memory, such as ``"2xT4"``; what
-            ``--simulate 2xT4 --compute`` does.
 
     Returns:
         The finished run.
@@ -102,7 +99,6 @@ def train(
         force,
         until,
         time_limit,
-        on_simulated,
     )
     return _run(options, progress)
 
@@ -160,8 +156,7 @@ def _run(options: TrainingRequest, progress: bool) -> Run:
 class TrainingRequest:
     """A request to train.
 
-    ``resume``: a run directory, "" for the recipe's newest run, or None for a new run. ``on_simulated``: simulated GPUs
-    that compute, in place of this machine.
+    ``resume``: a run directory, "" for the recipe's newest run, or None for a new run.
     """
 
     recipe: Path | Tree | None
@@ -176,7 +171,6 @@ class TrainingRequest:
     force: bool = False
     until: str | None = None
     time_limit: str | None = None
-    on_simulated: str | None = None
 
     def words(self) -> list[str]:
         """Return the request as words of a command line."""
@@ -233,8 +227,6 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
     from trainwright.run.shutdown.requests import deadline_of
 
-    if options.on_simulated is not None:
-        SIMULATIONS.get("compute")(options.on_simulated)
     overrides, settings = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]
     nodes, node_rank, rendezvous = options.nodes, options.node_rank, options.rendezvous

@@ -127,14 +127,6 @@ def train(
         ),
     ] = None,
     most_waits: Annotated[int | None, typer.Option(min=0, metavar="N", hidden=True)] = None,
-    compute: Annotated[
-        bool,
-        typer.Option(
-            "--compute",
-            help="With --simulate: really compute, on this machine's CPU, with one process per simulated GPU: a run "
-            "with its losses and files, by the code for GPUs.",
-        ),
-    ] = False,
 ) -> None:
     """Train a recipe.
 
@@ -149,12 +141,10 @@ def train(
 
         os.environ[VERBOSE] = "1"
     recipe, overrides = split_words(arguments or [])
-    if compute and simulate is None:
-        raise RequestError("--compute: computes on simulated GPUs; pass --simulate MACHINE")
     if most_waits is not None:
         say("note: --most-waits is called --max-host-syncs now; the next version refuses it", file=sys.stderr)
         max_host_syncs = most_waits if max_host_syncs is None else max_host_syncs
-    if (simulate is not None and not compute) or max_host_syncs is not None:
+    if simulate is not None or max_host_syncs is not None:
         elsewhere: dict[str, object] = {
             "--resume": resume,
             "--nodes": nodes,
@@ -167,7 +157,6 @@ def train(
         }
         elsewhere["--rendezvous-timeout"] = rendezvous_timeout
         excess = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
-        excess += ["--compute"] * compute
         overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
         _simulate(recipe, overrides, simulate, max_host_syncs, excess, force, accelerate_config)
         return
@@ -184,11 +173,10 @@ def train(
         force,
         until=until,
         time_limit=time_limit,
-        on_simulated=simulate,
     )
     if hosts is not None or hostfile is not None:
-        if dry_run or simulate is not None:
-            raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
+        if dry_run:
+            raise RequestError("--hosts and --hostfile start a run; remove --dry-run")
         if code := HOST_LAUNCHERS.get("ssh")(request, hosts, hostfile):
             raise typer.Exit(code)
         return

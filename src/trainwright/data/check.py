@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainwright.data.rows.texts import TextEncoder
     from trainwright.data.sources.shards import Shards
     from trainwright.recipe.schema import Recipe
-    from trainwright.recipe.sections.data import SourceSection
+    from trainwright.recipe.sections.data import RowSettings, SourceSection
 
 
 _SHOWN = 20
@@ -102,9 +102,11 @@ def check_sources(
         sources = [(source, key) for source, key in sources if files_of(source.source, key, source.is_documents)]
     if recipe.spec.corpus:
         return [check_corpus(source, tokenizer, embeddings, key=key) for source, key in sources]
-    encoding = EncodingCheck(tokenizer, data.max_length, embeddings, data.example_per_turn, data.accept_omissions)
+    encoding = EncodingCheck(
+        tokenizer, data.max_length, embeddings, data.example_per_turn, data.accept_omissions, data.targets
+    )
     return [
-        check_rows(source.source, kind, source.format, key=key, limit=source.limit, encoding=encoding)
+        check_rows(source.source, kind, source.rows, key=key, limit=source.limit, encoding=encoding)
         for source, key in sources
     ]
 
@@ -118,6 +120,7 @@ class EncodingCheck:
         embeddings: of the model; rows with other tokens are invalid.
         each_turn: whether each assistant turn is one example.
         accepted: whether the user accepts what the chat template leaves out.
+        targets: ``data.targets``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -125,12 +128,13 @@ class EncodingCheck:
     embeddings: int | None = None
     each_turn: bool = False
     accepted: bool = False
+    targets: str = "answers"
 
 
 def check_rows(
     source: str,
     kind: RowReader,
-    layout_name: str,
+    settings: RowSettings | str,
     *,
     key: str,
     limit: int | None = None,
@@ -141,26 +145,30 @@ def check_rows(
     Invalid rows are collected. If a file cannot be parsed, this is one problem and the rest of it is not read.
 
     Args:
-        layout_name: ``data.format``.
+        settings: how its rows are read, or only their format.
         key: names the source in messages.
 
     Raises:
         RequestError: the source is missing, or its rows have no known layout.
     """
     checked = Checked(source)
-    documents = layout_name == "documents"
+    documents = (settings if isinstance(settings, str) else settings.format) == "documents"
     rows = iterate_source(source, limit, key, documents)
     first = list(islice(rows, 8))
     if not first:
         raise RequestError(f"{key}: {source} has no rows")
     first_rows = [row for _, row in first]
     columns = columns_of(first_rows)
-    checked.layout = kind.layout(columns, first_rows, layout_name, f"{key}: {source}")
+    checked.layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")
     encoder = None
     if encoding is not None:
         from trainwright.data.rows.texts import TextEncoder  # imports numpy
 
-        encoder = (TextEncoder if checked.layout == "text" else ChatEncoder)(encoding.tokenizer)
+        encoder = (
+            TextEncoder(encoding.tokenizer)
+            if checked.layout == "text"
+            else ChatEncoder(encoding.tokenizer, encoding.targets)
+        )
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
@@ -169,15 +177,15 @@ def check_rows(
     except RequestError as error:  # an error of the file, not of a row
         checked.problem(str(error))
     checked.notes += source_notes(source, key, documents)
-    layout = kind.layout(columns, first_rows, layout_name, f"{key}: {source}")  # of all rows, as in training
+    layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")  # of all rows, as in training
     if layout.read_as:
         checked.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
-        checked.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+        checked.notes.append(f"{columns_not_used(unused)}; data.columns reads a column as a field")
     if encoder is not None and encoding is not None:
         checked.notes += [*encoder.notes, *to_keep(encoder.ways(), accepted=encoding.accepted)]
     if not checked.wrong:  # check the types
-        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, layout_name))
+        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, settings))
         checked.notes += media_notes(table, unused)
     return checked
 
@@ -328,7 +336,7 @@ def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str 
     rows = rows[: section.limit]
     if not rows:
         return None
-    layout = kind.layout(columns_of(rows), rows, section.format, f"{key}: {source}")
+    layout = kind.layout(columns_of(rows), rows, section.rows, f"{key}: {source}")
     for index, row in enumerate(rows):
         try:
             kind.sequences(row, layout)

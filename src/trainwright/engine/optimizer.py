@@ -59,6 +59,8 @@ class Schedule:
     ``final_learning_rate_ratio`` and the progress p = (k - w) / (n - w), which is 0 at step w and would be 1 after the
     last step: f(p) = 1 (`constant`), 1 - p (`linear`) or (1 + cos(pi p)) / 2 (`cosine`), as in transformers and torch.
     `warmup_stable_decay` (arXiv 2404.06395) falls linearly over the last d = ``decay_steps``: p = (k - n + d) / d.
+    `polynomial` is (1 - p)^power, `cosine_restarts` the cosine of the fractional part of p * ``cycles``, and
+    `inverse_sqrt` sqrt((w + 1) / (k + 1)).
     """
 
     def __init__(self, section: OptimizerSection, max_steps: int) -> None:
@@ -68,6 +70,8 @@ class Schedule:
         self._last = max_steps
         self._warmup = steps_of(section.warmup_steps, max_steps)
         self._decay = max_steps - self._warmup
+        known = {"power": section.power, "cycles": section.cycles, "warmup": self._warmup, "total": max_steps}
+        self._read = {name: known[name] for name in self._schedule.reads}
         if self._schedule.in_decay_steps:
             self._decay = min(self._decay, steps_of(section.decay_steps, max_steps))
 
@@ -78,7 +82,7 @@ class Schedule:
         progress = 1.0 - (self._last - (step - 1)) / self._decay
         if not self._schedule.falls or progress <= 0:
             return self._peak
-        return self._peak * (self._floor + (1.0 - self._floor) * self._schedule.factor(progress))
+        return self._peak * (self._floor + (1.0 - self._floor) * self._schedule.factor(progress, **self._read))
 
 
 def steps_of(value: int | float, max_steps: int) -> int:

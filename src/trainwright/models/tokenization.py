@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, encode_messages
-from trainwright.data.rows.chat_templates import CHATML
+from trainwright.data.rows.chat_templates import named_template
 from trainwright.data.rows.texts import SEPARATOR, pieces
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
@@ -261,6 +261,6 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD_TOKEN,
         eos_token=END_TOKEN,
         additional_special_tokens=[START_TOKEN],
-        chat_template=CHATML,
+        chat_template=named_template("chatml"),
         clean_up_tokenization_spaces=False,
     )

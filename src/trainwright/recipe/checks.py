@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainwright.recipe import parallel_checks
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES, TASKS
+from trainwright.recipe.sections.data import RowSettings
 from trainwright.recipe.sections.model import absurd_sizes
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
         )
     if isinstance(data.train, list):
         yield from _mixture(recipe)
+    elif data.mixing != "weights":
+        yield Contradiction(("data.mixing", "data.train"), "is for several sources; list them in data.train")
     if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
@@ -159,8 +162,12 @@ def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
         yield _of_one_source("limit")
-    if data.format != "auto" and data.validation_source is None:
-        yield _of_one_source("format")
+    if data.mixing == "concatenate" and any(source.weight != 1 for source in data.sources):
+        why = "every example is used once, so the sources have no weights; remove them, or set it to weights"
+        yield Contradiction(("data.mixing", "data.train"), why)
+    for key, default in RowSettings._field_defaults.items():
+        if getattr(data, key) != default and data.validation_source is None:
+            yield _of_one_source(key)
 
 
 def _of_one_source(key: str) -> Contradiction:
@@ -219,6 +226,14 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
             ("optimizer.decay_steps", "optimizer.schedule"),
             f"has no effect with schedule {optimizer.schedule}, only with warmup_stable_decay",
         )
+    for key in ("power", "cycles"):
+        if key in optimizer.changed() and key not in schedule.reads:
+            names = ", ".join(name for name in SCHEDULES.names() if key in SCHEDULES.get(name).reads)
+            why = f"has no effect with schedule {optimizer.schedule}, only with {names}"
+            yield Contradiction((f"optimizer.{key}", "optimizer.schedule"), why)
+    if "warmup" in schedule.reads and not optimizer.warmup_steps:
+        why = f"{optimizer.schedule} falls by the length of the warm-up; set optimizer.warmup_steps, such as 0.05"
+        yield Contradiction(("optimizer.schedule", "optimizer.warmup_steps"), why)
     if not schedule.falls and optimizer.final_learning_rate_ratio:
         yield Contradiction(
             ("optimizer.final_learning_rate_ratio", "optimizer.schedule"),

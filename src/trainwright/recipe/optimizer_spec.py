@@ -39,12 +39,14 @@ class ScheduleSpec:
 
     Attributes:
         factor: from the progress, 0 at the first step after the warm-up and 1 after the last step, to the part of the
-            way from ``final_learning_rate_ratio`` (0.0) to the peak (1.0).
+            way from ``final_learning_rate_ratio`` (0.0) to the peak (1.0). It also gets what it ``reads`` as keywords.
+        reads: which of ``power`` and ``cycles`` of the section, and of the numbers of steps ``warmup`` and ``total``.
         in_decay_steps: whether the progress is that of the last ``decay_steps``, before which the rate is at its peak.
         falls: whether the rate ever leaves its peak.
     """
 
-    factor: Callable[[float], float]
+    factor: Callable[..., float]
+    reads: tuple[str, ...] = ()
     in_decay_steps: bool = False
     falls: bool = True
 
@@ -66,3 +68,14 @@ CONSTANT = ScheduleSpec(lambda progress: 1.0, falls=False)
 LINEAR = ScheduleSpec(lambda progress: 1.0 - progress)
 COSINE = ScheduleSpec(lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)))
 WARMUP_STABLE_DECAY = ScheduleSpec(LINEAR.factor, in_decay_steps=True)
+POLYNOMIAL = ScheduleSpec(lambda progress, power: (1.0 - progress) ** power, reads=("power",))
+COSINE_RESTARTS = ScheduleSpec(lambda progress, cycles: COSINE.factor(progress * cycles % 1.0), reads=("cycles",))
+
+
+def _inverse_sqrt(progress: float, warmup: int, total: int) -> float:
+    step = warmup + progress * (total - warmup)
+    return math.sqrt((warmup + 1) / (step + 1))
+
+
+# Vaswani et al., arXiv 1706.03762, equation 3; here the first step after the warm-up has the peak.
+INVERSE_SQRT = ScheduleSpec(_inverse_sqrt, reads=("warmup", "total"))

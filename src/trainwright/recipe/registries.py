@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
     from trainwright.run.watchers import Watcher
+    from trainwright.tasks.dpo.spec import PreferenceLoss
 
 # Each is in a module that imports no torch.
 TASKS: Registry[TaskSpec] = Registry(
@@ -95,6 +96,26 @@ OBJECTIVES: Registry[Any] = Registry(
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
 )
 
+# Each is a tasks.dpo.spec.PreferenceLoss in a module that imports no torch.
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
+    "trainwright.preference_losses",
+    {
+        "dpo": "trainwright.tasks.dpo.spec:DPO",
+        "ipo": "trainwright.tasks.dpo.spec:IPO",
+        "kto": "trainwright.tasks.dpo.spec:KTO",
+        "hinge": "trainwright.tasks.dpo.spec:HINGE",
+        "robust": "trainwright.tasks.dpo.spec:ROBUST",
+        "apo_zero": "trainwright.tasks.dpo.spec:APO_ZERO",
+        "apo_down": "trainwright.tasks.dpo.spec:APO_DOWN",
+        "sppo": "trainwright.tasks.dpo.spec:SPPO",
+        "simpo": "trainwright.tasks.dpo.spec:SIMPO",
+        "cpo": "trainwright.tasks.dpo.spec:CPO",
+        "orpo": "trainwright.tasks.dpo.spec:ORPO",
+    },
+    kind="preference loss",
+    required=("function", "reads", "has_reference", "averages", "sft_weight", "rates_answers"),
+)
+
 # Each is a recipe.optimizer_spec.OptimizerSpec.
 OPTIMIZERS: Registry[OptimizerSpec] = Registry(
     "trainwright.optimizers",
@@ -114,9 +135,12 @@ SCHEDULES: Registry[ScheduleSpec] = Registry(
         "linear": "trainwright.recipe.optimizer_spec:LINEAR",
         "cosine": "trainwright.recipe.optimizer_spec:COSINE",
         "warmup_stable_decay": "trainwright.recipe.optimizer_spec:WARMUP_STABLE_DECAY",
+        "polynomial": "trainwright.recipe.optimizer_spec:POLYNOMIAL",
+        "cosine_restarts": "trainwright.recipe.optimizer_spec:COSINE_RESTARTS",
+        "inverse_sqrt": "trainwright.recipe.optimizer_spec:INVERSE_SQRT",
     },
     kind="schedule",
-    required=("factor", "in_decay_steps", "falls"),
+    required=("factor", "reads", "in_decay_steps", "falls"),
 )
 
 # Simpler ones first: of equally fast ones the first is chosen.
@@ -203,13 +227,10 @@ MODEL_CHECKS: Registry[Callable[..., bool]] = Registry(
     required=("__call__",),
 )
 
-# What `train --simulate MACHINE` calls: `simulate` as tw.simulate; `compute`, with the machine, replaces this one.
+# What `train --simulate MACHINE` calls, as tw.simulate.
 SIMULATIONS: Registry[Callable[..., Any]] = Registry(
     "trainwright.simulations",
-    {
-        "simulate": "trainwright.planning.requests:simulate",
-        "compute": "trainwright.planning.simulation.computing:compute_on",
-    },
+    {"simulate": "trainwright.planning.requests:simulate"},
     kind="simulation",
     required=("__call__",),
 )
@@ -345,6 +366,7 @@ KEYS: dict[str, Registry[Any]] = {
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
     "data.train": SOURCES,
+    "dpo.loss": PREFERENCE_LOSSES,
     "unlearn.objective": OBJECTIVES,
     "evaluate.metrics": METRICS,
     "algorithm_distillation.environment": ENVIRONMENTS,

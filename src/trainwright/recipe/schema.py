@@ -70,8 +70,12 @@ class OptimizerSection(Section):
         description="Learning rate schedule after the warm-up. With step k from 0 to n - 1 and w warm-up steps, step w "
         "has learning_rate, and the rate falls with the progress p = (k - w) / (n - w): by 1 - p (linear) or "
         "(1 + cos(pi p)) / 2 (cosine), as in transformers, to final_learning_rate_ratio after the last step. "
-        "warmup_stable_decay falls linearly in its last decay_steps.",
+        "warmup_stable_decay falls linearly in its last decay_steps, polynomial by (1 - p) to the power of power, "
+        "cosine_restarts as cosine, in cycles equal parts that each begin at the peak, and inverse_sqrt by "
+        "sqrt((w + 1) / (k + 1)).",
     )
+    power: Positive = Field(2.0, description="Exponent of the schedule polynomial.")
+    cycles: Count = Field(2, description="Number of cycles of the schedule cosine_restarts.")
     warmup_steps: Steps = Field(
         0,
         description="Linear warm-up steps w: a whole number, or a fraction (below 1) of all steps. Step k, "

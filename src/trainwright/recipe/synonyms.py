@@ -85,6 +85,10 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey("data.pack_length", "1024", "tokens per row"): "packing sample_packing packed neat_packing pack "
     "use_packing packed_length padding_free",
     OwnKey("data.limit"): "max_samples max_train_samples num_samples",
+    OwnKey("data.targets", "all", "or answers, the default"): "train_on_inputs train_on_prompt mask_prompt "
+    "completion_only_loss assistant_only_loss",
+    OwnKey("data.targets", "last"): "mask_history",
+    OwnKey("data.system"): "default_system",
     OwnKey("model.name"): "model_name_or_path model_name pretrained_model_name_or_path model_id base_model model_path "
     "pretrained_model checkpoint_path",
     OwnKey("model.tokenizer"): "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_id",
@@ -151,8 +155,12 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey("model.adapter.start_from"): "adapter_name_or_path",
     OwnKey("train.profile"): "profiler profile_memory",
     OwnKey("launch.nodes", note="with submit; else train --nodes"): "num_nodes nnodes num_machines",
+    OwnKey("sft.loss", "dft"): "use_dft_loss use_dft",
     OwnKey("dpo.beta"): "dpo_beta pref_beta rl_beta",
     OwnKey("dpo.loss"): "loss_type pref_loss dpo_loss",
+    OwnKey("dpo.margin"): "simpo_gamma rl_gamma",
+    OwnKey("dpo.sft_weight"): "rpo_alpha cpo_alpha pref_ftx sft_alpha",
+    OwnKey("dpo.length_normalized"): "dpo_norm average_log_prob",
     OwnKey("unlearn.objective"): "forget_loss forget_method unlearn_method unlearning_method",
     OwnKey("unlearn.retain_loss"): "retain_loss_type",
     OwnKey("algorithm_distillation.model.n_embd"): "tf_n_embd",
@@ -175,7 +183,7 @@ ANSWERS: dict[OwnKey | str, str] = {
     "leave it out: train.seed decides the order of the rows, and processes get equal shares of tokens": "shuffle "
     "group_by_length train_sampling_strategy length_column_name",
     "leave it out: columns that are not used are named before training": "remove_unused_columns",
-    "leave it out: fields are recognized by their names; data prepare --map renames others": "label_names "
+    "leave it out: fields are recognized by their names; data.columns names others": "label_names "
     "dataset_text_field field_messages",
     "leave it out: every target counts the same on any number of processes": "average_tokens_across_devices",
     "leave it out: parameters without a gradient count as zero under every strategy": "ddp_find_unused_parameters "
@@ -200,8 +208,6 @@ ANSWERS: dict[OwnKey | str, str] = {
     "it is not supported; parallel.strategy lists how a model can be distributed": "tensor_parallel_size tp_size "
     "tensor_model_parallel_size pipeline_parallel_size pp_size pipeline_model_parallel_size context_parallel_size "
     "cp_size expert_parallel_size expert_model_parallel_size ep_size sequence_parallel sequence_parallel_size",
-    "leave it out: the targets are what the assistant says, and all tokens of plain text": "train_on_inputs "
-    "train_on_prompt mask_prompt completion_only_loss assistant_only_loss",
     "it is not supported: no noise is added to embeddings": "neftune_noise_alpha",
     "leave it out: every step is recorded": "logging_steps logging_strategy logging_first_step log_every_n_steps "
     "log_interval summary_interval include_num_input_tokens_seen skip_memory_metrics log_peak_memory_stats",
@@ -246,6 +252,8 @@ _VALUES: dict[str, dict[str, str]] = {
         "cosine_with_min_lr": "cosine",
         "linear_with_warmup": "linear",
         "cosine_with_warmup": "cosine",
+        "cosine_with_restarts": "cosine_restarts",
+        "inverse_square_root": "inverse_sqrt",
     },
     "train.mixed_precision": {
         "bfloat16": "bf16",

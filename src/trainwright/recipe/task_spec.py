@@ -60,6 +60,7 @@ class Needs:
         sequences_per_example: the number of sequences in one example.
         full: whether every example has exactly data.max_length tokens.
         last_block: the block whose output the loss uses; None: the full model.
+        of_losses: whether the loss is a function of the losses of single targets, for which the head runs twice.
         trainable: name patterns of the trained parameters, and the key that sets them; None: all.
         reference: a model that is in memory in addition to the trained one.
         own_model: of a task that reads no texts.
@@ -68,6 +69,7 @@ class Needs:
     sequences_per_example: int = 1
     full: bool = False
     last_block: int | None = None
+    of_losses: bool = False
     trainable: tuple[Sequence[str], str] | None = None
     reference: ReferenceModel | None = None
     own_model: TaskModel | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from trainwright.planning.simulation.computing import compute_on
+from tests.support.computing_gpus.__main__ import compute_on
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs on simulated GPUs that compute: their losses are those of CPUs, and mixed devices are errors."""
+"""Runs by the code for GPUs, on GPUs that compute: their losses are those of CPUs, and mixed devices are errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, environment, trainwright
+from tests.support.commands import ROOT, environment
 from tests.support.runs import ON_ROWS, TINY, column, difference, events
 
 GOLDEN = ROOT / "tests" / "engine" / "golden" / "tiny.json"
 
 
 def trained(directory: Path, machine: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """`trainwright train` on a simulated machine, in a process that has not imported torch."""
+    """`trainwright train` on a machine with such GPUs."""
     fixed = (ON_ROWS, f"logging.run_directory={directory / 'run'}", "logging.observers.tensorboard=false")
-    command = [sys.executable, "-m", "trainwright", "train", str(TINY), "--simulate", machine, "--compute"]
+    command = [sys.executable, "-m", "tests.support.computing_gpus", machine, "train", str(TINY)]
     return subprocess.run(
         [*command, *fixed, *overrides], env=environment(), cwd=directory, capture_output=True, text=True
     )
@@ -86,16 +86,3 @@ def test_a_tensor_left_on_the_host_ends_the_run_with_its_line(tmp_path: Path) ->
     ended = trained(tmp_path, "1xT4", "train.step_policies=[tests.planning.simulation.policies:LeavesMaskOnHost]")
     assert ended.returncode == 4
     assert "cuda:0 and cpu" in ended.stderr and "masked_fill" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--compute",), "--simulate MACHINE"),
-        (("--compute", "--simulate", "2x8xH100"), "one node; such as 8xH100"),
-        (("--compute", "--simulate", "1xH100", "--max-host-syncs", "1"), "remove --compute"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
-    ended = trainwright("train", str(TINY), *options, cwd=tmp_path)
-    assert ended.returncode == 2 and said in ended.stderr

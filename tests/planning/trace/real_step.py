@@ -19,7 +19,7 @@ from trainwright.models.quantization import quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TraceRequest
-from trainwright.planning.trace.units import SizedModel
+from trainwright.planning.trace.units import Operation, SizedModel
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -105,9 +105,9 @@ def _evaluation(lm: CausalLM, batch: Batch) -> None:
         lm(batch, statistics=True)
 
 
-def _grouped(name: str) -> bool:
-    """Return whether a product is of experts, which torch does not count."""
-    return "experts" in name
+def _counted(operation: Operation[int]) -> bool:
+    """Return whether torch counts an operation: products, but not the grouped ones of experts."""
+    return operation.kind == "product" and not ("experts" in operation.name and operation.times > 1)
 
 
 def planned(model: SizedModel) -> dict[str, int]:
@@ -120,7 +120,7 @@ def planned(model: SizedModel) -> dict[str, int]:
             peak = max(peak, live + ready + moment.live[0])
             ready += bytes_of.get(moment.gradient, 0)
         live += part.moments[-1].after
-        flops += sum(one.flops for one in part.operations if one.kind == "product" and not _grouped(one.name))
+        flops += sum(one.flops for one in part.operations if _counted(one))
     evaluation = begun = 0
     for unit in units:
         for moment in unit.evaluation.moments:

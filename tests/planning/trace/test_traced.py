@@ -2,39 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.planning.trace.families import small
 from tests.planning.trace.real_step import batch_of, measured, planned, real_model, shape_of
+from trainwright.models import linear_losses
+from trainwright.planning.trace import traced
 from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
 from trainwright.planning.trace.traced import sized
+from trainwright.recipe.sections.model import AdapterSection
 
-SIZES: dict[str, Any] = {
-    **{"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"intermediate_size": 352, "vocab_size": 512, "max_position_embeddings": 2048, "pad_token_id": 0},
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+PACK, SHORT, ROWS, PADDED = (128, 320, 576), (100, 60, 96, 128), (512, 512), (256, 512)
+
+
+class Case(NamedTuple):
+    """A step. ``rows``: lengths of its sequences, packed if there are more than two."""
+
+    family: str
+    rows: tuple[int, ...] = PACK
+    dtype: Any = "fp32"
+    adapter: dict[str, Any] | None = None
+    recompute: str | int = "none"
+
+
+def compared(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what the trace says, and what a real step takes."""
+    configuration, packed = small(case.family), len(case.rows) > 2
+    batch = batch_of(case.rows, packed, configuration["vocab_size"])
+    shape, model = shape_of(batch), TracedModel.of(configuration)
+    if case.adapter is not None:
+        model = model.adapted(AdapterSection(**case.adapter))
+    request = TraceRequest(model, Device("cpu"), case.dtype, rows_of(shape), case.recompute)
+    return planned(sized(request, shape)), measured(real_model(request), batch)
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "dtype", "lengths", "packed"),
+    "case",
     [
-        ("llama", {}, "fp32", (128, 320, 576), True),
-        ("llama", {}, "bf16", (512, 512), False),
-        ("gemma2", {"head_dim": 32}, "fp32", (256, 512), False),
-        ("qwen3_moe", EXPERTS, "fp32", (128, 320, 576), True),
+        Case("llama"),
+        Case("qwen3", SHORT, "bf16"),
+        Case("mistral", PADDED, recompute="full"),
+        Case("gemma2", ROWS),
+        Case("qwen3_moe", dtype="bf16"),
+        Case("llama", adapter={"type": "dora", "quantization": "nf4", "modules_to_save": ["lm_head"]}),
+        Case("gpt2", PADDED, "bf16", recompute="selective"),
     ],
+    ids=lambda case: f"{case.family} {case.dtype} {case.recompute}",
 )
-def test_a_step_allocates_and_computes_what_its_trace_says(
-    family: str, more: dict[str, Any], dtype: Any, lengths: tuple[int, ...], packed: bool
-) -> None:
-    batch = batch_of(lengths, packed, SIZES["vocab_size"])
-    shape = shape_of(batch)
-    model = TracedModel.of({"model_type": family, **SIZES, **more})
-    request = TraceRequest(model, Device("cpu"), dtype, rows_of(shape))
-    plan, real = planned(sized(request, shape)), measured(real_model(request), batch)
-    bound = 1e-4 if dtype == "fp32" else 1e-2
-    assert plan["step"] == pytest.approx(real["step"], rel=bound)
-    assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.02)
-    assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if dtype == "fp32" else 1e-3)
+def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
+    plan, real = compared(case)
+    assert plan["step"] == pytest.approx(real["step"], rel=1e-4 if case.dtype == "fp32" else 5e-3)
+    assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
+    assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
+
+
+def test_chunks_of_the_loss_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, block = 2**18, 2**16
+    monkeypatch.setattr(linear_losses, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(linear_losses, "BLOCK_BYTES", block)
+    monkeypatch.setattr(traced, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(traced, "BLOCK_BYTES", block)
+    traced.traced.cache_clear()
+    plan, real = compared(Case("llama"))
+    traced.traced.cache_clear()
+    assert plan["step"] == pytest.approx(real["step"], rel=1e-4)
+    assert plan["flops"] == pytest.approx(real["flops"], rel=5e-3)  # the last chunk is smaller

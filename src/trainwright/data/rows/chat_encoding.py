@@ -42,11 +42,15 @@ class ChatEncoder:
     A tokenizer without a template gets a plain one, in place, so that saving and generating use the same one. ``notes``
     reports this and other messages about the template.
 
+    Args:
+        targets: ``data.targets`` of a recipe.
+
     Raises:
         RequestError: the tokenizer gives no character offsets, or its template renders no conversation.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: str = "answers") -> None:
+        self._targets = targets
         self.name = os.path.basename(str(tokenizer.name_or_path).rstrip("/")) or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise RequestError(
@@ -111,9 +115,21 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            (list(ids), _flags(self._exact(ids, offsets, one.text), one.spans))
+            (list(ids), self._flags(ids, offsets, one))
             for ids, offsets, one in zip(encoded["input_ids"], encoded["offset_mapping"], located, strict=True)
         ]
+
+    def _flags(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:
+        """Return which tokens of a conversation are targets."""
+        if self._targets == "all":
+            return [True] * len(ids)
+        spans = located.spans
+        if self._targets == "last":
+            spans = spans[-1:]
+        elif self._targets != "answers":
+            matches = re.finditer(self._targets[1:-1], located.text)
+            spans = [match.span(1 if match.re.groups else 0) for match in matches]
+        return _flags(self._exact(ids, offsets, located.text), [(begin, end) for begin, end in spans if begin < end])
 
     def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the token ids of each conversation with the generation prompt appended.

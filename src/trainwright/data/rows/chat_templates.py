@@ -10,6 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.formats import Message, TurnsError
@@ -22,13 +23,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from transformers import PreTrainedTokenizerBase
 
-# As in https://huggingface.co/docs/transformers/chat_templating
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+_NAMED = Path(__file__).parent / "templates"
 _PLAIN = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize + ': ' + message['content'] }}"
@@ -61,12 +56,22 @@ def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if tokenizer.chat_template is not None:
         return None
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
-        tokenizer.chat_template = CHATML
+        tokenizer.chat_template = named_template("chatml")
         return "the tokenizer has no chat template: ChatML is used, because it has ChatML tokens"
     opens = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     end = "eos_token" if tokenizer.eos_token is not None else "''"
     tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + _PLAIN.replace("END", end)
     return "the tokenizer has no chat template: plain 'User:' and 'Assistant:' lines are used"
+
+
+def template_names() -> list[str]:
+    """Return the names of the templates that come with the product: those of families of models."""
+    return sorted(file.stem for file in _NAMED.glob("*.jinja"))
+
+
+def named_template(name: str) -> str:
+    """Return the template of a name."""
+    return (_NAMED / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def fixed_date(template: str, notes: list[str]) -> str:
@@ -89,18 +94,23 @@ def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
 
 
 def template_of(setting: str) -> str:
-    """Return the template that ``model.chat_template`` sets, as text or as a file.
+    """Return the template that ``model.chat_template`` sets: a name, a text or a file.
 
     Raises:
-        RequestError: it is neither a file nor Jinja, or not valid Jinja; names the line.
+        RequestError: it is no name, no file and no Jinja, or not valid Jinja; names the line.
     """
     from jinja2 import TemplateSyntaxError
 
     where, text = "model.chat_template", setting
+    if setting in template_names():
+        return named_template(setting)
     if "{" not in setting:
         file = user_path(setting)
         if not file.is_file():
-            raise RequestError(f"{where}: it is not a Jinja template, and {missing_file(file)}")
+            raise RequestError(
+                f"{where}: it is not a Jinja template, not one of {', '.join(template_names())}, and "
+                f"{missing_file(file)}"
+            )
         try:
             text = read_text(file)
         except RequestError as error:

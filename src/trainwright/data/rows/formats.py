@@ -28,6 +28,7 @@ from trainwright.recipe.registries import ROW_KINDS
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.sections.data import RowSettings
 
 # {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``calls_of``, and
 # "name" and "tool_call_id" for tool turns; the first turn of a conversation holds its "tools", if any.
@@ -84,12 +85,16 @@ class RowReader:
     split: Callable[[list[tuple[int, Example]]], list[list[tuple[int, Example]]]] = lambda sequences: [sequences]
 
     def layout(
-        self, columns: Sequence[str], first_rows: Sequence[Row], layout_name: str, where: str | None = None
+        self,
+        columns: Sequence[str],
+        first_rows: Sequence[Row],
+        settings: RowSettings | str,
+        where: str | None = None,
     ) -> RowLayout:
         """Return the layout of a source's rows; raise RequestError, with ``where`` they are, if they fit none."""
         before = "" if where is None else f"{where}: "
         try:
-            layout = layout_of(columns, first_rows, layout_name, self.layouts)
+            layout = layout_of(columns, first_rows, settings, self.layouts)
         except RequestError as error:
             raise RequestError(f"{before}{error}") from None
         if self.extra is None:
@@ -99,14 +104,16 @@ class RowReader:
                 f"{before}the rows have no field {self.extra}, which holds other answers to each question; trainwright "
                 "data alternates writes it"
             )
-        return RowLayout(layout, layout.columns, (self.extra,))
+        return RowLayout(layout, layout.columns, (*layout.extra, self.extra), layout.settings)
 
-    def narrowing(self, layout_name: str, columns: Sequence[str], first_rows: Sequence[Row]) -> Callable[[Row], Row]:
+    def narrowing(
+        self, settings: RowSettings | str, columns: Sequence[str], first_rows: Sequence[Row]
+    ) -> Callable[[Row], Row]:
         """Return a function that reduces rows to the columns and the keys of turns that are used.
 
         The values of other keys of turns become text, so that they do not differ in type.
         """
-        layout = self.layout(columns, first_rows, layout_name)
+        layout = self.layout(columns, first_rows, settings)
         return functools.partial(_only_used, layout.used)
 
     def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
@@ -202,6 +209,8 @@ def conversation(messages: list[Message], row: Row, remarks: set[str], layout: R
     """
     column = layout.column("system")
     system = row.get(column)
+    if layout.settings.system is not None and messages[0]["role"] != "system" and not system:
+        system = layout.settings.system
     if isinstance(system, str) and system.strip():
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -279,6 +288,8 @@ def _prompt_completion(row: Row, layout: RowLayout) -> list[Message]:
 def _question_answer(row: Row, layout: RowLayout) -> list[Message]:
     fields = ("instruction", "output") if layout == "instruction" else ("question", "answer")
     question_column, answer_column = (layout.column(field) for field in fields)
+    if layout.settings.prompt is not None:
+        return _pair(_prompt_of(row, layout), answer_field(row, answer_column))
     return _pair(with_input(row, layout, text_field(row, question_column)), answer_field(row, answer_column))
 
 
@@ -293,6 +304,23 @@ _BUILDERS = {
 
 def _pair(user: str, assistant: str) -> list[Message]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def _prompt_of(row: Row, layout: RowLayout) -> str:
+    """Return the user's turn that the settings make of a row's columns."""
+    settings, more = layout.settings, row.get(layout.column("input"))
+    template = settings.prompt
+    if settings.prompt_without_input is not None and (more is None or not str(more).strip()):
+        template = settings.prompt_without_input
+    assert template is not None
+    return template.format_map({name: _value(row, column) for name, column in layout.prompt_columns.items()})
+
+
+def _value(row: Row, column: str) -> str:
+    value = row.get(column)
+    if isinstance(value, list | dict):
+        raise RequestError(f"the field {column} should be text, not {kind_of(value)}")
+    return "" if value is None else str(value)
 
 
 def with_input(row: Row, layout: RowLayout, question: str) -> str:

@@ -19,10 +19,12 @@ tried: {"query", "response"}, {"instruction", "context", "response"} (Dolly), {"
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 from trainwright.data.sources.row_files import CHOSEN_NAMES, MESSAGES_NAMES, REJECTED_NAMES, Row
 from trainwright.errors import RequestError
+from trainwright.recipe.sections.data import RowSettings
 
 # In order of detection: more specific layouts first.
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -75,21 +77,37 @@ class RowLayout(str):
     Attributes:
         columns: maps field names to column names, where they differ.
         extra: further columns that are used.
+        settings: how the rows are read.
     """
 
     columns: Mapping[str, str]
     extra: Sequence[str]
+    settings: RowSettings
 
-    def __new__(cls, name: str, columns: Mapping[str, str] | None = None, extra: Sequence[str] = ()) -> RowLayout:
+    def __new__(
+        cls,
+        name: str,
+        columns: Mapping[str, str] | None = None,
+        extra: Sequence[str] = (),
+        settings: RowSettings | None = None,
+    ) -> RowLayout:
         """Create the layout ``name`` with the columns of its fields."""
         layout = super().__new__(cls, name)
         layout.extra = extra
+        layout.settings = RowSettings() if settings is None else settings
         layout.columns = {field: column for field, column in (columns or {}).items() if field != column}
         return layout
 
     def column(self, field: str) -> str:
         """Return the column that a field is read from, or "" if the field is not read."""
         return self.columns.get(field, field)
+
+    @property
+    def prompt_columns(self) -> dict[str, str]:
+        """Return the columns of the names in the settings' prompts: fields, or columns as they are called."""
+        prompts = filter(None, (self.settings.prompt, self.settings.prompt_without_input))
+        names = (name for prompt in prompts for _, name, _, _ in Formatter().parse(prompt) if name is not None)
+        return {name: self.column(name) for name in names}
 
     def unused(self, columns: Sequence[str]) -> list[str]:
         """Return the columns of a source that examples do not use."""
@@ -123,16 +141,60 @@ def columns_not_used(columns: Sequence[str]) -> str:
 
 
 def layout_of(
-    columns: Sequence[str], first_rows: Sequence[Row], name: str, layouts: Sequence[str] = SINGLE
+    columns: Sequence[str], first_rows: Sequence[Row], settings: RowSettings | str, layouts: Sequence[str] = SINGLE
 ) -> RowLayout:
-    """Return the layout of a source's rows: ``name``, or the detected one of ``layouts`` if it is ``auto``.
+    """Return the layout of a source's rows: the one that is set, or the detected one of ``layouts`` if that is auto.
+
+    Args:
+        settings: how the rows are read, or only their format.
 
     Raises:
         RequestError: the columns do not fit the layout, or no layout is recognized.
     """
-    if name == "auto":
-        return detect_format(columns, first_rows, layouts)
-    return check_format(columns, "text" if name == "documents" else name)
+    settings = RowSettings(settings) if isinstance(settings, str) else settings
+    fields = _fields_of(settings, columns)
+    named = [fields.get(column, "" if column in settings.columns else column) for column in columns]
+    rows = [{fields.get(column, column): value for column, value in row.items()} for row in first_rows]
+    if settings.prompt is not None or settings.prompt_without_input is not None:
+        layout = _with_prompt(named, settings, layouts)
+    elif settings.format == "auto":
+        layout = detect_format([name for name in named if name], rows, layouts)
+    else:
+        layout = check_format(
+            [name for name in named if name], "text" if settings.format == "documents" else settings.format
+        )
+    read = {field: layout.column(field) for field in (*REQUIRED[layout], *settings.columns, *layout.columns)}
+    back = {field: column for column, field in fields.items()}
+    read = {field: back.get(column, column) for field, column in read.items()}
+    layout = RowLayout(layout, read, settings=settings)
+    if unknown := [column for column in layout.prompt_columns.values() if column not in columns]:
+        raise RequestError(f"data.prompt: the rows have no column {unknown[0]}; they have {', '.join(columns)}")
+    layout.extra = list(layout.prompt_columns.values())
+    return layout
+
+
+def _fields_of(settings: RowSettings, columns: Sequence[str]) -> dict[str, str]:
+    """Return the fields of the columns that data.columns maps; raise RequestError for unknown fields and columns."""
+    known = {*(field for fields in (*REQUIRED.values(), *_OPTIONAL.values()) for field in fields), *_OF_CONVERSATIONS}
+    for field, column in settings.columns.items():
+        if field not in known:
+            raise RequestError(f"data.columns: {field} is no field of a layout; choose from {', '.join(sorted(known))}")
+        if column not in columns:
+            raise RequestError(f"data.columns: the rows have no column {column}; they have {', '.join(columns)}")
+    return {column: field for field, column in settings.columns.items()}
+
+
+def _with_prompt(columns: Sequence[str], settings: RowSettings, layouts: Sequence[str]) -> RowLayout:
+    """Return the layout of rows whose user turn is made by data.prompt: only the answer is matched."""
+    if "question_answer" not in layouts or settings.format not in ("auto", "question_answer", "instruction"):
+        raise RequestError("data.prompt: is for rows of a question and one answer; remove it")
+    answer = _named(("answer", *_ANSWER_NAMES), columns)
+    if answer is None:
+        raise RequestError(
+            f"data.prompt: no column is the answer; the rows have {', '.join(columns)}; name it with data.columns, "
+            "such as {answer: gold}"
+        )
+    return _with_optional("question_answer", {"question": "", "answer": answer}, columns)
 
 
 def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> RowLayout:
@@ -154,8 +216,9 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({choices})"
     if elsewhere is not None:
         raise RequestError(f"{reason}; these are {elsewhere}")
-    example = "question --map others=answer" if "question_answer" in layouts else "chosen --map others=rejected"
-    raise RequestError(f"{reason}; map them with trainwright data prepare, for example --map theirs={example}")
+    fields = ("question", "answer") if "question_answer" in layouts else ("chosen", "rejected")
+    example = ", ".join(f"{field}: COLUMN" for field in fields)
+    raise RequestError(f"{reason}; name the columns with data.columns, such as '{{{example}}}'")
 
 
 def check_format(columns: Sequence[str], name: str) -> RowLayout:

@@ -84,14 +84,14 @@ def to_labelled(
     Raises:
         NoTarget, RequestError: as in ``formats.to_example``; RequestError if the label is neither true nor false.
     """
-    label = row.get("label")
+    label = row.get(layout.column("label"))
     role = _LABELS.get(label.strip().lower()) if isinstance(label, str) else None  # CSV values are always text
     if isinstance(label, bool):
         role = CHOSEN if label else REJECTED
     if role is None:
         shown = repr(label) if isinstance(label, str) else kind_of(label)
         raise RequestError(f"the field label should be true or false, not {shown}")
-    messages = to_example(row, RowLayout("prompt_completion", layout.columns), remarks)
+    messages = to_example(row, RowLayout("prompt_completion", layout.columns, settings=layout.settings), remarks)
     assert not isinstance(messages, str)
     return [(role, messages)]
 

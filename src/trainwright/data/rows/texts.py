@@ -24,6 +24,7 @@ from trainwright.data.sources.hub import without_alias
 from trainwright.data.sources.opening import opened as opened_file
 from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of, iterate_source, source_notes
+from trainwright.data.sources.registry import without_slice
 from trainwright.data.sources.row_files import Row
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
@@ -80,6 +81,8 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
 def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[TextPiece]:
     files = files_of(source.source, key, source.is_documents)
     if files is not None and all(suffix_of(file) in _TEXT_FILES for file in files.files):
+        if slice_ := without_slice(source.source)[1]:
+            raise RequestError(f"{key}: {source.source}: {slice_} is for rows, and these files are text; use limit")
         for file in files.usable():
             yield from _file_pieces(file)
         notes += source_notes(source.source, key, source.is_documents)
@@ -95,7 +98,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
     columns = columns_of(first_rows)
-    layout = ANY.layout(columns, first_rows, "auto" if documents else source.format, f"{key}: {name}")
+    layout = ANY.layout(columns, first_rows, "auto" if documents else source.rows, f"{key}: {name}")
     if layout.read_as:
         notes.append(f"{name}: {layout.read_as}")
     if unused := layout.unused(columns):

@@ -41,7 +41,7 @@ def is_hub_id(source: str) -> bool:
     return owner not in (".", "..") and not (slash and Path(owner).is_dir())
 
 
-def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
+def hub_rows(source: str, key: str) -> Dataset:
     """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded."""
     import datasets
 
@@ -58,9 +58,7 @@ def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
             raise RequestError(f"{key}: {name}: no such file or directory, and {fix}") from None
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RequestError(f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}") from None
-    if not len(rows):
-        raise RequestError(f"{key}: {source} has no rows")
-    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+    return rows
 
 
 def _hub_is_reachable(endpoint: str) -> bool:

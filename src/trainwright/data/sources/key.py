@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of
-from trainwright.data.sources.registry import registered_source
+from trainwright.data.sources.registry import registered_source, without_slice
 from trainwright.data.sources.shards import is_shards
+from trainwright.recipe.sections.data import RowSettings
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
@@ -22,11 +23,15 @@ VERSION = 8  # raised when the code that determines the prepared data changes
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
     """Return the settings that determine the datasets. A separate validation source is identified by its content."""
-    sources = [[source.format, source.limit, source.weight] for source in data.sources]
+    sources = [[source.format, source.limit, source.weight, *row_changes(source)] for source in data.sources]
+    if len(sources) == 1:
+        del sources[0][2]
     return {
         "version": VERSION,
         "format": data.format,
-        "sources": sources if len(sources) > 1 else sources[0][:2],
+        "sources": sources if len(sources) > 1 else sources[0],
+        **({} if data.mixing == "weights" else {"mixing": data.mixing}),
+        **({} if data.targets == "answers" else {"targets": data.targets}),
         "max_length": data.max_length,
         "long_documents": data.long_documents,
         "example_per_turn": data.example_per_turn,
@@ -36,6 +41,12 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
     }
 
 
+def row_changes(source: SourceSection) -> list[Any]:
+    """Return how its rows are read, beside their format, if that is not the default."""
+    changes = source.rows[1:]
+    return [] if changes == RowSettings()[1:] else list(changes)
+
+
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
     """Return the key of prepared data, without reading the sources; ``identity`` is that of the tokenizer."""
     states = [file_states(source, key) for source, key in data.keyed_sources]
@@ -43,23 +54,25 @@ def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
 
 
 def file_states(source: SourceSection, key: str) -> Any:
-    """Return the paths, sizes and times of a source's files, without reading them."""
-    if (registered := registered_source(source.source, key)) is not None:
+    """Return the paths, sizes and times of a source's files, without reading them, and its slice."""
+    name, part = without_slice(source.source)
+    if (registered := registered_source(name, key)) is not None:
         return [source.source, registered.key()]
-    if is_shards(source.source):
-        files: Sequence[Path] = sorted(user_path(source.source).iterdir())
+    if is_shards(name):
+        files: Sequence[Path] = sorted(user_path(name).iterdir())
     else:
-        source_files = files_of(source.source, key, source.is_documents)
+        source_files = files_of(name, key, source.is_documents)
         if source_files is None:
             return ["hub", source.source]
         files = source_files.files
     stats = [(file.resolve(), file.stat()) for file in files]
-    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    return [*([str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats), *filter(None, [part])]
 
 
 def content_of(source: SourceSection, key: str) -> Any:
-    """Return the digests of a source's content, independent of its paths."""
-    if registered_source(source.source, key) is not None:
+    """Return the digests of a source's content and its slice, independent of its paths."""
+    name, part = without_slice(source.source)
+    if registered_source(name, key) is not None:
         return file_states(source, key)
     source_files = files_of(source.source, key, source.is_documents)
     if source_files is None:
@@ -68,4 +81,4 @@ def content_of(source: SourceSection, key: str) -> Any:
     for file in source_files.usable():
         with file.open("rb") as opened:
             digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
-    return [*digests, *source_files.left_out()]  # the summary names them
+    return [*digests, *filter(None, [part]), *source_files.left_out()]  # the summary names them

@@ -16,6 +16,8 @@ pydoc-pairs the same with a correct and a wrong answer to each question
 stdlib      the source of every standard library module, and the language reference
 openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: datasets of the Hub
 others      sources that packages register as entry points ``trainwright.sources``; module:Name (registry.py)
+
+Any of them may end with a slice of its rows, as in datasets: [:1000], [5000:], [10%:20%].
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import hub_rows, is_hub_id
 from trainwright.data.sources.local_files import SourceFiles, find, missing
 from trainwright.data.sources.opening import TABLES, suffix_of, why_unreadable
-from trainwright.data.sources.registry import registered_rows, registered_source
+from trainwright.data.sources.registry import SLICE, registered_rows, registered_source, without_slice
 from trainwright.data.sources.row_files import (
     ANSWERS_NAMES,
     CONTENTS,
@@ -80,6 +82,7 @@ def read_rows(
     narrowing: Narrowing | None = None,
 ) -> Dataset:
     """Return the rows of ``source``, at most the first ``limit``, as one Arrow table; large ones are memory-mapped.
+    A source may end with a slice.
 
     In JSON rows, lists of text parts are joined and tools become JSON text, so that each column has one type.
 
@@ -93,23 +96,66 @@ def read_rows(
     Raises:
         RequestError: the source is missing, empty or not parseable, or the values of a column differ in type.
     """
-    if registered_source(source, key) is not None:
+    name, begin, end = _bounds(source, limit, key, documents)
+    if registered_source(name, key) is not None:
         from datasets import Dataset
 
-        return Dataset.from_list(registered_rows(source)[:limit])
-    source_files = files_of(source, key, documents)
+        rows = Dataset.from_list(registered_rows(name)[begin:end])
+        return _not_empty(rows, source, key)
+    source_files = files_of(name, key, documents)
     if source_files is None:
-        return hub_rows(source, limit, key)
+        rows = hub_rows(name, key)
+        stop = len(rows) if end is None else min(end, len(rows))
+        return _not_empty(rows.select(range(min(begin, stop), stop)), source, key)
     files = list(source_files.usable())
     if not files:
         raise _nothing_usable(source_files, key)
     if _are_tables(files) and not any(map(_has_json, files)):
-        table = _table(files, limit, narrowing)
+        table = _table(files, end, narrowing).slice(begin)
     else:
-        table = table_of_rows(lambda: islice(_placed_rows(files, source_files.documents), limit), narrowing)
+        table = table_of_rows(lambda: islice(_placed_rows(files, source_files.documents), begin, end), narrowing)
     if not table.num_rows or not table.num_columns:
         raise RequestError(f"{key}: {source} has no rows")
     return _dataset(table)
+
+
+def _not_empty(rows: Dataset, source: str, key: str) -> Dataset:
+    if not len(rows):
+        raise RequestError(f"{key}: {source} has no rows")
+    return rows
+
+
+def _bounds(source: str, limit: int | None, key: str, documents: bool) -> tuple[str, int, int | None]:
+    """Return a source without its slice, and the first row of the slice and the one after its last.
+
+    Raises:
+        RequestError: the slice ends before it begins.
+    """
+    name, text = without_slice(source)
+    match = SLICE.match(text)
+    if match is None:
+        return name, 0, limit
+    count = _row_count(name, key, documents) if "%" in text else 0
+    begin, end = (
+        None if number is None else round(int(number) * count / 100) if percent else int(number)
+        for number, percent in (match.group(1, 2), match.group(3, 4))
+    )
+    begin = begin or 0
+    if end is not None and end < begin:
+        raise RequestError(f"{key}: {source}: the slice ends before it begins")
+    if limit is not None:
+        end = begin + limit if end is None else min(end, begin + limit)
+    return name, begin, end
+
+
+@functools.cache
+def _row_count(source: str, key: str, documents: bool) -> int:
+    source_files = files_of(source, key, documents)
+    if source_files is None:
+        return len(read_rows(source, key=key))
+    if _are_tables(source_files.files):
+        return sum(table.num_rows for file in source_files.usable() for table in _batches(file))
+    return sum(1 for _ in _placed_rows(source_files.usable(), source_files.documents))
 
 
 def iterate_source(
@@ -123,15 +169,17 @@ def iterate_source(
     Raises:
         RequestError: the source is missing, empty or not parseable.
     """
-    source_files = files_of(source, key, documents)
+    name, begin, end = _bounds(source, limit, key, documents)
+    source_files = files_of(name, key, documents)
     placed: Iterator[tuple[str, Row]]
     if source_files is None:
-        placed = ((f"{source}: row {number}", dict(row)) for number, row in enumerate(read_rows(source, limit, key), 1))
-    elif _are_tables(source_files.files):
+        rows = enumerate(read_rows(source, limit, key), begin + 1)
+        return ((f"{name}: row {number}", dict(row)) for number, row in rows)
+    if _are_tables(source_files.files):
         placed = chain.from_iterable(map(_table_rows, source_files.usable()))
     else:
         placed = _placed_rows(source_files.usable(), source_files.documents)
-    return islice(placed, limit)
+    return islice(placed, begin, end)
 
 
 def check_source(source: str, key: str = "data.train", documents: bool = False) -> list[Row]:
@@ -165,9 +213,11 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
 
 def location_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
     """Return the place of row ``index`` of ``read_rows(source)``: its file and line, or the row number from 1."""
-    source_files = files_of(source, key, documents)
+    name, begin, _ = _bounds(source, None, key, documents)
+    index += begin
+    source_files = files_of(name, key, documents)
     if source_files is None:
-        return f"{source}: row {index + 1}"
+        return f"{name}: row {index + 1}"
     if _are_tables(source_files.files):
         for file in source_files.usable():
             count = sum(table.num_rows for table in _batches(file))
@@ -210,6 +260,7 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> S
     Raises:
         RequestError: the file does not exist, or it holds neither rows nor documents.
     """
+    source, _ = without_slice(source)
     if registered_source(source, key) is not None:
         return None
     if user_path(source).is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
     Raises:
         RequestError: the source of another package cannot be used.
     """
+    name, _ = without_slice(name)
     if name not in SOURCES.names():
         path, head = user_path(name), user_path(name.partition(":")[0])
         if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
@@ -83,6 +85,15 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
     except RequestError as error:
         raise RequestError(f"{key}: {error}") from error
     return registered
+
+
+SLICE = re.compile(r"\[(?:([0-9]+)(%?))?:(?:([0-9]+)(%?))?\]$")
+
+
+def without_slice(source: str) -> tuple[str, str]:
+    """Return a source and the slice that it ends with, or an empty text."""
+    match = SLICE.search(source)
+    return (source, "") if match is None else (source[: match.start()], match[0])
 
 
 def registered_rows(name: str) -> list[Row]:

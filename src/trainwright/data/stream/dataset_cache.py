@@ -213,7 +213,8 @@ def tokenize_and_split(
             how = f"of {separate.source}"
         else:
             sides = [
-                split(rows.hashes, share, seed) for rows, share in zip(sources, validation_sizes(data), strict=True)
+                split(rows.hashes, share, seed)
+                for rows, share in zip(sources, validation_sizes(data, list(map(len, sources))), strict=True)
             ]
             train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
             validation_rows = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
@@ -254,12 +255,14 @@ def _everything(rows: TokenRows) -> Indices:
     return np.arange(len(rows.hashes), dtype=np.int64)
 
 
-def validation_sizes(data: DataSection) -> list[float | int | None]:
-    """Return how much of each source is held out: the same fraction, or a number split by the weights."""
+def validation_sizes(data: DataSection, sizes: Sequence[int]) -> list[float | int | None]:
+    """Return how much of each source, with ``sizes`` examples, is held out: the same fraction, or a part of a number
+    by its share of the mixture.
+    """
     validation = data.validation
     assert not isinstance(validation, str)
     if len(data.sources) > 1 and isinstance(validation, int):
-        return list(shares(validation, [source.weight for source in data.sources]))
+        return list(shares(validation, data.weights(sizes)))
     return [validation] * len(data.sources)
 
 
@@ -275,7 +278,7 @@ def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:
 
 def mixture_of(data: DataSection, sizes: Sequence[int]) -> tuple[MixturePart, ...]:
     """Divide an epoch between sources with ``sizes`` examples; raise RequestError if one has no part of it."""
-    parts = parts_of(sizes, [source.weight for source in data.sources])
+    parts = parts_of(sizes, data.weights(sizes))
     for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
             raise RequestError(

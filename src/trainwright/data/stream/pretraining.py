@@ -56,7 +56,8 @@ def prepare_windows(
         train, validation_spans = spans[: len(corpora)], spans[len(corpora) :]
     else:
         train = []
-        for corpus, share, key in zip(corpora, validation_sizes(data), data.source_keys, strict=True):
+        held_out = validation_sizes(data, [corpus.token_count for corpus in corpora])
+        for corpus, share, key in zip(corpora, held_out, data.source_keys, strict=True):
             size = share if isinstance(share, float) else max(1, share or 0)
             training, aside = divided(corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key)
             train.append(training)
@@ -117,9 +118,10 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     """Return a value that changes whenever the sources or their content change, without reading them."""
-    from trainwright.data.sources.key import file_states
+    from trainwright.data.sources.key import file_states, row_changes
 
-    return [VERSION, *([file_states(source, key), source.format, source.limit] for source, key in sources)]
+    settings = ([source.format, source.limit, *row_changes(source)] for source, _ in sources)
+    return [VERSION, *([file_states(*one), *values] for one, values in zip(sources, settings, strict=True))]
 
 
 def _line(corpus: Shards) -> str:

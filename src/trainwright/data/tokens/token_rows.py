@@ -230,19 +230,21 @@ def tokenize_source(
             has a target.
     """
     name, documents = source.source, source.is_documents
-    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.format))
+    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.rows))
     columns = rows.column_names
-    layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format, f"{key}: {name}")
+    layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.rows, f"{key}: {name}")
     if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
         raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
     splits = splits_long(data.long_documents, layout)
     token_rows = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
     token_rows.notes += source_notes(name, key, documents)
     if unused := layout.unused(columns):
-        token_rows.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+        token_rows.notes.append(f"{columns_not_used(unused)}; data.columns reads a column as a field")
     token_rows.notes += media_notes(rows, unused)
     rows = rows.remove_columns(unused)
-    encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer)
+    if layout == "text" and data.targets not in ("answers", "all"):
+        raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has text rows")
+    encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer, data.targets)
     location = functools.partial(location_of, name, documents=documents, key=key)
     start = 0
     for batch in _batches(rows):

@@ -125,12 +125,12 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     Raises:
         RequestError: the source, its layout or a row is invalid, or a row has no reference, with its file and line.
     """
-    narrowing = functools.partial(EXAMPLES.narrowing, source.format)
+    narrowing = functools.partial(EXAMPLES.narrowing, source.rows)
     table = read_rows(source.source, source.limit, key, source.format == "documents", narrowing)
     first = table[:8]
     rows_of_first = [dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)]
     try:
-        layout = layout_of(table.column_names, rows_of_first, source.format, SINGLE)
+        layout = layout_of(table.column_names, rows_of_first, source.rows, SINGLE)
     except RequestError as error:
         raise RequestError(f"{key}: {source.source}: {error}") from None
     numbers = list(range(len(table)) if only is None else only)

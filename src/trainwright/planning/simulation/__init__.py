@@ -6,6 +6,4 @@ must be loaded before torch.
 
 `start.py` begins a simulation, `shim/` loads the shim, `device/` replaces what of torch would ask a driver,
 `recorders/` note memory, collectives and host waits, `training.py` runs a worker, `report.py` has the result.
-
-`computing.py` is for the other kind of simulation: real runs, on devices whose memory and kernels are the host's.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.registry import registered_source
+from trainwright.data.sources.registry import registered_source, without_slice
 from trainwright.errors import RequestError, TrainingError, TrainwrightError
 from trainwright.machine.describe import Cluster, node_of
 from trainwright.machine.machine import Machine
@@ -232,6 +232,7 @@ def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
 
 
 def _is_here(source: str) -> bool:
+    source, _ = without_slice(source)
     name = source.partition(":")[0]
     if registered_source(source) is not None:
         return True

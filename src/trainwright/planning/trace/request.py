@@ -109,7 +109,7 @@ class TracedModel:
             adapter,
             None if needs.trainable is None else tuple(needs.trainable[0]),
             needs.last_block,
-            "hidden" if hidden else "objective" if recipe.task in ("dpo", "unlearn") else "cross_entropy",
+            "hidden" if hidden else "objective" if needs.of_losses else "cross_entropy",
             **reference,
             z_loss=bool(getattr(getattr(recipe, recipe.spec.name, None), "z_loss", 0.0)),
             dropout=recipe.model.dropout,

@@ -15,7 +15,7 @@ from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, Sized
 # models/attention/cpu_flash.py converts packs of shorter sequences to fp32 on a CPU.
 _CONVERTED_BELOW = 512
 # models/linear_losses.py: bytes of the logits of a chunk, and of the fp32 logits of a block on a CPU.
-_CHUNK_BYTES, _BLOCK_BYTES = 128 * 2**20, 2 * 2**20
+CHUNK_BYTES, BLOCK_BYTES = 128 * 2**20, 2 * 2**20
 
 
 def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
@@ -55,7 +55,7 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
 
 def key_of(request: TraceRequest, regime: Regime) -> str:
     """Return the name under which the trace of a request is stored."""
-    return store.key_of(["trace", dataclasses.asdict(request), regime])
+    return store.key_of(["trace", _differing(request), regime])
 
 
 # A GPU whose flash attention stands for that of others.
@@ -89,7 +89,7 @@ def _kernels(request: TraceRequest, device: Device) -> list[AttentionKernel]:
 def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
     """Return the facts of a request's model, with those that depend on the device."""
     facts = model_facts(request.model) if facts is None else facts
-    limits: dict[str, Any] = {"chunk_logits": _CHUNK_BYTES // request.width, "block_logits": _BLOCK_BYTES // 4}
+    limits: dict[str, Any] = {"chunk_logits": CHUNK_BYTES // request.width, "block_logits": BLOCK_BYTES // 4}
     on_cpu = not request.device.is_gpu
     return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
 
@@ -127,4 +127,12 @@ def model_facts(model: TracedModel) -> ModelFacts:
 
 def key_of_facts(model: TracedModel) -> str:
     """Return the name under which the facts of a model are stored."""
-    return store.key_of(["facts", dataclasses.asdict(model)])
+    return store.key_of(["facts", _differing(model)])
+
+
+def _differing(value: Any) -> Any:
+    """Return the fields of a dataclass that differ from their defaults, so that a new field changes no key."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _differing(known) for field, known in fields if known != field.default}

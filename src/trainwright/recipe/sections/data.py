@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Sequence
+from string import Formatter
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BeforeValidator,
@@ -12,6 +15,7 @@ from pydantic import (
     Tag,
     model_serializer,
 )
+from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.registries import SOURCES
 from trainwright.recipe.sections.fields import Count, Positive, Section, Text, ValidationRows, reject_bool
@@ -30,6 +34,63 @@ DataFormat = Literal[
 ]
 
 
+def _prompt(value: Any) -> Any:
+    """Check a text with {fields}; braces that are no fields are doubled."""
+    if isinstance(value, str):
+        try:
+            fields = [name for _, name, spec, conversion in Formatter().parse(value) if name is not None]
+        except ValueError as error:
+            raise PydanticCustomError("prompt", "a text with {fields}: {reason}", {"reason": str(error)}) from None
+        if not fields or not all(name.isidentifier() for name in fields):
+            raise PydanticCustomError(
+                "prompt", "a text with columns in braces, such as {question}; write {{ for a brace"
+            )
+    return value
+
+
+def _targets(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("answers", "all", "last"):
+        if not (len(value) > 2 and value[0] == value[-1] == "/"):
+            raise PydanticCustomError("targets", "answers, all, last or a regular expression between slashes")
+        try:
+            re.compile(value[1:-1])
+        except re.error as error:
+            raise PydanticCustomError("targets", "a regular expression: {reason}", {"reason": str(error)}) from None
+    return value
+
+
+Prompt = Annotated[str, BeforeValidator(_prompt)]
+
+
+def _mixing(value: Any) -> Any:
+    is_temperature = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+    if value not in ("weights", "concatenate") and not is_temperature:
+        raise PydanticCustomError("mixing", "weights, concatenate, or a temperature of at least 1")
+    return value
+
+
+class RowSettings(NamedTuple):
+    """How the rows of a source are read: the keys of that name of `SourceSection`."""
+
+    format: str = "auto"
+    columns: dict[str, str] = {}
+    system: str | None = None
+    prompt: str | None = None
+    prompt_without_input: str | None = None
+
+
+_COLUMNS = (
+    "The columns that fields are read from, if they are called otherwise: {field: column}, such as {question: query, "
+    "answer: gold}. Fields are those of data.format, system and tools."
+)
+_SYSTEM = "Text of a system turn for conversations that begin without one."
+_PROMPT = (
+    "The user's turn, made from the columns of a row: a text such as '{instruction} in {language}'. For rows with one "
+    "answer."
+)
+_WITHOUT_INPUT = "prompt for rows whose field input is empty."
+
+
 class SourceSection(Section):
     """One source of a mixture."""
 
@@ -43,6 +104,15 @@ class SourceSection(Section):
         "auto", description="Format of the rows. auto: detected from the first rows and printed."
     )
     limit: Count | None = Field(None, description="Use only the first N rows.")
+    columns: dict[Text, Text] = Field(default_factory=dict, description=_COLUMNS)
+    system: Text | None = Field(None, description=_SYSTEM)
+    prompt: Prompt | None = Field(None, description=_PROMPT)
+    prompt_without_input: Prompt | None = Field(None, description=_WITHOUT_INPUT)
+
+    @property
+    def rows(self) -> RowSettings:
+        """How its rows are read."""
+        return RowSettings(self.format, self.columns, self.system, self.prompt, self.prompt_without_input)
 
     @property
     def is_documents(self) -> bool:
@@ -68,9 +138,15 @@ class DataSection(Section):
         "files or one written by save_to_disk of datasets (directory:split if it has several splits), a Hugging Face "
         "dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in dataset made from Python's "
         "documentation: pydoc (questions and answers) or pydoc-pairs (a right and a wrong answer to each question). "
-        "Text, Markdown, code and Word documents are read whole. A list of {source, weight, format, limit} is a "
+        "Text, Markdown, code and Word documents are read whole. A list of {source, weight, format, limit, …} is a "
         "mixture. Sources of other packages are given by name or as module:Name.",
         json_schema_extra=lambda schema: schema.update(examples=[*SOURCES.names()]),
+    )
+    mixing: Annotated[str | float, BeforeValidator(_mixing)] = Field(
+        "weights",
+        description="How several sources make up an epoch, which has as many examples as all of them. weights: by "
+        "their weights. concatenate: every example of every source once. A number, the temperature: by weight times "
+        "the number of examples to the power of 1 / temperature (arXiv 1910.10683, section 3.5.2).",
     )
     validation: ValidationRows = Field(
         0.05,
@@ -82,6 +158,17 @@ class DataSection(Section):
         "auto",
         description="Format of the rows. auto: detected from the first rows and printed. documents: each file is one "
         "row.",
+    )
+    columns: dict[Text, Text] = Field(default_factory=dict, description=_COLUMNS)
+    system: Text | None = Field(None, description=_SYSTEM)
+    prompt: Prompt | None = Field(None, description=_PROMPT)
+    prompt_without_input: Prompt | None = Field(None, description=_WITHOUT_INPUT)
+    targets: Annotated[str, BeforeValidator(_targets)] = Field(
+        "answers",
+        description="Which tokens of a conversation are trained on. answers: the assistant's turns with their stop "
+        "tokens, except turns marked otherwise. last: the last of these turns. all: every token, as TRL and Unsloth do "
+        "by default. /regular expression/: what it matches in the text that the chat template writes, or its first "
+        "group.",
     )
     max_length: Annotated[int, Field(ge=2), BeforeValidator(reject_bool)] = Field(
         1024,
@@ -127,8 +214,16 @@ class DataSection(Section):
         if self.train is None:
             return ()
         if isinstance(self.train, str):
-            return (SourceSection(source=self.train, format=self.format, limit=self.limit),)
+            return (SourceSection(source=self.train, limit=self.limit, **self._row_keys()),)
         return tuple(self.train)
+
+    def weights(self, sizes: Sequence[int]) -> list[float]:
+        """Return the shares of sources with ``sizes`` examples in an epoch, in any unit."""
+        own = [source.weight for source in self.sources]
+        if self.mixing == "weights":
+            return own
+        power = 1.0 if self.mixing == "concatenate" else 1 / float(self.mixing)
+        return [weight * size**power for weight, size in zip(own, sizes, strict=True)]
 
     @property
     def source_keys(self) -> tuple[str, ...]:
@@ -144,7 +239,10 @@ class DataSection(Section):
         """Return the validation source, if it is a separate one."""
         if not isinstance(self.validation, str):
             return None
-        return SourceSection(source=self.validation, format=self.format)
+        return SourceSection(source=self.validation, **self._row_keys())
+
+    def _row_keys(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in RowSettings._fields}
 
     @property
     def keyed_sources(self) -> list[tuple[SourceSection, str]]:

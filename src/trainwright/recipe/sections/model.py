@@ -136,7 +136,9 @@ class ModelSection(Section):
     )
     chat_template: Text | None = Field(
         None,
-        description="A Jinja chat template, or the path of a file with one. Default: the tokenizer's.",
+        description="A Jinja chat template, the path of a file with one, or the name of a common one: alpaca, chatml, "
+        "gemma, llama2, llama3, mistral, phi3, phi4, plain (the turns alone), qwen, tulu, vicuna, zephyr. Default: the "
+        "tokenizer's.",
     )
     template_arguments: dict[str, Any] = Field(
         default_factory=dict,

@@ -1,8 +1,4 @@
-"""Preference tuning: train on compared or labelled answers, relative to a reference model.
-
-In the losses, w is the chosen answer of a pair and l the rejected one. They are element-wise, in the precision of their
-inputs.
-"""
+"""Preference tuning: train on compared or labelled answers, mostly relative to a reference model."""
 
 from __future__ import annotations
 
@@ -11,13 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.functional import logsigmoid
 
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.stream.batch import Batch
@@ -30,6 +25,7 @@ from trainwright.engine.task import LossSum
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.load import load_tokenizer
+from trainwright.recipe.extensions import load
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.dpo.spec import DpoSection
 from trainwright.tasks.language_model import prepare_data, prepare_once
@@ -50,23 +46,36 @@ def build(recipe: Recipe, cache: Path) -> PreferenceTuning:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers of a stream, and their log-probabilities under the reference."""
+    """The answers of a stream, and their log-probabilities under the reference; None: without one."""
 
     stream: Stream
-    reference: Reference
+    reference: Reference | None
 
-    def ratios(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return log pi(y|x) - log pi_ref(y|x) of a batch's answers [S], float64, from the losses of its targets
-        [N].
-        """
-        return -batch.by_sequence(losses) - self.reference.of(batch)
+    def ratios(self, log_probabilities: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return log pi(y|x) - log pi_ref(y|x) of a batch's answers [S], or log pi(y|x) without a reference."""
+        return log_probabilities if self.reference is None else log_probabilities - self.reference.of(batch)
+
+
+class _Scored(NamedTuple):
+    """The ``scores`` of answers [S], the ``losses`` of pairs [P] or of rated answers [S], and of their losses the part
+    ``sft`` [P]: the mean negative log-probability of the chosen answer's tokens.
+    """
+
+    scores: torch.Tensor
+    losses: torch.Tensor
+    sft: torch.Tensor | None
 
 
 class PreferenceTuning(ReferenceTask):
-    """DPO, IPO or KTO of a causal language model; an example is a pair of answers, or one labelled answer."""
+    """A preference loss of a causal language model; an example is a pair of answers, or one labelled answer."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData, cache: Path) -> None:
         self._dpo = recipe.own(DpoSection)
+        self._spec = self._dpo.loss_spec
+        self._loss_of = load(self._spec.function, f"dpo.loss {self._dpo.loss}")
+        self._averages = self._spec.averages or self._dpo.length_normalized
+        chosen_weight = self._dpo.sft_weight
+        self._sft_weight = self._spec.sft_weight if chosen_weight is None else chosen_weight
         super().__init__(recipe, tokenizer, prepared, cache, self._dpo.reference)
         # For training (False) and validation (True); _mismatched holds KTO's answers to other prompts.
         self._answers: dict[bool, _Answers] = {}
@@ -74,19 +83,24 @@ class PreferenceTuning(ReferenceTask):
         self._divergence: torch.Tensor | float = 0.0
 
     def _example_weight(self, dataset: TokenDataset) -> float:
-        return float(dataset.sequences_per_example) if self._dpo.loss == "kto" else 1.0
+        return float(dataset.sequences_per_example) if self._spec.rates_answers else 1.0
 
     def begin(
         self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
     ) -> None:
         """Compute the reference's log-probabilities of every answer in this run."""
+        if not self._spec.has_reference:
+            self._answers = {False: _Answers(self.stream, None)}
+            if self.validation is not None:
+                self._answers[True] = _Answers(self.validation, None)
+            return
         self._keep_start(weights, passes.world)
         for validation, stream in ((False, self.stream), (True, self.validation)):
             if stream is None:
                 continue
             examples = stream.seen()
             self._answers[validation] = self._ask(passes, stream, examples, notify)
-            if self._dpo.loss == "kto":
+            if self._spec.rates_answers:
                 key = "data.validation" if validation else "data.train"
                 mismatched = Mismatched.of(stream.dataset, self._recipe.data.max_length, key)
                 others = self._stream(mismatched, len(mismatched), shuffle=False)
@@ -100,14 +114,14 @@ class PreferenceTuning(ReferenceTask):
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Estimate KTO's divergence from the whole global batch."""
-        if self._dpo.loss != "kto":
+        if not self._spec.rates_answers:
             return
         answers, device = self._mismatched[validation], passes.world.device
         sums = [torch.zeros(2, dtype=torch.float64, device=device)]  # stay on the device, which nobody waits for
 
         def visit(module: nn.Module, micro: MicroBatch) -> None:
             tensors = self._batch(answers.stream.dataset, micro, device)
-            ratios = answers.ratios(module(tensors, losses=True), tensors)
+            ratios = answers.ratios(-tensors.by_sequence(module(tensors, losses=True)), tensors)
             if micro.weight:
                 sums.append(torch.stack([ratios.sum(), ratios.new_full((), len(ratios))]))
 
@@ -122,48 +136,47 @@ class PreferenceTuning(ReferenceTask):
         seen: list[torch.Tensor] = []
 
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-            scores = self._scores(self._answers[False].ratios(losses, batch), batch)
-            seen.append(self._statistics(scores.detach(), batch))
-            return self._losses(scores, batch).sum().float()
+            answers = self._scored(self._answers[False], losses, batch)
+            seen.append(self._statistics(answers, batch))
+            return answers.losses.sum().float()
 
         return LossSum(module(batch, objective=objective), micro.weight, seen[-1])
 
-    def _scores(self, ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the scores of answers [S]: their log-ratios, for IPO averaged over tokens."""
-        if self._dpo.loss != "ipo":
-            return ratios
-        return ratios / on_device(torch.tensor(batch.target_counts, dtype=ratios.dtype), ratios.device)
-
-    def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss of every pair [P], or for KTO of every answer [S]."""
-        dpo = self._dpo
-        if dpo.loss == "kto":
-            weights = dpo.desirable_weight, dpo.undesirable_weight
-            return kto_loss(scores, _chosen(batch), self._divergence, dpo.beta, *weights)
-        chosen, rejected = scores.view(-1, 2).unbind(1)
-        if dpo.loss == "ipo":
-            return ipo_loss(chosen, rejected, dpo.beta)
-        return dpo_loss(chosen, rejected, dpo.beta, dpo.label_smoothing)
+    def _scored(self, answers: _Answers, losses: torch.Tensor, batch: Batch) -> _Scored:
+        """Return the scores of a batch's answers and their losses, from the losses of its targets [N]."""
+        log_probabilities = -batch.by_sequence(losses)
+        counts = on_device(torch.tensor(batch.target_counts, dtype=log_probabilities.dtype), losses.device)
+        scores = answers.ratios(log_probabilities, batch)
+        if self._averages:
+            scores = scores / counts
+        if self._spec.rates_answers:
+            found = self._loss_of(scores, _chosen(batch), self._dpo, self._divergence)
+            return _Scored(scores, found, None)
+        found = self._loss_of(*scores.view(-1, 2).unbind(1), self._dpo)
+        if not self._sft_weight:
+            return _Scored(scores, found, None)
+        chosen = -(log_probabilities / counts).view(-1, 2)[:, 0]
+        return _Scored(scores, found + self._sft_weight * chosen, chosen)
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return a vector of sums over one micro-batch of the validation stream."""
         assert self._prepared.validation is not None
         batch = self._batch(self._prepared.validation, micro, device)
-        scores = self._scores(self._answers[True].ratios(module(batch, losses=True), batch), batch)
-        return self._statistics(scores, batch) * float(micro.weight > 0)
+        answers = self._scored(self._answers[True], module(batch, losses=True), batch)
+        return self._statistics(answers, batch) * float(micro.weight > 0)
 
-    def _statistics(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _statistics(self, answers: _Scored, batch: Batch) -> torch.Tensor:
         """Return ``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected,
-        …]``.
+        …, the term of the chosen answers]``.
         """
-        rewards, chosen = self._dpo.beta * scores, _chosen(batch)
+        rewards, chosen = self._dpo.beta * answers.scores.detach(), _chosen(batch)
         right = rewards.new_zeros(0)
         if len(rewards) == 2 * len(batch.examples):
             # A tie counts half, as before training.
             right = (rewards.view(-1, 2).diff(dim=1).neg().sign() + 1) / 2
         weight = rewards.new_full((), batch.weight)
         sums = [
-            self._losses(scores, batch).sum(),
+            answers.losses.detach().sum(),
             weight,
             weight * self._divergence,
             right.sum(),
@@ -172,12 +185,13 @@ class PreferenceTuning(ReferenceTask):
             chosen.sum(),
             (rewards * ~chosen).sum(),
             (~chosen).sum(),
+            weight * 0 if answers.sft is None else answers.sft.detach().sum(),
         ]
         return torch.stack([value.double() for value in sums])
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Return the metrics from statistics summed over the split or step."""
-        loss, weight, divergence, right, pairs, chosen, of_chosen, rejected, of_rejected = statistics
+        loss, weight, divergence, right, pairs, chosen, of_chosen, rejected, of_rejected, sft = statistics
         metrics = {"loss": loss / weight}
         if pairs:
             metrics["reward_accuracy"] = right / pairs
@@ -187,7 +201,9 @@ class PreferenceTuning(ReferenceTask):
             metrics["chosen_reward"] = chosen / of_chosen
         if of_rejected:
             metrics["rejected_reward"] = rejected / of_rejected
-        if self._dpo.loss == "kto":
+        if self._sft_weight:
+            metrics["sft_loss"] = sft / weight
+        if self._spec.rates_answers:
             metrics["kl"] = divergence / weight
         return metrics
 
@@ -277,48 +293,3 @@ def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> 
         for sequence, other in following.items():
             others[sequence] = other
     return others
-
-
-def dpo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Compute direct preference optimization (arXiv 2305.18290, equation 7): -log sigma(beta (r_w - r_l)).
-
-    ``label_smoothing`` e is the probability that a pair is swapped: the loss is (1 - e) times that of the pair plus e
-    times that of the swapped pair (conservative DPO, https://ericmitchell.ai/cdpo.pdf).
-
-    Args:
-        chosen, rejected: log-ratios r_w and r_l of summed log-probabilities [P].
-    """
-    margin = beta * (chosen - rejected)
-    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
-
-
-def ipo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
-    """Compute identity preference optimization (arXiv 2310.12036, equation 17): (r_w - r_l - 1 / (2 beta))^2.
-
-    Args:
-        chosen, rejected: log-ratios of the mean log-probabilities of an answer's tokens [P]; with sums, the target
-            margin would depend on the length.
-    """
-    return (chosen - rejected - 1 / (2 * beta)).square()
-
-
-def kto_loss(
-    ratios: torch.Tensor,
-    good: torch.Tensor,
-    divergence: torch.Tensor | float,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> torch.Tensor:
-    """Compute Kahneman-Tversky optimization (arXiv 2402.01306, equations 7 and 8) of single answers.
-
-    lambda_D (1 - sigma(beta (r - z))) for a good answer and lambda_U (1 - sigma(beta (z - r))) for a bad one.
-
-    Args:
-        ratios: log-ratios r of summed log-probabilities [D].
-        good: whether an answer is desirable, bool [D].
-        divergence: z, the estimate of KL(pi || pi_ref) that answers are compared with; at least 0.
-    """
-    gain = beta * (ratios - divergence)
-    weights = torch.where(good, desirable_weight, undesirable_weight)
-    return weights.to(gain.dtype) * (1 - torch.sigmoid(torch.where(good, gain, -gain)))

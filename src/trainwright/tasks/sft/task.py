@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
+from trainwright.tasks.sft.spec import SftSection
 
 __all__ = ["SupervisedFineTuning", "build", "prepare_once"]
 
@@ -23,13 +25,22 @@ def build(recipe: Recipe, cache: Path) -> SupervisedFineTuning:
     return SupervisedFineTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))
 
 
+def dft(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the sum of the losses of a batch's targets [N], each weighted by the probability p of its target.
+
+    Dynamic fine-tuning (arXiv 2508.05629, equation 9): -p log p with p as a constant.
+    """
+    return (losses.detach().neg().exp() * losses).sum()
+
+
 class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed loss of one micro-batch and the weight of its targets."""
         batch = self._batch(self._prepared.train, micro, device)
-        return LossSum(module(batch), float(len(batch.targets)))
+        objective = dft if self._recipe.own(SftSection).loss == "dft" else None
+        return LossSum(module(batch, objective=objective), float(len(batch.targets)))
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return ``[summed loss in nats, correct predictions, targets]``."""

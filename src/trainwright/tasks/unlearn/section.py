@@ -171,7 +171,7 @@ class UnlearnData(DataSection):
         if self.train is not None:
             return super().sources
         parts = (self.forget, self.retain)
-        return tuple(SourceSection(source=one, format=self.format, limit=self.limit) for one in parts if one)
+        return tuple(SourceSection(source=one, limit=self.limit, **self._row_keys()) for one in parts if one)
 
     @property
     def source_keys(self) -> tuple[str, ...]:

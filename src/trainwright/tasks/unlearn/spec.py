@@ -145,6 +145,7 @@ def _needs(recipe: Recipe) -> Needs:
     return Needs(
         sequences_per_example=1 + section.retains + section.refuses,
         last_block=section.last_block,
+        of_losses=section.last_block is None,
         trainable=trainable,
         reference=_reference(section) if section.compares else None,
     )

@@ -103,7 +103,7 @@ def _contents(data: UnlearnData, part: str) -> Iterator[tuple[str, bytes]]:
     rows = iterate_source(source.source, source.limit, key, source.is_documents)
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
-    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, source.format)
+    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, source.rows)
     for location, row in chain(first, rows):
         try:
             ((_, example),) = EXAMPLES.sequences(row, layout)

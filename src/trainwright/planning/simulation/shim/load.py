@@ -1,4 +1,4 @@
-"""Compile the shims once, and load them into this process before torch. Imports no torch."""
+"""Compile a shim once, and load it into this process before torch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.machine.accelerators import installed_build
 from trainwright.machine.cache import cache_root
 from trainwright.utils.activity import doing
 
-_FOLDER = Path(__file__).parent
+SHIM = Path(__file__).with_name("no_cuda.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
-_loaded: dict[str, ctypes.CDLL] = {}
+_loaded: dict[Path, ctypes.CDLL] = {}
 
 
 def load() -> None:
@@ -28,33 +28,15 @@ def load() -> None:
     Raises:
         MachineError: there is no C++ compiler, or it cannot compile against the installed torch.
     """
-    if not _for_cuda():
-        _load("no_cuda.cpp")
+    if not (_torch() / "lib" / "libtorch_cuda.so").exists():
+        load_shim(SHIM)
 
 
-def load_computing() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Do as ``load``, and have the device compute in the memory of the host; return both libraries.
-
-    Raises:
-        MachineError: as for ``load``, or torch is a build for CUDA.
-    """
-    if _for_cuda():
-        raise MachineError(
-            f"--compute: torch {installed_build().version} is a build for CUDA, with kernels for GPUs alone; "
-            "install a build for CPUs in another environment (pip install torch --index-url "
-            "https://download.pytorch.org/whl/cpu)"
-        )
-    return _load("no_cuda.cpp"), _load("host_memory.cpp")
-
-
-def _for_cuda() -> bool:
-    return (_torch() / "lib" / "libtorch_cuda.so").exists()
-
-
-def _load(source: str) -> ctypes.CDLL:
+def load_shim(source: Path) -> ctypes.CDLL:
+    """Return the library of a source file, compiled and loaded; before torch is imported. Raises as ``load``."""
     if source not in _loaded:
         assert "torch" not in sys.modules, "torch asks for its hooks once, when it is imported"
-        _loaded[source] = ctypes.CDLL(str(_compiled(_torch(), _FOLDER / source)), mode=ctypes.RTLD_GLOBAL)
+        _loaded[source] = ctypes.CDLL(str(_compiled(_torch(), source)), mode=ctypes.RTLD_GLOBAL)
     return _loaded[source]
 
 

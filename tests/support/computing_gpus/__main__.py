@@ -1,7 +1,10 @@
-"""Runs whose simulated GPUs compute: tensors on ``cuda`` whose memory is the host's and whose kernels are the CPU's.
+"""GPUs that compute in the memory of the host, by the kernels of the CPU: the product's code for GPUs, for real.
 
-Unlike the other simulation, it is a run like every other: each rank is a process, ranks exchange by gloo, and losses
-are those of the same run on CPUs. An operation that mixes devices fails as it does on GPUs.
+    python -m tests.support.computing_gpus 2xT4 train recipe.yaml ...       a command of `trainwright` on two such GPUs
+
+Unlike `--simulate`, a run is one like every other: each rank is a process, ranks exchange by gloo, and losses are those
+of the same run on CPUs. An operation that mixes devices fails as it does on GPUs. Needs a C++ compiler and a build of
+torch for CPUs.
 """
 
 from __future__ import annotations
@@ -9,35 +12,35 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import Cluster
 from trainwright.machine.machine_file import VARIABLE
-from trainwright.planning.simulation.shim.load import load_computing
+from trainwright.planning.simulation.shim.load import SHIM, load_shim
 from trainwright.planning.simulation.start import simulated_machine, write_machine
-from trainwright.utils.activity import doing
 
 _NOT_HERE = "runs on GPUs alone, and this one is simulated"
 
 
+def main() -> None:
+    """Run a command of `trainwright` on the GPUs that the first argument describes."""
+    compute_on(sys.argv.pop(1))
+    from trainwright.__main__ import main as command
+
+    command()
+
+
 def compute_on(machine: str) -> None:
-    """Replace this machine, for this process and those it forks, with simulated GPUs that compute.
+    """Replace this machine, for this process and those it forks, with one node of simulated GPUs that compute.
 
     This process must not have imported torch.
-
-    Raises:
-        RequestError: the machine is wrong, or has several nodes.
-        MachineError: this machine cannot simulate it.
     """
     cluster = simulated_machine(machine)
-    if cluster.nodes > 1:
-        each = f"{cluster.devices_per_node}x{cluster.card.name}"
-        raise RequestError(f"--compute: {machine}: computes on this machine, which is one node; such as {each}")
-    libraries = load_computing()
-    doing("importing torch")
+    libraries = load_shim(SHIM), load_shim(Path(__file__).with_name("host_memory.cpp"))
     _replace_machine(cluster)
     _Device(cluster, *libraries).install()
 
@@ -145,3 +148,7 @@ def _exchange_by_gloo() -> None:
         begin(backend.replace("nccl", "gloo"), *args, **kwargs)
 
     group.init_process_group = init_process_group
+
+
+if __name__ == "__main__":
+    main()
