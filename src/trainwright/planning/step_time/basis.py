@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, current_calibration
 from trainwright.machine.measured.contention import other_cores
 from trainwright.machine.measured.own_runs import Correction, OwnRuns, own_runs
 from trainwright.machine.measured.quick import Shapes, for_block, measured
+from trainwright.models.attention.kernels import Dtype
 from trainwright.planning.errors import Errors, interval_of
 from trainwright.planning.step_time.rates_measured import distance
 from trainwright.planning.step_time.work import Pricing
@@ -158,7 +158,7 @@ def way_of(choice: Choice) -> str:
     return f"{choice.strategy} {choice.mixed_precision} {processes} {compiled} {recompute}"
 
 
-MIXED: dict[Literal["fp32", "bf16"], MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
+MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
 # Factors outside this range come from a disturbed measurement.
 _LEAST, _MOST = 0.7, 2.5
 
@@ -199,16 +199,15 @@ def llama(**sizes: int | bool) -> TracedModel:
     return TracedModel.of({"model_type": "llama", **sizes})
 
 
-def on_cpu(
-    model: TracedModel, batch: BatchShape, precision: Literal["fp32", "bf16"], setting: ProcessRates
-) -> tuple[SizedModel, Pricing]:
+def on_cpu(model: TracedModel, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[SizedModel, Pricing]:
     """Return the passes of a model on a CPU, and what predicts their time."""
-    trace = sized(TraceRequest(model, Device("cpu"), precision, rows_of(batch)), batch, setting.threads or 1)
+    dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
+    trace = sized(TraceRequest(model, Device("cpu"), dtype, rows_of(batch)), batch, setting.threads or 1)
     vocabulary = trace.facts.vocabulary
     return trace, Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=vocabulary)
 
 
-def block_seconds(sizes: Sequence[float], precision: Literal["fp32", "bf16"], setting: ProcessRates) -> float:
+def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates) -> float:
     """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
     hidden, inner, heads, shared, size, sequences, length = map(int, sizes)
     model = llama(
