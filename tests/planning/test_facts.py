@@ -118,7 +118,7 @@ def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers, num_attention_heads, intermediate_size"),
+        ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers, num_attention_heads are missing"),
         ("[]", "JSON object"),
         ("{", "JSON"),
         ("[" * 100_000, "nested more than"),

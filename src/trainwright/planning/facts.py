@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
+# Keys that determine a model's size, each with its names.
+_SIZES = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+)
 
 
 class Facts(NamedTuple):
@@ -124,7 +130,9 @@ def configuration_of(model: ModelSection) -> Mapping[str, Any]:
     """
     if model.config is not None:
         check_model(model)
-        return _with_class(_fresh(model), model)
+        configuration = _with_class(_fresh(model), model)
+        _check_sizes_given(configuration, "model.config")
+        return configuration
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogd(model.name)) is not None:
         check_model(model)
@@ -149,6 +157,17 @@ def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
     file = Path(inspect.getfile(class_of(model.implementation)))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     return {**fields, "implementation": model.implementation, "source_sha256": digest}
+
+
+def _check_sizes_given(config: Mapping[str, Any], origin: str) -> None:
+    """Raise RequestError if a configuration lacks keys that determine the model's size."""
+    kind = config.get("model_type")
+    if kind is None:
+        raise RequestError(f"{origin}: model_type is missing, the name of a transformers architecture")
+    if kind in (OWN, MODEL_TYPE) or "text_config" in config:
+        return
+    if missing := [names[0] for names in _SIZES if not any(config.get(name) is not None for name in names)]:
+        raise RequestError(f"{origin}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
 
 
 def check_model(model: ModelSection, pack_length: int | None = None) -> bool:
@@ -299,6 +318,7 @@ def configuration_of_file(file: Path, where: str | None = None) -> Mapping[str, 
     check_sizes(content, str(file))
     check_trainable(content, where or str(file), families())
     _refuse_unnamed(content)
+    _check_sizes_given(content, str(file))
     return content
 
 

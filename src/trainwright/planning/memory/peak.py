@@ -96,7 +96,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         host[LOADING] = max(0, read - sum(host.values()))
     pinned = list(model.pinned()) if on_gpu else []
     if offloads:
-        activations = [size for unit in trace.in_order() for size in unit.forward.saved]
+        activations = [size for unit in trace.in_order()[1:-1] for size in unit.forward.saved]
         host["activations"] = sum(activations)
         pinned += activations
     if excess := sum(map(excess_when_pinned, pinned)):

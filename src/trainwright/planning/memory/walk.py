@@ -134,7 +134,8 @@ class Walk:
     def _forwards(self, model: SizedModel) -> tuple[int, dict[int, int]]:
         """Return the live bytes after a forward pass, and those that are in the host's memory, by unit."""
         units = model.in_order()
-        away = {number: sum(unit.forward.saved) for number, unit in enumerate(units)} if self._offloads else {}
+        blocks = range(1, len(units) - 1) if self._offloads else ()
+        away = {number: sum(units[number].forward.saved) for number in blocks}
         return self._run(self.forward, (unit.forward for unit in units), away), away
 
     def _run(self, peak: Peak, parts: Iterable[PassTrace[int]], away: dict[int, int] | None = None) -> int:
