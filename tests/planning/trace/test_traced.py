@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.planning.trace.families import small
+from tests.planning.trace.families import causal_families, small
 from tests.planning.trace.real_step import batch_of, measured, planned, real_model, shape_of
 from trainwright.models import linear_losses
 from trainwright.planning.trace import traced
@@ -38,24 +39,44 @@ def compared(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     return planned(sized(request, shape)), measured(real_model(request), batch)
 
 
+_SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
 @pytest.mark.parametrize(
     "case",
     [
         Case("llama"),
         Case("qwen3", SHORT, "bf16"),
-        Case("mistral", PADDED, recompute="full"),
         Case("gemma2", ROWS),
-        Case("qwen3_moe", dtype="bf16"),
-        Case("llama", adapter={"type": "dora", "quantization": "nf4", "modules_to_save": ["lm_head"]}),
-        Case("gpt2", PADDED, "bf16", recompute="selective"),
+        pytest.param(Case("mistral", PADDED, recompute="full"), marks=_SLOW),
+        pytest.param(Case("qwen3_moe", dtype="bf16"), marks=_SLOW),
+        pytest.param(
+            Case("llama", adapter={"type": "dora", "quantization": "nf4", "modules_to_save": ["lm_head"]}), marks=_SLOW
+        ),
+        pytest.param(Case("gpt2", PADDED, "bf16", recompute="selective"), marks=_SLOW),
     ],
-    ids=lambda case: f"{case.family} {case.dtype} {case.recompute}",
+    ids=str,
 )
 def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
     plan, real = compared(case)
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4 if case.dtype == "fp32" else 5e-3)
     assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
     assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_steps_of_many_architectures() -> None:
+    errors: dict[str, float] = {}
+    for family in causal_families()[::4]:
+        try:
+            plan, real = compared(Case(family, ROWS))
+        except Exception:  # of the small configuration, or of the family's code in a real step
+            continue
+        errors[family] = abs(plan["step"] / real["step"] - 1)
+    assert len(errors) > 20
+    assert statistics.median(errors.values()) < 0.005
+    assert max(errors.values()) < 0.03, errors
 
 
 def test_chunks_of_the_loss_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,10 +63,16 @@ class Sample:
         return tuple(values[name] for name in BASIS)
 
 
-def samples(rows: Rows, regime: Regime) -> list[Sample]:
-    """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another."""
+def samples(rows: Rows, regime: Regime, *, short: bool) -> list[Sample]:
+    """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another.
+
+    Args:
+        short: shorter sequences, for code that loops over their tokens.
+    """
+    scale = 8 if short else 1
     return [
-        _sample(rows, lengths, regime, number) for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
+        _sample(rows, tuple(length // scale for length in lengths), regime, number, scale)
+        for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
     ]
 
 
@@ -74,22 +80,21 @@ def samples(rows: Rows, regime: Regime) -> list[Sample]:
 _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
     (True, True): ((192, 384, 640), (256, 320, 768), (128, 448, 896)),
     (True, False): ((128, 256, 384), (64, 384, 448), (192, 320, 448)),
-    (False, True): ((576,) * 2, (768,) * 2, (640,) * 3),
-    (False, False): ((192,) * 2, (256,) * 4, (448,) * 3),
+    (False, True): ((192,) * 2, (256,) * 2, (320,) * 3),
+    (False, False): ((192,) * 2, (256,) * 2, (320,) * 3),
 }
+_TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (96, 112, 64), (16, 48, 32)
 
 
-def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int) -> Sample:
+def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: int) -> Sample:
     tokens = sum(lengths)
     if rows == "masked":
         lengths = (lengths[0] // 2, *lengths[1:])
         tokens = len(lengths) * lengths[-1]
-    block = (16, 48, 32)[number]
-    if regime.chunked:
-        chunk = (160, 112, 192)[number]
-        return Sample(rows, lengths, tokens if regime.every else (592, 720, 816)[number], chunk, 3, block)
-    targets = tokens if regime.every else (208, 352, 320)[number]
-    return Sample(rows, lengths, targets, targets, 1, block)
+    targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number] // scale
+    targets = tokens if regime.every else targets
+    chunk = _CHUNK[number] // scale if regime.chunked else targets
+    return Sample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, _BLOCK[number] // scale)
 
 
 class Built(NamedTuple):

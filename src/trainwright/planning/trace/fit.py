@@ -42,10 +42,9 @@ class Fitter:
             if values.any() and not seen:
                 self._columns.append(column)
         self._found: dict[tuple[int, ...], Values] = {}
-        self.inexact = 0
 
     def __call__(self, numbers: Sequence[int]) -> Values:
-        """Return the coefficients of a polynomial with few terms that gives ``numbers`` at the shapes."""
+        """Return the coefficients of a polynomial with few terms that gives ``numbers`` at the shapes, or is near."""
         key = tuple(numbers)
         if key not in self._found:
             self._found[key] = self._fitted(np.array(key, dtype=float))
@@ -55,19 +54,19 @@ class Fitter:
         result = np.zeros(self._shapes.shape[1])
         if not numbers.any():
             return result[: len(BASIS)]
-        scale = np.abs(numbers).max()
+        scale, best, nearest = np.abs(numbers).max(), result, np.inf
         for terms in range(1, min(_MOST_TERMS, len(numbers) - 1) + 1):
             for columns in map(list, itertools.combinations(self._columns, terms)):
                 chosen = self._shapes[:, columns]
                 solution, *_ = np.linalg.lstsq(chosen / chosen.max(0), numbers, rcond=None)
-                if np.abs(chosen / chosen.max(0) @ solution - numbers).max() <= _EXACT * scale:
-                    result[columns] = solution / chosen.max(0)
-                    return _rounded(_in_basis(result))
-        self.inexact += 1
-        chosen = self._shapes[:, self._columns]
-        solution, *_ = np.linalg.lstsq(chosen / chosen.max(0), numbers, rcond=None)
-        result[self._columns] = solution / chosen.max(0)
-        return _in_basis(result)
+                error = np.abs(chosen / chosen.max(0) @ solution - numbers).max()
+                if error >= nearest or (error > _EXACT * scale and (solution * numbers[0] < 0).any()):
+                    continue
+                nearest, best = error, np.zeros(self._shapes.shape[1])
+                best[columns] = solution / chosen.max(0)
+                if error <= _EXACT * scale:
+                    return _rounded(_in_basis(best))
+        return _in_basis(best)  # the nearest one, which extrapolates, as all its terms grow
 
 
 def _in_basis(values: Values) -> Values:

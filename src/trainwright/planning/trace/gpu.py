@@ -78,14 +78,26 @@ _SEQUENCES = 3  # of a traced pack
 
 @contextmanager
 def functions_as_on_gpu() -> Iterator[None]:
-    """Let dropout be one operation that keeps a mask of bytes."""
-    before = nn.functional.dropout
+    """Let dropout be one operation that keeps a mask of bytes, and let attention be fused where a GPU's is.
+
+    A GPU's fused attention keeps a seed for its dropout, and takes values that are narrower than keys; that of a CPU
+    takes neither.
+    """
+    before = nn.functional.dropout, nn.functional.scaled_dot_product_attention
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, training)[0] if p and training else input
 
-    nn.functional.dropout = dropout
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, dropout_p: float = 0.0, **kwargs: Any
+    ) -> torch.Tensor:
+        width = value.shape[-1]
+        if width < query.shape[-1]:
+            query, key = query[..., :width], key[..., :width]
+        return before[1](query, key, value, *args, **kwargs)
+
+    nn.functional.dropout, nn.functional.scaled_dot_product_attention = dropout, attention
     try:
         yield
     finally:
-        nn.functional.dropout = before
+        nn.functional.dropout, nn.functional.scaled_dot_product_attention = before

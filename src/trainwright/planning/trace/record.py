@@ -51,18 +51,25 @@ class Segment:
     remaining: dict[int, int] = field(default_factory=dict)  # bytes of what was allocated and not released
 
 
+class TooManyError(Exception):
+    """More operations were recorded than wanted."""
+
+
 class Recorder(TorchDispatchMode):
     """Record all operations by segment. To be entered inside a FakeTensorMode.
 
     ``names``: of each parameter, within its unit. ``workspace``: returns the bytes that an operation allocates beside
-    its results while it runs.
+    its results while it runs. ``most``: operations, before it raises TooManyError.
     """
 
-    def __init__(self, module: nn.Module, names: dict[nn.Parameter, str], workspace: Callable[..., int]) -> None:
+    def __init__(
+        self, module: nn.Module, names: dict[nn.Parameter, str], workspace: Callable[..., int], most: int | None
+    ) -> None:
         super().__init__()
         self.segments: list[Segment] = []
         self.used: dict[int, nn.Parameter] = {}  # parameters that an operation before the blocks read
         self._workspace = workspace
+        self._left = most
         self._names = names
         self._scope = ""
         self._next: Segment | None = None
@@ -104,6 +111,10 @@ class Recorder(TorchDispatchMode):
             self._note(tensor.untyped_storage(), segment)
         if func.is_view or not results:
             return out
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise TooManyError
         inputs = tensors_in((args, kwargs))
         parameter = next((p for x in inputs if (p := self._parameters.get(id(x.untyped_storage()))) is not None), None)
         if parameter is not None and segment.unit == EMBEDDING:

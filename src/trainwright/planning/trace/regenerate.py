@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainwright.planning.trace import store
-from trainwright.planning.trace.bound import trace_or_bound
 from trainwright.planning.trace.catalog import known_model, known_models
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import key_of, key_of_facts, model_facts, traced_as
 from trainwright.recipe.sections.model import AdapterSection
 from trainwright.utils.text import say
 
-_REGIME = Regime(chunked=True)
+REGIME = Regime(chunked=True)
 
 
 def requests(model: TracedModel) -> Iterator[TraceRequest]:
@@ -30,6 +29,8 @@ def requests(model: TracedModel) -> Iterator[TraceRequest]:
 
 def main(names: list[str]) -> None:
     """Trace what is missing and write the archive, after each model."""
+    from trainwright.planning.trace.bound import trace_or_bound
+
     values: dict[str, Any] = store.shipped()
     for name in names or known_models():
         known = known_model(name)
@@ -39,8 +40,8 @@ def main(names: list[str]) -> None:
             if (key := key_of_facts(model)) not in values:
                 values[key] = store.facts_as_json(model_facts(model))
             for request in requests(model):
-                if (key := key_of(request, _REGIME)) not in values:
-                    values[key] = store.as_json(trace_or_bound(request, _REGIME))
+                if (key := key_of(request, REGIME)) not in values:
+                    values[key] = store.as_json(trace_or_bound(request, REGIME))
                     added += 1
         if added:
             store.ship(store.SHIPPED, values)

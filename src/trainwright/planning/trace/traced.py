@@ -28,7 +28,21 @@ def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedMo
         chunked=batch.targets > chunk,
         every=batch.targets >= batch.tokens,
     )
+    if isinstance(request.recompute, int) and request.recompute > 1:
+        none, full = (dataclasses.replace(request, recompute=how) for how in ("none", "full"))
+        return at(_every(request.recompute, traced(none, regime), traced(full, regime)), batch, threads)
     return at(traced(request, regime), batch, threads)
+
+
+@lru_cache(maxsize=64)
+def _every(number: int, none: ModelTrace[Size], full: ModelTrace[Size]) -> ModelTrace[Size]:
+    """Return the trace of a model of which every block of this number is recomputed."""
+    last, begin = len(none.order) - 1, len(none.units)
+    order = (
+        begin + full.order[unit] if 0 < unit < last and unit % number == 0 else index
+        for unit, index in enumerate(none.order)
+    )
+    return dataclasses.replace(none, units=(*none.units, *full.units), order=tuple(order))
 
 
 def _converts(request: TraceRequest) -> bool:

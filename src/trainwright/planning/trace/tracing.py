@@ -17,10 +17,11 @@ from trainwright.planning.trace.build import Built, Sample, batch_of, build, fac
 from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
 from trainwright.planning.trace.gpu import functions_as_on_gpu, workspace_on_gpu
-from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment
+from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment, TooManyError
 from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
 
+_MOST = 40_000  # operations of a step and an evaluation, before it is traced with shorter sequences
 _Key = tuple[int, Direction]
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "evaluation")
 
@@ -29,11 +30,14 @@ def trace(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     """Trace the model of a request in a regime."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _traced(request, regime)
+        try:
+            return _traced(request, regime, short=False)
+        except TooManyError:
+            return _traced(request, regime, short=True)
 
 
-def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
-    built, shapes = build(request, regime), samples(request.rows, regime)
+def _traced(request: TraceRequest, regime: Regime, *, short: bool) -> ModelTrace[Size]:
+    built, shapes = build(request, regime), samples(request.rows, regime, short=short)
     vocabulary = int(built.lm.config.get_text_config().vocab_size)
     batches = [batch_of(sample, vocabulary) for sample in shapes]
     division = Division(built.blocks, request.model.last_block, on_gpu=request.device.is_gpu)
@@ -44,7 +48,7 @@ def _traced(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: recorders[-1].gradient(p))
         for sample, batch in zip(shapes, batches, strict=True):
-            recorders.append(Recorder(built.lm, built.names, _workspace(request)))
+            recorders.append(Recorder(built.lm, built.names, _workspace(request), None if short else _MOST))
             division.recorder = recorders[-1]
             _run(request, built, recorders[-1], division, sample, batch)
     return _assembled(request, built, division, recorders, shapes)
