@@ -160,20 +160,20 @@ class Pricing:
     def _product(self, one: Operation[int], backward: bool) -> float:
         """Return the seconds of one launch."""
         curve = self.curve("product", self._names.get(one.width, self.precision), self._layout(one, backward))
-        if one.times == 1:
-            return curve.seconds(one.m, one.n, one.k)
-        # Many small products are one kernel.
+        if one.times == 1 or not one.name:  # those of a batch, such as of heads, fill a device together
+            return curve.seconds(one.times * one.m, one.n, one.k)
+        # Many small products, such as of experts, are one kernel.
         once = curve.seconds(0, 0, 0)
         return once + one.times * (curve.seconds(one.m, one.n, one.k) - once)
 
     def _layout(self, one: Operation[int], backward: bool) -> ProductLayout:
         """Return which operands are transposed: ``name`` is that of the parameter that a product reads, if any."""
-        if one.times > 1 and f"product/{self.precision}/grouped" in self.speeds.curves:
+        if one.times > 1 and one.name and f"product/{self.precision}/grouped" in self.speeds.curves:
             return "grouped"
         if not one.name and one.times == 1 and one.m != self.batch.tokens:
             return "weight"  # a gradient: the product of two activations
         # The gradient of what enters the head is computed in the forward pass, with that of the loss.
-        return "input" if backward or (one.k == self.vocabulary) else "forward"
+        return "input" if backward or one.k == self.vocabulary else "forward"
 
     def _seconds_per_operation(self, backward: bool, generation: int) -> float:
         """Return the seconds per operation of attention by a generation of FlashAttention."""
