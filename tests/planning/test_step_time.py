@@ -12,7 +12,10 @@ from trainwright.machine.measured.calibration import Calibration, Curve, Exchang
 from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.step_time.rates import Group, Rates, nominal_setting, rates_of
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time
+from trainwright.planning.step_time.work import Pricing
+from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.trace.units import Operation
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import AdapterSection
 
@@ -308,3 +311,33 @@ def test_power_bounds_what_a_card_sustains() -> None:
     weaker = replace(H100, card=replace(H100.card, watts=350))
     slower = timed(cluster=weaker).parts["matrix products"] / timed().parts["matrix products"]
     assert 1.3 < slower < 2.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "openai-community/gpt2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("google/gemma-2-2b", "mistralai/Mixtral-8x7B-v0.1", "EleutherAI/pythia-1b", "tiiuae/falcon-7b")
+        ),
+    ],
+)
+def test_what_a_device_computes_of_any_family_is_within_what_such_steps_reach(name: str) -> None:
+    work = Workload(TracedModel.of(find_model(name).config), row_tokens=1024, global_batch_rows=64)
+    time = timed(choice(), work)
+    computed = time.seconds - time.parts["communication"] - time.parts["launches"]
+    assert time.peak is not None and 0.08 < time.operations / time.peak / computed < 0.6
+
+
+def test_products_that_are_counted_together_are_priced_by_their_flops() -> None:
+    setting = nominal_setting(H100, 1)
+    pricing = Pricing(setting, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
+    flops = 2 * 4096**3
+
+    def products(launches: int, flops: int) -> float:
+        one = Operation("product", "w", launches, 4096, 4096, 4096, 1, flops, 0, 0, 2)
+        return pricing.work([one], backward=False).products
+
+    assert products(4, 4 * flops) == pytest.approx(4 * products(1, flops))
+    assert products(4, 2 * flops) == pytest.approx(2 * products(1, flops))  # the sizes are those of the largest

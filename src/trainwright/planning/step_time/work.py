@@ -103,7 +103,7 @@ class Pricing:
         many = few = 0
         for one in operations:
             if one.kind == "product":
-                products += one.launches * self._product(one, backward)
+                products += self._products(one, backward)
                 many += one.launches
             elif one.kind == "attention":
                 attention += self.seen * one.flops * self._seconds_per_operation(backward, one.generation)
@@ -156,6 +156,11 @@ class Pricing:
             assert precision != "fp32", f"no rates of {group}"
             precision = _INSTEAD[precision] if self.on_gpu else "fp32"
         return curve
+
+    def _products(self, one: Operation[int], backward: bool) -> float:
+        """Return the seconds of all launches, of which the sizes may be those of the largest only."""
+        largest = 2 * one.m * one.n * one.k * one.times * one.launches
+        return one.launches * self._product(one, backward) * min(1.0, one.flops / max(1, largest))
 
     def _product(self, one: Operation[int], backward: bool) -> float:
         """Return the seconds of one launch."""
