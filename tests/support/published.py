@@ -11,6 +11,7 @@ that program does what this one does, or where the difference is small: ``differ
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,7 +43,7 @@ What = Literal["speed", "memory"]
 class Compared:
     """What is predicted of a figure; ``speed`` and ``memory``: over measured, None where it was not published or is
     not comparable. ``verdict``: by the errors that plans of its ``kinds`` have had. ``missing``: why it cannot be
-    planned, with nothing else.
+    planned, with nothing else. ``other``: what its program does in another way, of a run of which nothing is compared.
     """
 
     figure: dict[str, Any]
@@ -53,6 +54,7 @@ class Compared:
     verdict: Verdict | None = None
     kinds: tuple[str, ...] = ()
     missing: str | None = None
+    other: str | None = None
 
     @property
     def is_refused(self) -> bool:
@@ -73,13 +75,16 @@ def compare(figure: dict[str, Any]) -> Compared:
         return Compared(figure, missing=str(problem).partition(";")[0])
     if config_of(figure) is None:
         return Compared(figure, missing=f"{figure['model']}: no such model in the catalog")
+    speed, held = _comparable(figure, "speed"), _comparable(figure, "memory")
+    if not (speed or held or (figure["outcome"] == "oom" and not any(differences(figure, "memory")))):
+        return Compared(
+            figure, other=", ".join(dict.fromkeys([*differences(figure, "speed"), *differences(figure, "memory")]))
+        )
     workload, choice = _workload(figure, cluster.devices), _choice(figure, cluster.devices)
     time = step_time(workload, choice, cluster, rates_of(cluster))
     memory = memory_of(workload, choice, cluster)
     each, measured = time.tokens_per_second / cluster.devices, figure["measured"]
     told = _counted(memory, measured.get("memory_kind"))
-    speed = None if any(differences(figure, "speed")) else measured.get("tokens_per_second_per_device")
-    held = None if any(differences(figure, "memory")) else measured.get("memory_gib")
     return Compared(
         figure,
         each,
@@ -89,6 +94,13 @@ def compare(figure: dict[str, Any]) -> Compared:
         _verdict(memory.total, cluster.usable_bytes, errors_of(workload, choice, cluster).memory),
         classes_of(workload, choice, cluster),
     )
+
+
+def _comparable(figure: dict[str, Any], what: What) -> float | None:
+    """What was measured, if the program that was measured does what this one does."""
+    key = {"speed": "tokens_per_second_per_device", "memory": "memory_gib"}[what]
+    measured: float | None = figure["measured"].get(key)
+    return measured if measured and not any(differences(figure, what)) else None
 
 
 def _counted(memory: Memory, kind: str | None) -> float:
@@ -144,7 +156,10 @@ def differences(figure: dict[str, Any], what: What) -> Iterator[str]:
         yield "inputs of adapters in fp32"
     if adapter is not None and adapter.get("quantization") and figure["stack"] == "torchtune" and strategy == "fsdp":
         yield "sharded scales"
-    if figure["loss"] != "chunked" and _logits(figure) > _SMALL * figure["measured"].get("memory_gib", 0) * 2**30:
+    if (
+        figure["loss"] != "chunked"
+        and _logits(figure) > _SMALL * figure["measured"].get("memory_gib", math.inf) * 2**30
+    ):
         yield "all logits at once"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainwright.planning.trace.batch import BatchShape
-from trainwright.planning.trace.request import Device, TracedModel, TraceRequest
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import sized, traced_as
 
 _SIZES = {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 1024}
@@ -23,4 +23,4 @@ def test_dropout_of_attention_keeps_no_scores() -> None:
 def test_gpus_with_the_same_kernels_share_a_trace() -> None:
     model = TracedModel.of({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4})
     request = TraceRequest(model, Device("cuda"), "fp16", "equal", "compiled", hooked=True)
-    assert traced_as(request) == TraceRequest(model, Device("cuda"), "bf16", "packed")
+    assert traced_as(request, Regime()) == TraceRequest(model, Device("cuda"), "bf16", "packed")

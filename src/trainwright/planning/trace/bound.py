@@ -14,6 +14,7 @@ from trainwright.planning.trace.record import EMBEDDING
 from trainwright.planning.trace.request import Regime, TraceRequest
 from trainwright.planning.trace.tracing import parameters_of, trace
 from trainwright.planning.trace.units import (
+    ModelFacts,
     ModelTrace,
     Moment,
     Operation,
@@ -24,7 +25,7 @@ from trainwright.planning.trace.units import (
 )
 
 # Tensors of the width of a matrix's result that are kept for it: the result, its activation, and what is between them.
-_KEPT = 3
+_KEPT = 4
 
 
 def trace_or_bound(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
@@ -57,7 +58,7 @@ def _bound(request: TraceRequest, built: Built, failed: str) -> ModelTrace[Size]
         if key not in seen:
             seen[key] = len(units)
             kind = "embedding" if unit == EMBEDDING else "head" if unit == blocks else "block"
-            units.append(_unit(request, kind, parameters, share, facts.hidden, facts.heads, facts.vocabulary))
+            units.append(_unit(request, kind, parameters, share, facts))
         order.append(seen[key])
     return ModelTrace(tuple(units), tuple(order), facts)
 
@@ -67,14 +68,13 @@ def _unit(
     kind: str,
     parameters: Sequence[TracedParameter],
     share: float,
-    hidden: int,
-    heads: int,
-    vocabulary: int,
+    facts: ModelFacts,
 ) -> UnitTrace[Size]:
     """Return the bound of a unit: of a block all results of its matrices and all scores of its attention."""
-    width = request.width
+    width, hidden, heads, vocabulary = request.width, facts.hidden, facts.heads, facts.vocabulary
+    experts = max(1, facts.experts_per_token)
     matrices = [p for p in parameters if len(p.shape) >= 2] if kind != "embedding" else []
-    results = sum(p.shape[-2] for p in matrices if len(p.shape) == 2)
+    results = sum(max(p.shape[-2:]) * (experts if len(p.shape) > 2 else 1) for p in matrices)
     kept = {"tokens": width * hidden * (2 if kind == "block" else 1)}
     work = {"tokens": width * hidden}
     if kind == "block":

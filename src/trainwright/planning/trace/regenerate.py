@@ -24,7 +24,7 @@ REGIME = Regime(chunked=True)
 def requests(model: TracedModel) -> Iterator[TraceRequest]:
     """Yield what is shipped of a model."""
     for recompute in ("none", "full", "selective"):
-        yield traced_as(TraceRequest(model, Device("cuda"), "bf16", "packed", recompute))
+        yield traced_as(TraceRequest(model, Device("cuda"), "bf16", "packed", recompute), REGIME)
 
 
 def main(names: list[str]) -> None:

@@ -28,7 +28,21 @@ def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedMo
         chunked=batch.targets > chunk,
         every=batch.targets >= batch.tokens,
     )
+    if isinstance(request.recompute, int) and request.recompute > 1:
+        none, full = (dataclasses.replace(request, recompute=how) for how in ("none", "full"))
+        return at(_every(request.recompute, traced(none, regime), traced(full, regime)), batch, threads)
     return at(traced(request, regime), batch, threads)
+
+
+@lru_cache(maxsize=64)
+def _every(number: int, none: ModelTrace[Size], full: ModelTrace[Size]) -> ModelTrace[Size]:
+    """Return the trace of a model of which every block of this number is recomputed."""
+    last, begin = len(none.order) - 1, len(none.units)
+    order = (
+        begin + full.order[unit] if 0 < unit < last and unit % number == 0 else index
+        for unit, index in enumerate(none.order)
+    )
+    return dataclasses.replace(none, units=(*none.units, *full.units), order=tuple(order))
 
 
 def _converts(request: TraceRequest) -> bool:
@@ -41,13 +55,13 @@ _USUAL = Regime()
 @lru_cache(maxsize=256)
 def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
     """Return the trace of a request in a regime."""
-    same = traced_as(request)
+    same = traced_as(request, regime)
     if (values := store.read(key := key_of(same, regime))) is None:
         from trainwright.planning.trace.bound import trace_or_bound
 
         values = store.as_json(trace_or_bound(same, regime))
         store.write(key, values)
-    generation = max((kernel.generation for kernel in _kernels(request, request.device)), default=2)
+    generation = max((kernel.generation for kernel in _kernels(request, request.device, 2**62)), default=2)
     return dataclasses.replace(
         store.from_json(values, generation), facts=facts_of(request, store.facts_from_json(values["facts"]))
     )
@@ -62,28 +76,34 @@ def key_of(request: TraceRequest, regime: Regime) -> str:
 _GPU = Device("cuda")
 
 
-def traced_as(request: TraceRequest) -> TraceRequest:
+def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
     """Return the request that is traced for all that have the same operations."""
     recompute = "none" if request.recompute == "compiled" else request.recompute
+    longest = 2**62 if regime.windows else 0
+    if request.rows == "equal" and any(
+        kernel.memory == "scores" for kernel in _kernels(request, request.device, longest)
+    ):
+        request = dataclasses.replace(request, rows="packed")  # which are computed one by one
     if not request.device.is_gpu:
         return dataclasses.replace(request, recompute=recompute)
     dtype: Dtype = "fp32" if request.width == 4 else "bf16"
     rows, device = request.rows, request.device
     if request.rows not in ("packed", "equal"):
         device = _GPU
-    elif all(kernel.memory == "flash" for kernel in _kernels(request, device)):
-        sizes = [kernel.widths(256, 256) for kernel in _kernels(request, device)]
-        others = _kernels(dataclasses.replace(request, dtype=dtype), _GPU)
-        if [kernel.widths(256, 256) for kernel in others if kernel.memory == "flash"] == sizes:
-            device, rows = _GPU, "packed"
+    else:
+        here = _kernels(request, device, longest)
+        there = _kernels(dataclasses.replace(request, dtype=dtype), _GPU, longest)
+        if [(one.memory, one.widths(256, 256)) for one in here] == [(o.memory, o.widths(256, 256)) for o in there]:
+            device = _GPU
+            rows = "packed" if all(kernel.memory == "flash" for kernel in here) else rows
     return dataclasses.replace(request, recompute=recompute, dtype=dtype, rows=rows, device=device, hooked=False)
 
 
-def _kernels(request: TraceRequest, device: Device) -> list[AttentionKernel]:
+def _kernels(request: TraceRequest, device: Device, longest: int) -> list[AttentionKernel]:
     """Return the kernels of packs that a device computes the layers with."""
     if request.rows not in ("packed", "equal"):
         return []
-    return [choose(needs, device.limits).kernel for needs in attention_needs(request, 2**62)]
+    return [choose(needs, device.limits).kernel for needs in attention_needs(request, longest)]
 
 
 def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
