@@ -19,7 +19,7 @@ from trainwright.planning.errors import Errors, interval_of
 from trainwright.planning.step_time.rates_measured import distance
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.trace.batch import BatchShape
-from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, rows_of
 from trainwright.planning.trace.traced import sized, traced
 from trainwright.planning.trace.units import SizedModel, TracedParameter
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
@@ -97,7 +97,8 @@ def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]
 
 def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]:
     """Return the parameters of the embedding, every block and the head."""
-    return tuple(unit.parameters for unit in traced(TraceRequest(model, Device("cpu"), "fp32")).in_order())
+    trace = traced(TraceRequest(model, Device("cuda"), "bf16"), Regime(chunked=True))  # shipped for well-known models
+    return tuple(unit.parameters for unit in trace.in_order())
 
 
 def shapes_of(workload: Workload) -> Shapes:
