@@ -62,9 +62,11 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
         values = store.as_json(trace_or_bound(same, regime))
         store.write(key, values)
     generation = max((kernel.generation for kernel in _kernels(request, request.device, 2**62)), default=2)
-    return dataclasses.replace(
-        store.from_json(values, generation), facts=facts_of(request, store.facts_from_json(values["facts"]))
-    )
+    trace = store.from_json(values, generation)
+    units = trace.units
+    if request.recompute == "selective":  # its results stay on the device; only a block's input, the last output, moves
+        units = tuple(u._replace(forward=u.forward._replace(saved=u.forward.saved[-1:])) for u in units)
+    return dataclasses.replace(trace, units=units, facts=facts_of(request, store.facts_from_json(values["facts"])))
 
 
 def key_of(request: TraceRequest, regime: Regime) -> str:
