@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainwright.errors import TrainingError
-from trainwright.recipe.extensions import trusting
+from trainwright.recipe.extensions import inherited_environment, trusting
 from trainwright.run.program import passing_on
 from trainwright.utils.activity import Activity
 from trainwright.utils.parent import signal_after_parent
@@ -84,13 +84,14 @@ def as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "text": True, "encoding": "utf-8", "errors": "replace"}
+    options["env"] = inherited_environment()
     if not progress:
         options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     elif sys.stdout is sys.__stderr__:
         options["stdout"] = 2
     elif sys.stdout is not sys.__stdout__:  # replaced by a notebook or a test
-        environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        options["env"]["PYTHONIOENCODING"] = "utf-8"
     return subprocess.Popen(command, **options)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
+from copy import copy
 from typing import Annotated
 
 import typer
@@ -57,10 +59,27 @@ def _options(
     pass
 
 
+def _for_words(words: list[str]) -> typer.Typer:
+    """Return the commands with parameters only for the one that ``words`` run: reading those of all takes longest."""
+    word = next((word.replace("_", "-") for word in words if not word.startswith("-")), None)
+    commands = copy(app)
+    commands.registered_groups = [group if group.name == word else copy(group) for group in app.registered_groups]
+    commands.registered_commands = [info if info.name == word else copy(info) for info in app.registered_commands]
+    for group in commands.registered_groups:
+        if group.name != word and group.typer_instance is not None:
+            group.typer_instance = copy(group.typer_instance)
+            group.typer_instance.registered_commands = []
+    for command in commands.registered_commands:
+        if command.name != word:
+            command.help = command.help or inspect.getdoc(command.callback)
+            command.callback = lambda: None
+    return commands
+
+
 def main() -> None:
     """Run the command line; exit with the code of the error, if any."""
     try:
-        app()
+        _for_words(sys.argv[1:])()
     except TrainwrightError as error:
         message = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
         for line in (message, *getattr(error, "__notes__", ())):

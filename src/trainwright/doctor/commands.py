@@ -54,8 +54,8 @@ def doctor(
 
     The checks: versions that fit each other, drivers, compilers, kernels, limits, disks, ports, interfaces, variables
     of NCCL, the health of GPUs, and two processes that train with every strategy or fail on purpose. They change
-    nothing, and no further check begins when time is up: at most two minutes on a CPU, ten with GPUs. Each finding has
-    its fix.
+    nothing, and no further check begins when time is up: at most two minutes on a CPU, ten with GPUs; a check that is
+    run alone takes as long as it needs. Each finding has its fix.
 
     With --explain: known are the usual errors of training on GPUs and several machines. If a log has several, the cause
     is told from what follows from it. An error that is not known is shown as it is.

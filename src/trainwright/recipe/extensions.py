@@ -33,8 +33,10 @@ T = TypeVar("T")
 
 # A variable, because worker processes inherit it. "0": nothing that a recipe names as module:Name is imported.
 _TRUST = "TRAINWRIGHT_TRUST_CODE"
-# Also inherited: the folders of recipes, in which modules are found after those of the working directory.
+# The folders of recipes, in which modules are found after those of the working directory. A variable hands them to
+# processes that are started; that of this one is not changed, as it may be a user's own.
 _FOLDERS = "TRAINWRIGHT_MODULES"
+_folders_of_recipes: list[str] = []
 OWN = "file.py:Name or module:Name"  # how a recipe names somebody's code, in messages
 _MARK = "__trainwright_extension__"
 
@@ -57,10 +59,15 @@ def extension(kind: str) -> Callable[[T], T]:
 
 
 def search_beside(recipe: Path) -> None:
-    """Have what recipes name as ``module:Name`` found in the folder of ``recipe`` too, here and in workers."""
+    """Have what recipes name as ``module:Name`` found in the folder of ``recipe`` too."""
     folder = os.path.abspath(recipe.parent)
-    if folder not in (folders := [os.getcwd(), *_folders()]):
-        os.environ[_FOLDERS] = os.pathsep.join([*folders[1:], folder])
+    if folder not in (os.getcwd(), *_folders()):
+        _folders_of_recipes.append(folder)
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return the environment of a process to start that finds what recipes name as this one does."""
+    return {**os.environ, _FOLDERS: os.pathsep.join(_folders())}
 
 
 def modules_of_user(names: Iterable[str]) -> list[Path]:
@@ -369,7 +376,7 @@ def _split(entry_point: str) -> tuple[str, str]:
 
 
 def _folders() -> list[str]:
-    return list(filter(None, os.environ.get(_FOLDERS, "").split(os.pathsep)))
+    return [*filter(None, os.environ.get(_FOLDERS, "").split(os.pathsep)), *_folders_of_recipes]
 
 
 def _look_in_working_directory() -> None:

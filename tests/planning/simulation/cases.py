@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.commands import ROOT, environment
 
-RECIPE = ROOT / "tests" / "simulation" / "recipe.yaml"
+RECIPE = ROOT / "tests" / "planning" / "simulation" / "recipe.yaml"
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ OFFLOADED = Case(
         *("train.activation_checkpointing=none", "train.global_batch_size=256", "train.micro_batch_size=1"),
     ),
 )
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 FRESH = (
     *("model.name=null", "model.tokenizer=bytes"),
     "model.config={model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, "

@@ -1,7 +1,8 @@
-"""All checks, run one after another in limited time; a failed check does not prevent the others."""
+"""All checks, run one after another in limited time, or one without a limit; none that fails prevents the others."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -36,9 +37,9 @@ def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
     Raises:
         Stopped: a stop was requested.
     """
-    started, device = time.monotonic(), context.machine.device
-    context = replace(context, end=started + _MOST_SECONDS[device])
-    last = started + _BEGIN_SECONDS[device]
+    started, device, last = time.monotonic(), context.machine.device, math.inf
+    if len(checks) > 1:
+        context, last = replace(context, end=started + _MOST_SECONDS[device]), started + _BEGIN_SECONDS[device]
     outcomes: list[Outcome] = []
     for check in checks:
         broken = {outcome.name for outcome in outcomes if outcome.is_broken}

@@ -24,6 +24,7 @@ from trainwright.api.stopping import stop
 from trainwright.api.training import resume, train
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, TrainingError, error_of
 from trainwright.observe.operations.variants import Variant, grid, one_at_a_time, runs_of, sample
+from trainwright.recipe.extensions import inherited_environment
 from trainwright.run.run_directory import override_of
 from trainwright.utils.paths import user_path, write_file
 from trainwright.utils.text import metric as shown
@@ -233,7 +234,7 @@ class VariantRuns:
         command = [sys.executable, "-P", "-m", "trainwright", "train", *words, *limit]
         self._say(f"{self._heading(variant, rung)}: {log}")
         with log.open("ab") as output:
-            process = started(command, stdout=output, stderr=output, env={**os.environ, **slot})
+            process = started(command, stdout=output, stderr=output, env={**inherited_environment(), **slot})
             programs.append(process)
             with _stopped_without(self.metric, run):
                 code = process.wait()

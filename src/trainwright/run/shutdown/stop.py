@@ -19,8 +19,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-import psutil
-
 from trainwright.errors import Interrupted
 from trainwright.utils.parent import signal_after_parent
 from trainwright.utils.text import say
@@ -364,6 +362,8 @@ class StopWatcher:
 
 
 def _is_suspended(pid: int) -> bool:
+    import psutil  # here, as every command imports this module
+
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:

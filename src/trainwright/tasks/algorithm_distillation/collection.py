@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from trainwright.errors import MachineError, RequestError, TrainingError
+from trainwright.recipe.extensions import inherited_environment
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
 from trainwright.tasks.algorithm_distillation.histories import Histories, History, returns_of_episodes, write
 from trainwright.tasks.algorithm_distillation.random_numbers import mixed
@@ -199,7 +200,10 @@ def _work(
         )
 
     pool = ProcessPoolExecutor(
-        min(processes, len(groups)), mp_context=context, initializer=_enter, initargs=(shared, os.getpid())
+        min(processes, len(groups)),
+        mp_context=context,
+        initializer=_enter,
+        initargs=(shared, os.getpid(), inherited_environment()),
     )
     try:
         with _undisturbed():
@@ -239,10 +243,11 @@ def _undisturbed() -> Iterator[None]:
 _shared: Any = None
 
 
-def _enter(shared: Any, parent: int) -> None:
+def _enter(shared: Any, parent: int, environment: dict[str, str]) -> None:
     """Initialize a new process: one thread, a place to report progress, and an end when its parent is gone."""
     global _shared
     _shared = shared
+    os.environ.update(environment)
     torch.set_num_threads(1)
     # For goals that are never found, Adam's state becomes denormal, which makes arithmetic many times slower.
     torch.set_flush_denormal(True)
