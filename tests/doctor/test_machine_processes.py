@@ -101,13 +101,14 @@ def __getattr__(name):
 
 @pytest.mark.slow
 def test_strategies_that_are_wrong_or_fail_are_named(tmp_path: Path) -> None:
-    metadata = tmp_path / "wrong_strategies-1.dist-info"
-    metadata.mkdir()
+    installed = tmp_path / "installed"  # not the working directory, whose entry points are not followed
+    metadata = installed / "wrong_strategies-1.dist-info"
+    metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-strategies\nVersion: 1\n")
     names = "doubled = wrong_strategies:DOUBLED\nraising = wrong_strategies:RAISING\n"
     (metadata / "entry_points.txt").write_text(f"[trainwright.strategies]\n{names}")
-    (tmp_path / "wrong_strategies.py").write_text(WRONG)
-    before = ["env", f"PYTHONPATH={tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"]
+    (installed / "wrong_strategies.py").write_text(WRONG)
+    before = ["env", f"PYTHONPATH={installed}{os.pathsep}{environment()['PYTHONPATH']}"]
     found = doctor("strategies", cwd=tmp_path, before=before)
     wrong = found.finding("strategies", "two ranks of doubled has other losses than one process", "at step 2")
     failed = found.finding("strategies", "two ranks of raising cannot train", "NCCL error: unhandled system error")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.planning.candidates import LAYOUT_KEYS
-from trainwright.planning.facts import experts_notes, facts_of
+from trainwright.planning.facts import Facts, experts_notes, facts_of
 from trainwright.planning.output import summary
 from trainwright.planning.plan import RunPlan, constraints_of, installed, make_plan
 from trainwright.planning.reasons import shortage
-from trainwright.planning.step_time.basis import basis_of
+from trainwright.planning.step_time.basis import Basis, basis_of
 from trainwright.recipe.schema import Recipe
 from trainwright.run.resolve import Planned, on_nodes
 from trainwright.utils.activity import doing
@@ -34,21 +35,39 @@ def plan_recipe(recipe: Recipe, machine: Machine, nodes: int) -> Planned:
     basis = basis_of(machine, facts.workload, doing)
     if basis.message is not None:
         say(basis.message, file=sys.stderr)
-    constraints = constraints_of(recipe)
-    if recipe.parallel.num_processes == "auto" and nodes > 1:
-        constraints = replace(constraints, worlds=on_nodes(recipe, machine, nodes))
-    plan = make_plan(constraints, facts.workload, cluster, facts.assumptions, basis, installed)
+    worlds = on_nodes(recipe, machine, nodes) if recipe.parallel.num_processes == "auto" and nodes > 1 else None
+    plan = plan_on(cluster, recipe, facts, basis, installed, worlds)
     return Planned(
         values=chosen_values(plan),
-        reasons=(*plan.reasons, *experts_notes(recipe.model)),
+        reasons=plan.reasons,
         summary=summary(plan),
         document=plan.as_json(),
         shortage=None if plan.fits else shortage(plan.chosen, plan.cluster, plan.suggestions),
         is_close=plan.is_close,
         threads=plan.chosen.choice.threads,
         estimated=facts.estimated,
-        fits=lambda one: make_plan(constraints_of(one), facts.workload, cluster, (), basis, installed).fits,
+        fits=lambda one: plan_on(cluster, one, facts, basis, installed).fits,
     )
+
+
+def plan_on(
+    cluster: Cluster,
+    recipe: Recipe,
+    facts: Facts,
+    basis: Basis = Basis(),  # noqa: B008
+    available: Callable[[str], str | None] = lambda strategy: None,
+    worlds: tuple[int, ...] | None = None,
+) -> RunPlan:
+    """Return the plan of a recipe that is possible on ``cluster``; the arguments are those of ``make_plan``.
+
+    Args:
+        worlds: the numbers of processes to choose from; None: those that the recipe allows.
+    """
+    constraints = constraints_of(recipe)
+    if worlds is not None:
+        constraints = replace(constraints, worlds=worlds)
+    plan = make_plan(constraints, facts.workload, cluster, facts.assumptions, basis, available)
+    return replace(plan, reasons=(*plan.reasons, *experts_notes(recipe.model)))
 
 
 def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:

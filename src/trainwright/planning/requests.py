@@ -206,9 +206,8 @@ def _facts(recipe: schema.Recipe, full: bool) -> Facts:
 
 def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
     from trainwright.machine.describe import cluster_of
-    from trainwright.planning.facts import experts_notes
-    from trainwright.planning.plan import constraints_of, installed, make_plan
-    from trainwright.planning.planner import chosen_values
+    from trainwright.planning.plan import installed
+    from trainwright.planning.planner import chosen_values, plan_on
     from trainwright.planning.step_time.basis import Basis, basis_of
     from trainwright.run.resolve import filled, possible
 
@@ -224,9 +223,9 @@ def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details
         cluster = cluster_of(machine)
         here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
     recipe, remarks = possible(recipe, cluster)
-    run_plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, **here)
+    run_plan = plan_on(cluster, recipe, facts, **here)
     filled(recipe, chosen_values(run_plan), cluster.device)  # raises the errors that a run would raise
-    return replace(run_plan, reasons=(*run_plan.reasons, *remarks, *experts_notes(recipe.model)))
+    return replace(run_plan, reasons=(*run_plan.reasons, *remarks))
 
 
 def simulate(

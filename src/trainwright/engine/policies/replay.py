@@ -178,7 +178,7 @@ class Replay(StepPolicy):
 
     def _checksum(self, *, frozen: bool) -> int:
         """Return the checksum of this rank's copy of the frozen or the trained weights; 0 if they are sharded."""
-        total = torch.zeros((), dtype=torch.int64, device=self.training.world.device)
+        total: torch.Tensor | int = 0  # of no tensor, it is not read from the device, for which the host would wait
         for _, tensor in self._copies(frozen=frozen):
             total = total * _FACTOR + checksum(tensor)
         return int(total)

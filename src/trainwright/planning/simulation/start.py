@@ -142,12 +142,11 @@ class _Simulating:
 
     def _planned(self, recipe: Recipe) -> RunPlan:
         from trainwright.planning.facts import facts_of
-        from trainwright.planning.plan import constraints_of, make_plan
+        from trainwright.planning.planner import plan_on
         from trainwright.run.resolve import possible
 
         recipe, _ = possible(recipe, self._cluster)
-        facts = facts_of(recipe)
-        return make_plan(constraints_of(recipe), facts.workload, self._cluster, facts.assumptions)
+        return plan_on(self._cluster, recipe, facts_of(recipe))
 
     def _to_run(self, plan: RunPlan, requested: Recipe) -> Recipe:
         """Return the resolved recipe of a few steps, with an evaluation before and after them."""
