@@ -38,8 +38,8 @@ def leaves(
 def test_value_and_gradients_are_those_of_the_plain_computation(
     chunk_bytes: int, softcap: float | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(module, "_BLOCK_BYTES", chunk_bytes // 3)
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(module, "BLOCK_BYTES", chunk_bytes // 3)
     hidden, weight, offset, targets = leaves(bias=bias)
     inputs = [x for x in (hidden, weight, offset) if x is not None]
     total = linear_cross_entropy(Head(hidden, weight, offset, softcap, 0.7), targets)
@@ -53,7 +53,7 @@ def test_value_and_gradients_are_those_of_the_plain_computation(
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_targets_count_as_much_as_their_weights_say(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 50 * 500 * 4)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 50 * 500 * 4)
     hidden, weight, offset, targets = leaves()
     assert offset is not None
     weights = torch.linspace(-2, 3, len(targets))
@@ -68,7 +68,7 @@ def test_targets_count_as_much_as_their_weights_say(softcap: float | None, monke
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_z_loss_is_the_square_of_the_log_sum_exp(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 50 * 500 * 4)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 50 * 500 * 4)
     hidden, weight, offset, targets = leaves()
     assert offset is not None
     total = linear_cross_entropy(Head(hidden, weight, offset, softcap, 0.7), targets, z_loss=0.1)
@@ -87,7 +87,7 @@ def test_the_gradient_of_a_bf16_head_is_summed_over_chunks_in_fp32(monkeypatch: 
     hidden, weight, _, targets = leaves(targets=2000, bias=False)
     hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
     (whole,) = torch.autograd.grad(linear_cross_entropy(Head(hidden, weight, None), targets), weight)
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 2 * 500 * 2)  # two targets a chunk
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * 500 * 2)  # two targets a chunk
     (parts,) = torch.autograd.grad(linear_cross_entropy(Head(hidden, weight, None), targets), weight)
     # Each part is a product in bf16; a thousand of them summed in bf16 are off by several times this.
     assert (parts.float() - whole.float()).norm() < 4e-3 * whole.float().norm()
@@ -103,7 +103,7 @@ def test_tied_weights_get_both_gradients() -> None:
 
 
 def test_the_full_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 20 * 500 * 4)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 20 * 500 * 4)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -84,7 +84,7 @@ def the_head_is_gathered_once(strategy: str) -> None:
         found = []
         # The first passes are those in which DeepSpeed sees what is used when. One chunk, and one for eight targets.
         for chunk_bytes in (2**30, 2**30, 2**30, 4 * 311 * 8):
-            linear_losses._CHUNK_BYTES = chunk_bytes
+            linear_losses.CHUNK_BYTES = chunk_bytes
             sizes.clear()
             loss = task.loss(spread.module, micro, world.device).total
             forward = list(sizes)

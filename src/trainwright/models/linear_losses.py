@@ -86,9 +86,9 @@ class _Lookup(torch.autograd.Function):
 # Bytes of the logits of one chunk, in the model's precision; on a GPU as many as the hidden states have, if these are
 # more: large products use it best, and the memory is small beside that of the activations. (As torch's
 # LinearCrossEntropyOptions, whose chunks follow the hidden states at every size.)
-_CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = 128 * 2**20
 # Bytes of the fp32 logits that a CPU processes at a time.
-_BLOCK_BYTES = 2 * 2**20
+BLOCK_BYTES = 2 * 2**20
 # Lower bound for the variance of log-likelihoods over the vocabulary, for nearly certain predictions.
 _LEAST_VARIANCE = 1e-6
 
@@ -333,7 +333,7 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
 def chunks(count: int, hidden: torch.Tensor, weight: torch.Tensor | None) -> list[slice]:
     """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
     vocabulary, width = (hidden.shape[1], 0) if weight is None else weight.shape
-    rows = _CHUNK_BYTES // (hidden.element_size() * vocabulary)
+    rows = CHUNK_BYTES // (hidden.element_size() * vocabulary)
     return _slices(count, max(rows, count * width // vocabulary) if hidden.is_cuda else rows)
 
 
@@ -341,7 +341,7 @@ def row_blocks(logits: torch.Tensor) -> list[slice]:
     """Divide rows into slices whose fp32 logits fit a CPU's cache; a single slice on a GPU."""
     if logits.is_cuda:
         return [slice(None)]
-    return _slices(len(logits), _BLOCK_BYTES // (4 * logits.shape[1]))
+    return _slices(len(logits), BLOCK_BYTES // (4 * logits.shape[1]))
 
 
 def _slices(count: int, size: int) -> list[slice]:

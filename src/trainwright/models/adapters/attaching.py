@@ -28,7 +28,7 @@ from trainwright.models.safetensors_files import write_weights
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.sections.model import ModelSection
+    from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 # PEFT's names for the adapters in a model.
 _TRAINED, _BENEATH, _READ_BACK = "default", "beneath", "read_back"
@@ -65,11 +65,30 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
         parameter.data = parameter.data.float()  # PEFT creates it in the dtype of the base layer
     if saved is not None and beneath is None:
         _fill(model, _TRAINED, saved, base)
+    _train_adapter(model)
+    return Adapter(model, config, linear, base, beneath)
+
+
+def attach_without_weights(model: PreTrainedModel, adapter: AdapterSection) -> None:
+    """Attach an adapter as ``attach_adapter`` does to a model on the meta device; no weights are read."""
+    saved = start_from(adapter)
+    with torch.device("meta"):
+        if saved is not None:
+            _inject(model, saved_config(saved), _BENEATH if adapter.stack else _TRAINED)
+        if saved is None or adapter.stack:
+            new = adapter.model_copy(update={"start_from": None, "stack": False})
+            _inject(model, peft_config(new, model, BaseModel("", "")), _TRAINED)
+    for parameter in _by_key(model, _TRAINED).values():
+        parameter.data = parameter.data.float()
+    _train_adapter(model)
+
+
+def _train_adapter(model: nn.Module) -> None:
+    """Activate the trained adapter, with one beneath it, and freeze all other weights."""
     _activate(model, (_BENEATH, _TRAINED))
     trained = set(_by_key(model, _TRAINED).values())
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in trained)
-    return Adapter(model, config, linear, base, beneath)
 
 
 class Adapter:

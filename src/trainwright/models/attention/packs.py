@@ -100,6 +100,20 @@ def packed_attention(
     Returns:
         ``(output [1, T, H, D], None)``, as required by transformers.
     """
+    call, sequences = call_of(module, query, key, value, arguments)
+    kernel, compute = _functions[_kernel_name(call, attention)]
+    padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
+    return call.cut(compute(padded, sequences)), None
+
+
+def call_of(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: PackArguments
+) -> tuple[Call, Sequences | None]:
+    """Return what a kernel gets of the arguments of ``packed_attention``.
+
+    Raises:
+        UnpackableError: the architecture cannot be trained on packs.
+    """
     cu_seq_lens_q, max_length_q = arguments.get("cu_seq_lens_q"), arguments.get("max_length_q")
     if cu_seq_lens_q is None or max_length_q is None:
         raise UnpackableError(f"{type(module).__name__} does not know where packed sequences begin")
@@ -122,9 +136,7 @@ def packed_attention(
         arguments.get("softcap"),
         arguments.get("s_aux"),
     )
-    kernel, compute = _functions[_kernel_name(call, attention)]
-    padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
-    return call.cut(compute(padded, sequences)), None
+    return call, sequences
 
 
 def _kernel_name(call: Call, attention: str) -> str:

@@ -37,6 +37,11 @@ def known_model(name: str) -> KnownModel | None:
     return _by_id().get(name.strip().lower())
 
 
+def known_models() -> list[str]:
+    """Return the ids of all models, those that have the configuration of another one left out."""
+    return [entry["id"] for entry in _entries()]
+
+
 def find_model(name: str) -> KnownModel:
     """Return the model with the id ``name``.
 

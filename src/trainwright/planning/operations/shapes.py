@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainwright.models.attention.kernels import ASSUMED, CPU, AttentionKernel, AttentionNeeds, Dtype, Platform, choose
 from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.trace.batch import BatchShape
 
-
-@dataclass(frozen=True)
-class BatchShape:
-    """The shape of one pass over the model, on one device.
-
-    ``rows`` rows of ``length`` tokens each, including padding; if packed, one row of all sequences. ``sequences``:
-    lengths, and the number of each; padded rows have one sequence each. ``targets``: number of targets. ``masked``:
-    padded rows of unequal lengths, which need a mask.
-    """
-
-    rows: int
-    length: int
-    sequences: tuple[tuple[int, int], ...]
-    targets: int
-    packed: bool
-    masked: bool
-
-    @property
-    def tokens(self) -> int:
-        """Number of computed positions."""
-        return self.rows * self.length
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest sequence."""
-        return max(length for length, _ in self.sequences)
-
-    @property
-    def second_longest(self) -> int:
-        """Length of the second-longest sequence; 0 if there is only one."""
-        lengths = sorted((length for length, count in self.sequences for _ in range(min(2, count))), reverse=True)
-        return lengths[1] if len(lengths) > 1 else 0
-
-    def each_sequence(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield the sequences as (length, count), one by one; if there are more than ``most``, equal ones in groups."""
-        total = sum(count for _, count in self.sequences)
-        together = max(1, -(-total // most))
-        for length, count in self.sequences:
-            for begin in range(0, count, together):
-                yield length, min(together, count - begin)
-
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of a query and a key that it attends to, in full sequences."""
-        return sum(count * length * (length + 1) // 2 for length, count in self.sequences)
+__all__ = ["BatchShape", "BlockKind", "Device", "Heads"]
 
 
 @dataclass(frozen=True)

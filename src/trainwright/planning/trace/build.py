@@ -1,0 +1,283 @@
+"""Make the modules that a run would train, on tensors without data, and batches for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainwright.data.stream.batch import Batch
+from trainwright.models.adapters.attaching import attach_without_weights
+from trainwright.models.adapters.files import fully_trained
+from trainwright.models.attention.described import needs_of
+from trainwright.models.causal_lm import CausalLM, find_blocks
+from trainwright.models.configuration import making, register, set_dropout, without_ignored
+from trainwright.models.gpt.conversion import gpt_config
+from trainwright.models.quantization import QuantizedLinear, quantize
+from trainwright.models.recompute import save_activation_memory
+from trainwright.planning.trace.batch import BASIS, BatchShape, basis
+from trainwright.planning.trace.gpu import attend_as_on_gpu
+from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
+from trainwright.planning.trace.units import LayerAttention, ModelFacts
+from trainwright.recipe.sections.model import OWN, AdapterSection
+from trainwright.tasks.unlearn.module import UnlearnLM
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+_WINDOW = 48  # of a traced model, if sequences are longer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The shape of a traced batch.
+
+    ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
+    ``chunks``, ``blocks``: how often it does.
+    """
+
+    rows: Rows
+    lengths: tuple[int, ...]
+    targets: int
+    chunk: int
+    chunks: int
+    block: int
+    blocks: int = 2
+
+    def basis(self) -> tuple[int, ...]:
+        """Return the values of ``BASIS`` for fitting."""
+        packed = self.rows in ("packed", "equal")
+        rows, length = (1, sum(self.lengths)) if packed else (len(self.lengths), max(self.lengths))
+        sequences = tuple((length, 1) for length in self.lengths)
+        shape = BatchShape(rows, length, sequences, self.targets, packed, self.rows == "masked")
+        values = dict(zip(BASIS, basis(shape, 1, 1, 1), strict=True))
+        values |= {"chunk": self.chunk, "chunks": 0, "block": self.block, "blocks": 0}
+        if self.rows != "packed":
+            values |= {"second": 0, "second²": 0}
+        if self.chunks == 1:
+            values["chunk"] = 0
+        return tuple(values[name] for name in BASIS)
+
+
+def samples(rows: Rows, regime: Regime, *, short: bool) -> list[Sample]:
+    """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another.
+
+    Args:
+        short: shorter sequences, for code that loops over their tokens.
+    """
+    scale = 8 if short else 1
+    return [
+        _sample(rows, tuple(length // scale for length in lengths), regime, number, scale)
+        for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
+    ]
+
+
+# Multiples of 64, as code rounds up to fewer; sums that products in bf16 need no padding for.
+_LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
+    (True, True): ((192, 384, 640), (256, 320, 768), (128, 448, 896)),
+    (True, False): ((128, 256, 384), (64, 384, 448), (192, 320, 448)),
+    (False, True): ((192,) * 2, (256,) * 2, (320,) * 3),
+    (False, False): ((192,) * 2, (256,) * 2, (320,) * 3),
+}
+_TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (96, 112, 64), (16, 48, 32)
+
+
+def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: int) -> Sample:
+    tokens = sum(lengths)
+    if rows == "masked":
+        lengths = (lengths[0] // 2, *lengths[1:])
+        tokens = len(lengths) * lengths[-1]
+    targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number] // scale
+    targets = tokens if regime.every else targets
+    chunk = _CHUNK[number] // scale if regime.chunked else targets
+    return Sample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, _BLOCK[number] // scale)
+
+
+class Built(NamedTuple):
+    """A model on tensors of the meta device. ``names``: of each parameter, within its unit."""
+
+    lm: CausalLM
+    blocks: list[nn.Module]
+    names: dict[nn.Parameter, str]
+
+
+def build(request: TraceRequest, regime: Regime) -> Built:
+    """Return the model of a request as a run makes it: with its adapter, precision and recomputation."""
+    wanted = request.model
+    model = _model(wanted, _WINDOW if regime.windows else 2**20)
+    if wanted.trainable is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in wanted.trainable))
+    packed, attention = request.rows in ("packed", "equal"), request.device.limits.attention
+    lm = (
+        CausalLM(model, packed=packed, z_loss=float(wanted.z_loss), attention=attention)
+        if wanted.last_block is None
+        else UnlearnLM(model, packed=packed, layer=wanted.last_block, attention=attention)
+    )
+    for parameter in lm.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(_DTYPES[request.dtype])
+    if packed and request.device.is_gpu:
+        attend_as_on_gpu(lm, request.device)
+    if request.device.is_gpu or request.hooked:  # then a tied embedding's gradient is not added to the head's in place
+        model.get_input_embeddings().register_forward_hook(lambda *_: None)
+    blocks = lm.blocks()
+    save_activation_memory(blocks, "none" if request.recompute == "compiled" else request.recompute)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for block in reversed(blocks):
+        names |= {parameter: name for name, parameter in block.named_parameters()}
+    return Built(lm.train(), blocks, names)
+
+
+def _model(wanted: TracedModel, window: int | None = None) -> Any:
+    """Return the model on the meta device in fp32, with its adapter. ``window``: instead of those of its
+    configuration.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = json.loads(wanted.configuration)
+    fields = {key: value for key, value in without_ignored(given).items() if key != "source_sha256"}
+    if given.get("model_type") == OWN:
+        fields["implementation"] = given["implementation"]
+    register(fields.get("model_type"))
+    config = AutoConfig.for_model(**fields)
+    if wanted.implementation == "gpt" and config.model_type != "gpt":
+        register("gpt")
+        config = gpt_config(config)
+    if wanted.dropout is not None:
+        set_dropout(config, wanted.dropout)
+    for part in _parts(config):
+        for name in _WINDOWS if window is not None else ():
+            if getattr(part, name, None):
+                setattr(part, name, window)
+        if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
+            part.pad_token_id = 0
+    with making(config), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if wanted.adapter:
+        section = AdapterSection(**json.loads(wanted.adapter))
+        if section.quantization != "none":
+            import bitsandbytes
+
+            double, keep = section.double_quantization, fully_trained(section)
+            # Otherwise bitsandbytes would keep a table without data, and use it for other models.
+            bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
+            quantize(model, section.quantization, double=double, keep=keep)
+        attach_without_weights(model, section)
+    return model
+
+
+def _parts(config: Any) -> list[Any]:
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def facts_of_model(model: TracedModel) -> ModelFacts:
+    """Return the facts of a model that do not depend on the device."""
+    made = _model(model)
+    text = made.config.get_text_config()
+    embedding, head = made.get_input_embeddings().weight, made.get_output_embeddings()
+    hidden, heads = embedding.shape[1], _number(text, "num_attention_heads")
+    experts = max((_number(text, name) for name in _EXPERTS), default=0)
+    chosen = _number(text, "num_experts_per_tok") if experts else 0
+    numel = {name: parameter.numel() for name, parameter in made.named_parameters()}
+    unused = sum(count for name, count in numel.items() if ".experts." in name) if chosen else 0
+    windows = [window for part in _parts(made.config) for name in _WINDOWS if (window := _number(part, name))]
+    kinds = getattr(text, "layer_types", None) or []
+    of_windows = sum("full" not in kind for kind in kinds) / len(kinds) if kinds else 1.0
+    return ModelFacts(
+        family=str(made.config.model_type),
+        layers=len(find_blocks(made)),
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=_number(text, "num_key_value_heads") or heads,
+        head_dim=_number(text, "head_dim") or (hidden // heads if heads else 0),
+        intermediate=_number(text, "intermediate_size"),
+        vocabulary=embedding.shape[0],
+        positions=_number(text, "max_position_embeddings"),
+        tied=head is not None and head.weight is embedding,
+        total=sum(numel.values()),
+        active=sum(numel.values()) - (unused - unused * chosen // experts if experts else 0),
+        window=min(windows, default=0),
+        windowed=of_windows if windows else 0.0,
+        attention=_attention(made),
+        experts=experts,
+        experts_per_token=chosen,
+    )
+
+
+def _attention(model: Any) -> tuple[LayerAttention, ...]:
+    """Return the attention of each kind of layer; nothing of models without it."""
+    if model.config.model_type == OWN:
+        return ()
+    try:
+        needs = list(needs_of(CausalLM(model, packed=False), torch.float32, 2**62))
+    except AttributeError:
+        return ()
+    return tuple(LayerAttention(*(getattr(each, name) for name in LayerAttention._fields)) for each in needs)
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def batch_of(sample: Sample, vocabulary: int) -> Batch:
+    """Return a batch of this shape."""
+    lengths = sample.lengths
+    packed = sample.rows in ("packed", "equal")
+    longest, positions = max(lengths), [torch.arange(length) for length in lengths]
+    if packed:
+        position_ids = torch.cat(positions)[None]
+        boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    else:
+        position_ids = torch.stack([_filled(row, longest) for row in positions])
+        boundaries = None
+    mask = None if packed else torch.stack([torch.arange(longest) < length for length in lengths])
+    ids = torch.arange(position_ids.numel()).remainder(vocabulary).view(position_ids.shape)
+    index = torch.arange(sample.targets)
+    return Batch(
+        input_ids=ids,
+        position_ids=position_ids,
+        lengths=lengths,
+        boundaries=boundaries,
+        attention_mask=mask,
+        target_index=index,
+        targets=ids.reshape(-1)[index],
+        longest=longest,
+        tokens=sum(lengths),
+        weight=float(sample.targets),
+        examples=tuple(range(len(lengths))),
+        sequences=tuple(range(len(lengths))),
+        roles=(0,) * len(lengths),
+        target_counts=_shares(sample.targets, len(lengths)),
+    )
+
+
+def _filled(row: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([row, row.new_zeros(length - len(row))])
+
+
+def _shares(total: int, parts: int) -> tuple[int, ...]:
+    each: Sequence[int] = [total // parts] * (parts - 1)
+    return (*each, total - sum(each))
+
+
+def quantized(model: nn.Module) -> dict[int, tuple[tuple[int, ...], int, int]]:
+    """Return of each quantized parameter, by its ``id``, the shape that it stands for, its bytes and its scales'."""
+    return {
+        id(layer.weight): (
+            (layer.out_features, layer.in_features),
+            layer.weight.nbytes,
+            sum(buffer.nbytes for buffer in layer.buffers()),
+        )
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLinear)
+    }

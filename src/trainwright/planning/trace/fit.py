@@ -1,0 +1,247 @@
+"""Find the polynomials of a batch that give the sizes of several traces of a model at different shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.planning.trace.batch import BASIS
+from trainwright.planning.trace.record import Done, Event, Segment
+from trainwright.planning.trace.units import Moment, Operation, PassTrace, Size
+
+Values = npt.NDArray[np.float64]
+_INDEX = {name: index for index, name in enumerate(BASIS)}
+# Tokens and pairs of all sequences of a pack but its longest two.
+_OTHERS = np.zeros((2, len(BASIS)))
+for _row, _names in enumerate((("tokens", "length", "second"), ("pairs", "length²", "second²"))):
+    for _name, _sign in zip(_names, (1, -1, -1), strict=True):
+        _OTHERS[_row, _INDEX[_name]] = _sign
+_EXACT = 1e-9
+_MOST_TERMS = 3
+
+
+class Fitter:
+    """Fit numbers to the shapes of traces.
+
+    Args:
+        shapes: the values of ``BASIS`` at each shape. Terms that are equal or multiples of earlier ones are left out.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[float]]) -> None:
+        self._shapes = np.array(shapes, dtype=float)
+        self._shapes = np.hstack([self._shapes, self._shapes @ _OTHERS.T])
+        self._columns: list[int] = []
+        for column in range(self._shapes.shape[1]):
+            values = self._shapes[:, column]
+            seen = any(_are_multiples(values, self._shapes[:, other]) for other in self._columns)
+            if values.any() and not seen:
+                self._columns.append(column)
+        self._found: dict[tuple[int, ...], Values] = {}
+
+    def __call__(self, numbers: Sequence[int]) -> Values:
+        """Return the coefficients of a polynomial with few terms that gives ``numbers`` at the shapes, or is near."""
+        key = tuple(numbers)
+        if key not in self._found:
+            self._found[key] = self._fitted(np.array(key, dtype=float))
+        return self._found[key]
+
+    def _fitted(self, numbers: Values) -> Values:
+        result = np.zeros(self._shapes.shape[1])
+        if not numbers.any():
+            return result[: len(BASIS)]
+        scale, best, nearest = np.abs(numbers).max(), result, np.inf
+        for terms in range(1, min(_MOST_TERMS, len(numbers) - 1) + 1):
+            for columns in map(list, itertools.combinations(self._columns, terms)):
+                chosen = self._shapes[:, columns]
+                solution, *_ = np.linalg.lstsq(chosen / chosen.max(0), numbers, rcond=None)
+                error = np.abs(chosen / chosen.max(0) @ solution - numbers).max()
+                if error >= nearest or (error > _EXACT * scale and (solution * numbers[0] < 0).any()):
+                    continue
+                nearest, best = error, np.zeros(self._shapes.shape[1])
+                best[columns] = solution / chosen.max(0)
+                if error <= _EXACT * scale:
+                    return _rounded(_in_basis(best))
+        return _in_basis(best)  # the nearest one, which extrapolates, as all its terms grow
+
+
+def _in_basis(values: Values) -> Values:
+    """Return coefficients of ``BASIS`` from those of it and of ``_OTHERS``."""
+    return values[: len(BASIS)] + values[len(BASIS) :] @ _OTHERS
+
+
+def _are_multiples(a: Values, b: Values) -> bool:
+    ratios = a[b != 0] / b[b != 0]
+    return bool(len(ratios) and (a[b == 0] == 0).all() and np.allclose(ratios, ratios[0], rtol=1e-12))
+
+
+def _rounded(values: Values) -> Values:
+    """Return values without the errors of solving, as most sizes are whole numbers of bytes."""
+    rounded = values.round(6)
+    return np.where(np.abs(rounded - values) < 1e-6 * np.maximum(1, np.abs(values)), rounded, values)
+
+
+def passes(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> PassTrace[Size]:
+    """Return the pass that the segments of several traces stand for.
+
+    Args:
+        natural: maps coefficients to those of terms that are never negative.
+    """
+    remaining = [list(segment.remaining.values()) for segment in segments]
+    saved: list[Size] = []
+    if segments[0].direction == "forward" and len({len(one) for one in remaining}) == 1:
+        saved = [_size(fitter(sizes)) for sizes in zip(*remaining, strict=True)]
+    return PassTrace(
+        tuple(_moments([segment.events for segment in segments], fitter, natural)),
+        tuple(_operations([segment.done for segment in segments], fitter)),
+        tuple(saved),
+    )
+
+
+def _moments(events: Sequence[Sequence[Event]], fitter: Fitter, natural: Values) -> list[Moment[Size]]:
+    moments: list[Moment[Size]] = []
+    live = np.zeros(len(BASIS))
+    parts = [_until_gradients(one) for one in events]
+    names = [[gradient for _, gradient in one] for one in parts]
+    if any(one != names[0] for one in names):  # in another order: all at the end
+        parts, names = [[(list(one), "")] for one in events], [[""]]
+    for number, name in enumerate(names[0]):
+        lines = [one[number][0] for one in parts]
+        candidates, live = _line(lines, live, fitter)
+        moments.append(Moment(name, _largest(candidates, natural), _size(live)))
+    return moments
+
+
+def _until_gradients(events: Sequence[Event]) -> list[tuple[list[Event], str]]:
+    parts: list[tuple[list[Event], str]] = []
+    begun = 0
+    for index, event in enumerate(events):
+        if event.kind == "gradient":
+            parts.append((list(events[begun : index + 1]), event.of))
+            begun = index + 1
+    return [*parts, (list(events[begun:]), "")]
+
+
+def _line(lines: Sequence[Sequence[Event]], live: Values, fitter: Fitter) -> tuple[list[Values], Values]:
+    """Return the live bytes at every high point, and at the end."""
+    changes = [[event.size if event.kind == "allocated" else -event.size for event in line] for line in lines]
+    kinds = [[event.kind for event in line] for line in lines]
+    candidates = [live]
+    if all(line == kinds[0] for line in kinds):
+        for position, kind in enumerate(kinds[0]):
+            change = fitter([abs(line[position]) for line in changes])
+            if kind == "allocated":
+                live = live + change
+            else:
+                candidates.append(live)
+                live = live - change
+        return [*candidates, live], live
+    # Loops that depend on the shape: only the highest point is known.
+    base = live
+    sums = [np.concatenate([[0], np.cumsum(line)]) for line in changes]
+    live = base + fitter([int(line[-1]) for line in sums])
+    return [base, base + fitter([int(line.max()) for line in sums]), live], live
+
+
+def _largest(candidates: Sequence[Values], natural: Values) -> tuple[Size, ...]:
+    """Return the candidates that are the largest for some batch."""
+    unique = np.unique(np.array(candidates).round(6), axis=0)
+    plain = unique @ natural
+    kept = [
+        index
+        for index, one in enumerate(plain)
+        if not any((other >= one).all() and (other > one).any() for other in plain)
+    ]
+    return tuple(_size(unique[index]) for index in kept)
+
+
+def _size(values: Values) -> Size:
+    numbers = [int(value) if value == int(value) else float(value) for value in values.round(6)]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operation[Size]]:
+    """Return equal operations merged. Those of a loop of the loss stand for all of its iterations."""
+    lines = [[one for one in line if _stands_for_others(one.scope)] for line in done]
+    labels = [[one[:5] for one in line] for line in lines]
+    found: dict[tuple[Any, ...], list[Values]] = {}
+    if all(line == labels[0] for line in labels):
+        for same in zip(*lines, strict=True):
+            sizes = [fitter(numbers) for numbers in zip(*(one.sizes for one in same), strict=True)]
+            each, totals = sizes[:4], _in_loops(same[0].scope, sizes[4:])
+            launches = _in_loops(same[0].scope, [_unit("1")])[0]
+            key = (*same[0][:2], *same[0][3:5], *(tuple(size) for size in each), same[0].scope)
+            _add(found, key, each, [launches, *totals])
+    else:
+        counts = [Counter(one[:5] for one in line) for line in lines]
+        for label in dict.fromkeys(label for count in counts for label in count):
+            alike = [[one.sizes for one in line if one[:5] == label] for line in lines]
+            largest = [fitter([max((sizes[i] for sizes in one), default=0) for one in alike]) for i in range(4)]
+            sums = [fitter([sum(sizes[i] for sizes in one) for one in alike]) for i in range(4, 7)]
+            launches = fitter([count[label] for count in counts])
+            _add(found, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
+    made: list[Operation[Size]] = []
+    for key, sums in found.items():
+        m, n, k, times, count, flops, read, written = map(_size, sums)
+        made.append(Operation(key[0], key[1], count, m, n, k, times, flops, read, written, key[2], key[3]))
+    return made
+
+
+def _add(
+    found: dict[tuple[Any, ...], list[Values]], key: tuple[Any, ...], each: list[Values], totals: list[Values]
+) -> None:
+    if key in found:
+        found[key] = [*found[key][:4], *(a + b for a, b in zip(found[key][4:], totals, strict=True))]
+    else:
+        found[key] = [*each, *totals]
+
+
+def _stands_for_others(scope: str) -> bool:
+    """Return whether an operation is in the first two iterations of chunks, and in a chunk's first block."""
+    return not scope or scope in ("chunk0", "chunk1", "chunk0block0")
+
+
+def _in_loops(scope: str, sizes: Sequence[Values]) -> list[Values]:
+    """Return sums over the iterations of a loop, of sizes in one iteration."""
+    return [_summed(scope, size) for size in sizes]
+
+
+def _summed(scope: str, size: Values) -> Values:
+    if scope in ("", "chunk0"):
+        return size
+    result = size.copy()
+    one, chunk, block = (_INDEX[name] for name in ("1", "chunk", "block"))
+    if scope == "chunk1":  # all but the first
+        result[_INDEX["chunks"]] += size[one]
+        result[_INDEX["targets"]] += size[chunk]
+        result[one], result[chunk] = 0 - size[one], 0 - size[chunk]
+        return result
+    result[_INDEX["blocks"]] += size[one]
+    result[_INDEX["targets"]] += size[block]
+    result[one] = result[block] = 0
+    return result
+
+
+def _unit(name: str) -> Values:
+    values = np.zeros(len(BASIS))
+    values[_INDEX[name]] = 1
+    return values
+
+
+def natural_terms(packed: bool) -> Values:
+    """Return the map of coefficients to those of terms that are never negative and independent of each other.
+
+    A pack has its longest sequence, the second longest and the others, instead of all of its tokens and pairs.
+    """
+    result = np.eye(len(BASIS))
+    if packed:
+        for whole, parts in (("tokens", ("length", "second")), ("pairs", ("length²", "second²"))):
+            for part in parts:
+                result[_INDEX[whole], _INDEX[part]] = 1
+    return result

@@ -1,0 +1,232 @@
+"""Record what operations on tensors without data allocate and compute, unit by unit."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from trainwright.planning.trace.units import OperationKind
+from trainwright.planning.trace.values import compute, tensors_in
+
+Direction = Literal["forward", "backward", "evaluation"]
+EMBEDDING = -1  # the unit before block 0; the head is the number of blocks
+
+
+class Event(NamedTuple):
+    """A change of the live bytes. ``kind``: "gradient" if they are those of the ready gradient ``of``."""
+
+    kind: Literal["allocated", "released", "gradient"]
+    size: int
+    of: str = ""
+
+
+class Done(NamedTuple):
+    """An operation of a trace. ``scope``: the loops of the loss that it is in. Others are as in ``units.Operation``."""
+
+    kind: OperationKind
+    name: str
+    scope: str
+    width: int
+    generation: int
+    sizes: tuple[int, ...]  # m, n, k, times, flops, read, written
+
+
+@dataclass
+class Segment:
+    """What happened in one pass over one unit."""
+
+    unit: int
+    direction: Direction
+    events: list[Event] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
+    remaining: dict[int, int] = field(default_factory=dict)  # bytes of what was allocated and not released
+
+
+class TooManyError(Exception):
+    """More operations were recorded than wanted."""
+
+
+class Recorder(TorchDispatchMode):
+    """Record all operations by segment. To be entered inside a FakeTensorMode.
+
+    ``names``: of each parameter, within its unit. ``workspace``: returns the bytes that an operation allocates beside
+    its results while it runs. ``most``: operations, before it raises TooManyError.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: dict[nn.Parameter, str], workspace: Callable[..., int], most: int | None
+    ) -> None:
+        super().__init__()
+        self.segments: list[Segment] = []
+        self.used: dict[int, nn.Parameter] = {}  # parameters that an operation before the blocks read
+        self._workspace = workspace
+        self._left = most
+        self._names = names
+        self._scope = ""
+        self._next: Segment | None = None
+        self._existing = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+        self._live: dict[int, Any] = {id(storage): None for storage in self._existing}
+        self._shapes = {p.shape for p in names if p.requires_grad and p.dim() > 1}
+        self._parameters = {id(parameter.untyped_storage()): parameter for parameter in names}
+
+    def begin(self, unit: int, direction: Direction) -> None:
+        """Begin the pass over a unit."""
+        self.segments.append(Segment(unit, direction))
+
+    def change(self, size: int) -> None:
+        """Note bytes that no operation shows: allocated ones, or released ones below 0."""
+        if size:
+            self.segments[-1].events.append(Event("allocated" if size > 0 else "released", abs(size)))
+
+    def begin_later(self, unit: int, direction: Direction) -> None:
+        """Begin the pass over a unit at the next operation, when the output of the one before replaced its input."""
+        self._next = Segment(unit, direction)
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Note the operations inside as those of an iteration of a loop."""
+        before, self._scope = self._scope, f"{self._scope}{name}"
+        try:
+            yield
+        finally:
+            self._scope = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = args[0] if self._adds_to_gradient(func, args) else compute(func, args, kwargs)
+        if self._next is not None:
+            self.segments.append(self._next)
+            self._next = None
+        segment, results = self.segments[-1], tensors_in(out)
+        for tensor in results:
+            self._note(tensor.untyped_storage(), segment)
+        if func.is_view or not results:
+            return out
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise TooManyError
+        inputs = tensors_in((args, kwargs))
+        parameter = next((p for x in inputs if (p := self._parameters.get(id(x.untyped_storage()))) is not None), None)
+        if parameter is not None and segment.unit == EMBEDDING:
+            self.used[id(parameter)] = parameter
+        name = "" if parameter is None else self._names[parameter]
+        segment.done.append(_described(func, args, kwargs, inputs, results, name, self._scope))
+        if extra := self._workspace(func, args):
+            segment.events += (Event("allocated", extra), Event("released", extra))
+        return out
+
+    def _adds_to_gradient(self, func: Any, args: Any) -> bool:
+        """Return whether autograd adds a parameter's gradients: into the first one, if it is a tensor with data."""
+        if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not self.segments:
+            return False
+        return self.segments[-1].direction == "backward" and args[0].shape in self._shapes
+
+    def _note(self, storage: Any, segment: Segment) -> None:
+        key = id(storage)
+        if key in self._live:
+            return
+        size = storage.nbytes()
+        segment.events.append(Event("allocated", size))
+        segment.remaining[key] = size
+        self._live[key] = weakref.finalize(storage, self._released, key, size)
+
+    def _released(self, key: int, size: int) -> None:
+        self._live.pop(key, None)
+        self.segments[-1].remaining.pop(key, None)
+        self.segments[-1].events.append(Event("released", size))
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter's gradient is ready; from now on it is not counted."""
+        assert parameter.grad is not None and isinstance(parameter, nn.Parameter)
+        storage = parameter.grad.untyped_storage()
+        known = self._live.get(id(storage))
+        size = storage.nbytes() if known is not None and known.detach() else 0
+        self.segments[-1].events.append(Event("gradient", size, self._names[parameter]))
+
+
+_REDUCTIONS = {"softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm", "cumsum", "topk", "sort"}
+_COPIES = {
+    "copy_",
+    "clone",
+    "_to_copy",
+    "cat",
+    "stack",
+    "index_select",
+    "embedding",
+    "index",
+    "gather",
+    "slice_scatter",
+}
+_COPIES |= {"constant_pad_nd", "select_scatter", "index_put", "index_put_", "repeat", "embedding_dense_backward"}
+
+
+def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: list[Any], name: str, scope: str) -> Done:
+    packet = func.overloadpacket
+    operator = packet.__name__
+    width, generation = results[0].element_size(), 2
+    read = sum(x.numel() * x.element_size() for x in inputs)
+    written = sum(x.numel() * x.element_size() for x in results)
+    m = n = k = times = flops = 0
+    kind: OperationKind = "elementwise"
+    if "attention" in operator or "attn" in operator or "flash" in operator:
+        kind, flops = "attention", _attention_flops(operator, args, kwargs)
+        generation = 3 if "flash_attn_3" in str(packet) else 2
+    elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm"):
+        kind, (a, b) = "product", args[-2:] if operator in ("mm", "bmm") else args[1:3]
+        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+        times = a.shape[0] if a.dim() == 3 else 1
+        flops = 2 * m * n * k * times
+    elif "grouped_mm" in operator:
+        kind, name = "product", name or "experts"
+        times, m, n, k, flops = _grouped(args, results[0])
+    elif packet in flop_registry:  # convolutions
+        kind, flops = "product", int(flop_registry[packet](*args, **kwargs, out_val=tuple(results)))
+        m, n, k, times = results[0].numel(), 1, flops // max(1, 2 * results[0].numel()), 1
+    elif "dequantize" in operator:
+        kind = "expansion"
+    elif (
+        operator.lstrip("_").removesuffix("_backward").removesuffix("_backward_data") in _COPIES or operator in _COPIES
+    ):
+        kind = "copy"
+        read = min(read, 2 * written)  # of a table, only what is written
+    elif any(part in operator for part in _REDUCTIONS) or (inputs and 2 * results[0].numel() < inputs[0].numel()):
+        kind = "reduction"
+    if scope and kind != "product":
+        name = "loss"
+    return Done(kind, name, scope, width, generation, (m, n, k, times, flops, read, written))
+
+
+def _attention_flops(operator: str, args: Any, kwargs: Any) -> int:
+    """Return the FLOPs of attention: two products of queries, keys and values forward and five backward."""
+    back = "backward" in operator
+    q, k, v = args[1:4] if back else args[:3]
+    channels = (3 * q.shape[-1] + 2 * v.shape[-1]) if back else q.shape[-1] + v.shape[-1]
+    if (edges := next((x for x in args if type(x) is torch.Tensor and x.dtype == torch.int32), None)) is not None:
+        with _disable_current_modes():  # of a pack's sequences, whose heads are the second dimension
+            lengths = edges.diff().tolist()
+        return int(2 * q.shape[1] * sum(length * (length + 1) // 2 for length in lengths) * channels)
+    masked = any(isinstance(x, torch.Tensor) for x in (kwargs.get("attn_mask"), *(args[6:] if not back else ())))
+    causal = True in [x for x in args if isinstance(x, bool)] and not masked
+    queries, keys = q.shape[-2], k.shape[-2]
+    pairs = keys * (keys + 1) // 2 if causal and queries == keys else queries * keys
+    return int(2 * math.prod(q.shape[:-2]) * pairs * channels)
+
+
+def _grouped(args: Any, result: Any) -> tuple[int, int, int, int, int]:
+    """Return how many products a grouped product is, the sizes of one, and the FLOPs of all."""
+    a, b, *rest = args
+    groups = a.shape[0] if a.dim() == 3 else b.shape[0] if b.dim() == 3 else rest[0].numel()
+    flops = 2 * a.numel() * b.shape[-1] if a.dim() == 2 and b.dim() == 3 else 2 * math.prod(a.shape) * b.shape[-1]
+    m = a.shape[-2] // groups if a.dim() == 2 and b.dim() == 3 else a.shape[-2]
+    k = a.shape[-1] // groups if a.dim() == 2 and b.dim() == 2 else a.shape[-1]
+    return groups, m, b.shape[-1], k, flops

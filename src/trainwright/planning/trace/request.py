@@ -1,0 +1,219 @@
+"""What decides the operations of a step, and nothing else: the key of a trace. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, Vendor, missing_kernels
+from trainwright.planning.trace.batch import BatchShape
+
+if TYPE_CHECKING:
+    from trainwright.machine.describe import Cluster
+    from trainwright.planning.workload import Choice
+    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.sections.model import AdapterSection
+
+Rows = Literal["packed", "equal", "masked", "plain"]  # "equal": a pack of sequences of one length
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that runs the kernels.
+
+    ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes
+    that it computes in. ``deterministic``: it uses deterministic kernels only. ``attention``:
+    of the recipe's model, on a CPU; a GPU's platform has it.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    platform: Platform = ASSUMED
+    half: Literal["bf16", "fp16"] = "bf16"
+    deterministic: bool = False
+    attention: str = "auto"
+
+    def dtype(self, width: int) -> Dtype:
+        """Return the dtype of ``width`` bytes."""
+        return "fp32" if width == 4 else self.half
+
+    @property
+    def fuses(self) -> bool:
+        """Whether torch's SDPA has a fused kernel here for the dtype of two bytes."""
+        has_bf16 = self.platform.vendor != "NVIDIA" or self.platform.capability >= (8, 0)
+        return not self.is_gpu or self.half == "fp16" or has_bf16
+
+    @property
+    def limits(self) -> Platform:
+        """What limits the choice of attention kernels."""
+        return self.platform if self.is_gpu else replace(CPU, attention=self.attention)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return self.kind == "cuda"
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """The modules that a task trains and their loss, without a choice of how they run.
+
+    Attributes:
+        configuration: of transformers as JSON, with ``model_type``; of a module of the user's own also
+            ``implementation`` and a hash of its source; ``of`` writes it.
+        adapter: the recipe's section ``model.adapter`` as JSON, only the keys that decide operations; "": none.
+        trainable: patterns of the names of trained parameters; None: all of them.
+        last_block: the block whose output the loss is of, if it needs no logits.
+        objective: of the loss: "cross_entropy", "objective" (a function of the targets' losses, which runs the head
+            twice) or "hidden" (of a block's output).
+        reference: "none", "switched_off" (the model without its adapter) or "copied" (a frozen model of its own) that
+            runs without gradients before every forward pass; ``reference_block``: its last block, None: all and the
+            head; ``reference_share``: the share of the tokens that it runs on.
+        z_loss: whether the loss has that term.
+        dropout: of the recipe's model; None: that of the configuration.
+        implementation: of the recipe's model.
+    """
+
+    configuration: str
+    adapter: str = ""
+    trainable: tuple[str, ...] | None = None
+    last_block: int | None = None
+    objective: Literal["cross_entropy", "objective", "hidden"] = "cross_entropy"
+    reference: Literal["none", "switched_off", "copied"] = "none"
+    reference_block: int | None = None
+    reference_share: float = 1.0
+    z_loss: bool = False
+    dropout: float | None = None
+    implementation: str = "transformers"
+
+    @classmethod
+    def of(cls, configuration: Mapping[str, Any], recipe: Recipe | None = None) -> TracedModel:
+        """Return the model of a recipe with a configuration; without a recipe, one that is trained in full."""
+        text = canonical(configuration)
+        if recipe is None:
+            return cls(text)
+        needs, adapter = recipe.spec.needs(recipe), _adapter_text(recipe.model.adapter)
+        reference: dict[str, Any] = {}
+        if needs.reference is not None and (needs.reference.every_step or needs.reference.own_weights):
+            kind = "copied" if needs.reference.own_weights or not adapter else "switched_off"
+            # One that runs once, before the first step, stays in memory.
+            share = needs.reference.share if needs.reference.every_step else 0.0
+            reference = {"reference": kind, "reference_block": needs.reference.last_block, "reference_share": share}
+        hidden = needs.last_block is not None
+        return cls(
+            text,
+            adapter,
+            None if needs.trainable is None else tuple(needs.trainable[0]),
+            needs.last_block,
+            "hidden" if hidden else "objective" if needs.of_losses else "cross_entropy",
+            **reference,
+            z_loss=bool(getattr(getattr(recipe, recipe.spec.name, None), "z_loss", 0.0)),
+            dropout=recipe.model.dropout,
+            implementation=recipe.model.implementation,
+        )
+
+    def adapted(self, section: AdapterSection) -> TracedModel:
+        """Return the same model with an adapter."""
+        return replace(self, adapter=_adapter_text(section))
+
+    @property
+    def adapter_section(self) -> Mapping[str, Any]:
+        """The adapter's keys; empty without one."""
+        return json.loads(self.adapter) if self.adapter else {}
+
+    @property
+    def quantization(self) -> str:
+        """The quantization of the frozen weights, or "none"."""
+        return str(self.adapter_section.get("quantization", "none"))
+
+    @property
+    def is_partly_trained(self) -> bool:
+        """Whether some parameters are frozen, or only an adapter is trained."""
+        return bool(self.adapter) or self.trainable is not None or self.last_block is not None
+
+
+RANK = 16  # of an adapter, if the recipe sets none
+_OF_ADAPTER = {"type", "rank", "dropout", "targets", "modules_to_save", "quantization", "double_quantization"}
+_OF_ADAPTER |= {"start_from", "stack"}
+
+
+def _adapter_text(section: AdapterSection) -> str:
+    if section.type == "none":
+        return ""
+    values = section.model_dump(include=_OF_ADAPTER)
+    if section.start_from is None:
+        values |= {"rank": section.rank or RANK, "targets": section.targets or "all-linear"}
+    return canonical(values)
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A model, and how its passes run.
+
+    ``rows``: of its batches. ``recompute``: as ``train.activation_checkpointing``. ``hooked``: the strategy has hooks
+    on every module.
+    """
+
+    model: TracedModel
+    device: Device
+    dtype: Dtype
+    rows: Rows = "packed"
+    recompute: str | int = "none"
+    hooked: bool = False
+
+    @classmethod
+    def of(cls, model: TracedModel, device: Device, choice: Choice, batch: BatchShape) -> TraceRequest:
+        """Return the request for passes of ``choice`` over ``batch``."""
+        width = choice.width
+        recompute = "compiled" if choice.compile and choice.activation_checkpointing == "none" else None
+        return cls(
+            model,
+            device,
+            device.dtype(width),
+            rows_of(batch),
+            recompute or choice.activation_checkpointing,
+            choice.spec.hooks_modules,
+        )
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return 4 if self.dtype == "fp32" else 2
+
+
+class Regime(NamedTuple):
+    """On which side of thresholds a batch is, where operations change.
+
+    ``windows``: sequences are longer than the model's windows. ``long``: than those that the CPU's attention of packs
+    converts to fp32. ``chunked``: the loss takes more than one chunk. ``every``: every token is a target.
+    """
+
+    windows: bool = False
+    long: bool = True
+    chunked: bool = False
+    every: bool = False
+
+
+def rows_of(batch: BatchShape) -> Rows:
+    """Return the kind of rows of a batch."""
+    if not batch.packed:
+        return "masked" if batch.masked else "plain"
+    lengths = {length for length, _ in batch.sequences}
+    return "equal" if len(lengths) == 1 and sum(count for _, count in batch.sequences) > 1 else "packed"
+
+
+def device_of(cluster: Cluster, choice: Choice, attention: str, *, deterministic: bool) -> Device:
+    """Return the device that a process of ``choice`` computes on. ``attention``: of the recipe's model."""
+    if cluster.device == "cpu":
+        return Device("cpu", attention=attention)
+    vendor: Vendor = "NVIDIA" if cluster.card.vendor == "NVIDIA" else "AMD"  # others are only planned for
+    missing = missing_kernels() if cluster.is_here else ASSUMED.missing
+    platform = Platform(vendor, cluster.card.capability, missing, attention)
+    half: Literal["bf16", "fp16"] = "fp16" if choice.mixed_precision == "fp16" else "bf16"
+    return Device("cuda", platform=platform, half=half, deterministic=deterministic)
+
+
+def canonical(values: Mapping[str, Any]) -> str:
+    """Return values as JSON that is equal for equal values."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,0 +1,144 @@
+"""Traces of requests: from the store without torch, otherwise traced now and stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
+from trainwright.planning.trace import store
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
+from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, SizedModel, at
+
+# models/attention/cpu_flash.py converts packs of shorter sequences to fp32 on a CPU.
+_CONVERTED_BELOW = 512
+# models/linear_losses.py: bytes of the logits of a chunk, and of the fp32 logits of a block on a CPU.
+CHUNK_BYTES, BLOCK_BYTES = 128 * 2**20, 2 * 2**20
+
+
+def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
+    """Return what passes over a batch allocate and compute. ``threads``: of a process on a CPU."""
+    facts = facts_of(request)
+    chunk, _ = facts.rows_of_logits(batch.targets)
+    regime = Regime(
+        windows=0 < facts.window < batch.longest,
+        long=batch.longest >= _CONVERTED_BELOW or not _converts(request),
+        chunked=batch.targets > chunk,
+        every=batch.targets >= batch.tokens,
+    )
+    return at(traced(request, regime), batch, threads)
+
+
+def _converts(request: TraceRequest) -> bool:
+    return request.rows in ("packed", "equal") and not request.device.is_gpu and request.width == 2
+
+
+_USUAL = Regime()
+
+
+@lru_cache(maxsize=256)
+def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
+    """Return the trace of a request in a regime."""
+    same = traced_as(request, regime)
+    if (values := store.read(key := key_of(same, regime))) is None:
+        from trainwright.planning.trace.bound import trace_or_bound
+
+        values = store.as_json(trace_or_bound(same, regime))
+        store.write(key, values)
+    generation = max((kernel.generation for kernel in _kernels(request, request.device, 2**62)), default=2)
+    return dataclasses.replace(
+        store.from_json(values, generation), facts=facts_of(request, store.facts_from_json(values["facts"]))
+    )
+
+
+def key_of(request: TraceRequest, regime: Regime) -> str:
+    """Return the name under which the trace of a request is stored."""
+    return store.key_of(["trace", _differing(request), regime])
+
+
+# A GPU whose flash attention stands for that of others.
+_GPU = Device("cuda")
+
+
+def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
+    """Return the request that is traced for all that have the same operations."""
+    recompute = "none" if request.recompute == "compiled" else request.recompute
+    longest = 2**62 if regime.windows else 0
+    if request.rows == "equal" and any(
+        kernel.memory == "scores" for kernel in _kernels(request, request.device, longest)
+    ):
+        request = dataclasses.replace(request, rows="packed")  # which are computed one by one
+    if not request.device.is_gpu:
+        return dataclasses.replace(request, recompute=recompute)
+    dtype: Dtype = "fp32" if request.width == 4 else "bf16"
+    rows, device = request.rows, request.device
+    if request.rows not in ("packed", "equal"):
+        device = _GPU
+    else:
+        here = _kernels(request, device, longest)
+        there = _kernels(dataclasses.replace(request, dtype=dtype), _GPU, longest)
+        if [(one.memory, one.widths(256, 256)) for one in here] == [(o.memory, o.widths(256, 256)) for o in there]:
+            device = _GPU
+            rows = "packed" if all(kernel.memory == "flash" for kernel in here) else rows
+    return dataclasses.replace(request, recompute=recompute, dtype=dtype, rows=rows, device=device, hooked=False)
+
+
+def _kernels(request: TraceRequest, device: Device, longest: int) -> list[AttentionKernel]:
+    """Return the kernels of packs that a device computes the layers with."""
+    if request.rows not in ("packed", "equal"):
+        return []
+    return [choose(needs, device.limits).kernel for needs in attention_needs(request, longest)]
+
+
+def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
+    """Return the facts of a request's model, with those that depend on the device."""
+    facts = model_facts(request.model) if facts is None else facts
+    limits: dict[str, Any] = {"chunk_logits": CHUNK_BYTES // request.width, "block_logits": BLOCK_BYTES // 4}
+    on_cpu = not request.device.is_gpu
+    return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
+
+
+def attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds, ...]:
+    """Return what kernels have to compute for sequences of at most ``longest`` tokens, for each kind of layer."""
+    facts, packed = model_facts(request.model), request.rows in ("packed", "equal")
+    return tuple(
+        AttentionNeeds(
+            layer.size,
+            layer.value_size,
+            request.dtype,
+            packed=packed,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            dropout=layer.dropout,
+            window=layer.window and facts.window < longest,
+            deterministic=request.device.deterministic,
+        )
+        for layer in facts.attention
+    )
+
+
+@lru_cache(maxsize=64)
+def model_facts(model: TracedModel) -> ModelFacts:
+    """Return the facts of a model: its modules are made, without memory, but not run."""
+    key = key_of_facts(model)
+    if (values := store.read(key)) is None:
+        from trainwright.planning.trace.build import facts_of_model
+
+        values = store.facts_as_json(facts_of_model(model))
+        store.write(key, values)
+    return store.facts_from_json(values)
+
+
+def key_of_facts(model: TracedModel) -> str:
+    """Return the name under which the facts of a model are stored."""
+    return store.key_of(["facts", _differing(model)])
+
+
+def _differing(value: Any) -> Any:
+    """Return the fields of a dataclass that differ from their defaults, so that a new field changes no key."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _differing(known) for field, known in fields if known != field.default}

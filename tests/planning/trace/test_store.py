@@ -1,0 +1,65 @@
+"""Stored and shipped traces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trainwright.planning.architectures.catalog import known_model
+from trainwright.planning.trace import bound, store
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.bound import trace_or_bound
+from trainwright.planning.trace.regenerate import REGIME, requests
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
+from trainwright.planning.trace.traced import key_of, sized
+
+MODEL = "meta-llama/Llama-3.1-8B"
+CONFIGURATION = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPE = BatchShape(2, 128, ((128, 2),), 254, False, False)
+
+
+def test_a_shipped_trace_is_read_without_torch() -> None:
+    program = f"""
+import sys
+from trainwright.planning.architectures.catalog import known_model
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.regenerate import requests
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.trace.traced import sized
+for request in requests(TracedModel.of(known_model({MODEL!r}).config)):
+    sized(request, BatchShape(1, 8192, ((8192, 1),), 8191, True, False))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_shipped_traces_are_those_of_today() -> None:
+    known = known_model(MODEL)
+    assert known is not None
+    request = next(requests(TracedModel.of(known.config)))
+    assert store.as_json(trace_or_bound(request, REGIME)) == store.read(key_of(request, REGIME))
+
+
+def test_a_trace_reads_back_as_it_was_written() -> None:
+    request = TraceRequest(TracedModel.of(CONFIGURATION), Device("cpu"), "fp32", "plain")
+    trace = trace_or_bound(request, Regime())
+    again = store.from_json(store.as_json(trace))
+    assert again.units == trace.units and again.order == trace.order and again.facts == trace.facts
+
+
+def test_a_model_that_cannot_be_traced_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = TraceRequest(TracedModel.of({**CONFIGURATION, "vocab_size": 99}), Device("cpu"), "fp32", "plain")
+    exact = sized(TraceRequest(TracedModel.of(CONFIGURATION), Device("cpu"), "fp32", "plain"), SHAPE)
+
+    def fails(*_: object) -> None:
+        raise NotImplementedError("aten.nonzero reads data")
+
+    monkeypatch.setattr(bound, "trace", fails)
+    limited = sized(request, SHAPE)
+    assert limited.facts.failed == "NotImplementedError: aten.nonzero reads data"
+    assert [len(unit.parameters) for unit in limited.in_order()] == [len(unit.parameters) for unit in exact.in_order()]
+    for wide, narrow in zip(limited.in_order()[1:-1], exact.in_order()[1:-1], strict=True):
+        assert wide.forward.moments[-1].after > narrow.forward.moments[-1].after

@@ -1,0 +1,92 @@
+"""Traces against real steps on the CPU."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.planning.trace.families import causal_families, small
+from tests.planning.trace.real_step import batch_of, measured, planned, real_model, shape_of
+from trainwright.models import linear_losses
+from trainwright.planning.trace import traced
+from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
+from trainwright.planning.trace.traced import sized
+from trainwright.recipe.sections.model import AdapterSection
+
+PACK, SHORT, ROWS, PADDED = (128, 320, 576), (100, 60, 96, 128), (512, 512), (256, 512)
+
+
+class Case(NamedTuple):
+    """A step. ``rows``: lengths of its sequences, packed if there are more than two."""
+
+    family: str
+    rows: tuple[int, ...] = PACK
+    dtype: Any = "fp32"
+    adapter: dict[str, Any] | None = None
+    recompute: str | int = "none"
+
+
+def compared(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what the trace says, and what a real step takes."""
+    configuration, packed = small(case.family), len(case.rows) > 2
+    batch = batch_of(case.rows, packed, configuration["vocab_size"])
+    shape, model = shape_of(batch), TracedModel.of(configuration)
+    if case.adapter is not None:
+        model = model.adapted(AdapterSection(**case.adapter))
+    request = TraceRequest(model, Device("cpu"), case.dtype, rows_of(shape), case.recompute)
+    return planned(sized(request, shape)), measured(real_model(request), batch)
+
+
+_SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama"),
+        Case("qwen3", SHORT, "bf16"),
+        Case("gemma2", ROWS),
+        pytest.param(Case("mistral", PADDED, recompute="full"), marks=_SLOW),
+        pytest.param(Case("qwen3_moe", dtype="bf16"), marks=_SLOW),
+        pytest.param(
+            Case("llama", adapter={"type": "dora", "quantization": "nf4", "modules_to_save": ["lm_head"]}), marks=_SLOW
+        ),
+        pytest.param(Case("gpt2", PADDED, "bf16", recompute="selective"), marks=_SLOW),
+    ],
+    ids=str,
+)
+def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
+    plan, real = compared(case)
+    assert plan["step"] == pytest.approx(real["step"], rel=1e-4 if case.dtype == "fp32" else 5e-3)
+    assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
+    assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_steps_of_many_architectures() -> None:
+    errors: dict[str, float] = {}
+    for family in causal_families()[::4]:
+        try:
+            plan, real = compared(Case(family, ROWS))
+        except Exception:  # of the small configuration, or of the family's code in a real step
+            continue
+        errors[family] = abs(plan["step"] / real["step"] - 1)
+    assert len(errors) > 20
+    assert statistics.median(errors.values()) < 0.005
+    assert max(errors.values()) < 0.03, errors
+
+
+def test_chunks_of_the_loss_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk, block = 2**18, 2**16
+    monkeypatch.setattr(linear_losses, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(linear_losses, "BLOCK_BYTES", block)
+    monkeypatch.setattr(traced, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(traced, "BLOCK_BYTES", block)
+    traced.traced.cache_clear()
+    plan, real = compared(Case("llama"))
+    traced.traced.cache_clear()
+    assert plan["step"] == pytest.approx(real["step"], rel=1e-4)
+    assert plan["flops"] == pytest.approx(real["flops"], rel=5e-3)  # the last chunk is smaller
