@@ -86,9 +86,10 @@ KEYS = {
     "objective": "unlearn.objective=evil:SPEC",
     "environment": "algorithm_distillation.environment=evil:Room",
     "attention kernel": "model.attention=evil:SPEC",
+    "preference loss": "dpo.loss=evil:SPEC",
 }
 # Of another task than the other keys.
-RECIPES = {"objective": "unlearn", "environment": "algorithm_distillation"}
+RECIPES = {"objective": "unlearn", "preference loss": "dpo", "environment": "algorithm_distillation"}
 
 
 def test_every_kind_of_extension_has_an_attack() -> None:
@@ -108,6 +109,7 @@ def test_no_key_of_a_recipe_makes_a_check_execute_anything(folder: Path, key: st
         "source",
         "objective",
         "attention kernel",
+        "preference loss",
     ):  # without which the rest cannot be checked
         assert refused.returncode == 2 and "--trust-code" in refused.stderr, refused.stderr
     elif key == "step policy":

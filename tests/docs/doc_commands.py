@@ -25,7 +25,6 @@ NOT_RUN = {
     r"^trainwright (watch|gpus --watch|tensorboard)": "goes on until Ctrl-C: their own tests have it",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
     r"s3://": "a bucket: tests/run/test_stored_runs.py runs such commands",
-    r"--compute": "a process that has not imported torch: tests/planning/simulation runs it",
     r"--rendezvous|--hosts |^trainwright launch --host": "several nodes: tests/run and tests/cli run them",
     r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/clusters/slurm runs the page",
     r"--to (pods|sky|sky-nodes|spot-pods) ": "a cluster of clusters.yaml: tests/docs/test_clusters.py runs them",

@@ -32,8 +32,8 @@ def divergence(own: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor |
 def test_a_distillation_has_the_value_and_gradients_of_the_plain_computation(
     softcap: float | None, scale: float, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "_CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(chunked, "_BLOCK_BYTES", chunk_bytes // 3)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunked, "BLOCK_BYTES", chunk_bytes // 3)
     own, teacher = head(0, softcap, scale), head(1, softcap, scale)
     targets = torch.arange(30) % 50
     total, each, losses = linear_logit_loss(own, targets, divergence, teacher)

@@ -70,8 +70,8 @@ class Schedule:
         self._last = max_steps
         self._warmup = steps_of(section.warmup_steps, max_steps)
         self._decay = max_steps - self._warmup
-        known = {"power": section.power, "cycles": section.cycles, "warmup": self._warmup, "total": max_steps}
-        self._read = {name: known[name] for name in self._schedule.reads}
+        numbers = {"power": section.power, "cycles": section.cycles, "warmup": self._warmup, "total": max_steps}
+        self._read = {name: numbers[name] for name in self._schedule.reads}
         if self._schedule.in_decay_steps:
             self._decay = min(self._decay, steps_of(section.decay_steps, max_steps))
 

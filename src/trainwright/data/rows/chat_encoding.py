@@ -115,11 +115,11 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            (list(ids), self._flags(ids, offsets, one))
+            (list(ids), self._targets_of(ids, offsets, one))
             for ids, offsets, one in zip(encoded["input_ids"], encoded["offset_mapping"], located, strict=True)
         ]
 
-    def _flags(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:
+    def _targets_of(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:
         """Return which tokens of a conversation are targets."""
         if self._targets == "all":
             return [True] * len(ids)

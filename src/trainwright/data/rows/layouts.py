@@ -218,7 +218,9 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
         raise RequestError(f"{reason}; these are {elsewhere}")
     fields = ("question", "answer") if "question_answer" in layouts else ("chosen", "rejected")
     example = ", ".join(f"{field}: COLUMN" for field in fields)
-    raise RequestError(f"{reason}; name the columns with data.columns, such as '{{{example}}}'")
+    raise RequestError(
+        f"{reason}; name the columns with data.columns, such as '{{{example}}}', or map them with data prepare --map"
+    )
 
 
 def check_format(columns: Sequence[str], name: str) -> RowLayout:

@@ -148,7 +148,6 @@ def _bounds(source: str, limit: int | None, key: str, documents: bool) -> tuple[
     return name, begin, end
 
 
-@functools.cache
 def _row_count(source: str, key: str, documents: bool) -> int:
     source_files = files_of(source, key, documents)
     if source_files is None:
