@@ -7,7 +7,7 @@
     python bench/plan_architectures.py --seconds 600       as many as begin in that time; the next call goes on
     python bench/plan_architectures.py --predict           no runs: what was measured before against today's plan
 
-A small configuration of each causal language model of transformers is made by support/small_models.py. A case runs
+tests/support/small_models.py makes a small configuration of each causal language model of transformers. A case runs
 twice, in padded rows or packs, fp32 or bf16: once with every allocation of torch counted, and once as `trainwright
 train` runs it, for the resident memory of its process and the seconds of its steps. Both are compared with
 `trainwright plan`, without corrections by earlier runs. Seconds are compared after one factor for all cases, and by
@@ -21,6 +21,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -34,9 +35,12 @@ from support.machine import describe, use_cores
 from support.plan_cases import text_rows
 from support.results import results_directory
 from support.runs import print_table
-from support.small_models import causal_families, small_config
 
-import trainwright as tw
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import trainwright as tw  # noqa: E402
+from tests.support.small_models import ModelSizes, causal_families, small_config  # noqa: E402
 
 RESULTS = results_directory()
 STEPS, WARM_UP = 8, 3
@@ -103,7 +107,7 @@ def cases(seed: int, adapters: bool) -> Iterator[Case]:
     chance = random.Random(seed)
     for family in ADAPTED if adapters else causal_families():
         try:
-            config = small_config(family, seed)
+            config = small_config(family, ModelSizes.drawn(family, seed))
         except Exception as error:  # code of any model
             print(f"   no configuration   {family}: {str(error).strip().splitlines()[0][:90]}", flush=True)
             continue

@@ -9,6 +9,7 @@ from trainwright.data.rows.formats import NoTarget, to_example
 from trainwright.data.rows.layouts import RowLayout, check_format, detect_format, layout_of
 from trainwright.data.sources.reading import with_text_content
 from trainwright.errors import RequestError
+from trainwright.recipe.sections.data import RowSettings
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 PAIR = [USER, BOT]
@@ -80,10 +81,10 @@ def test_a_layout_asked_for_needs_its_fields() -> None:
 
 def test_the_layout_asked_for_is_taken_and_auto_is_found() -> None:
     row = {"question": "Q", "answer": "A", "text": "T"}
-    assert layout_of(list(row), [row], "auto") == "question_answer"
-    assert layout_of(list(row), [row], "text") == "text"
+    assert layout_of(list(row), [row], RowSettings()) == "question_answer"
+    assert layout_of(list(row), [row], RowSettings("text")) == "text"
     with pytest.raises(RequestError, match=r"data\.format messages needs the field messages"):
-        layout_of(list(row), [row], "messages")
+        layout_of(list(row), [row], RowSettings("messages"))
 
 
 def test_columns_that_are_not_used() -> None:

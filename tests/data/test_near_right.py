@@ -17,7 +17,7 @@ from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.rows import read
 from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.recipe.sections.data import DataSection, SourceSection
+from trainwright.recipe.sections.data import DataSection, RowSettings, SourceSection
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 PAIR = [USER, BOT]
@@ -95,7 +95,7 @@ ASKED = turns(("human", "Hi"), ("function_call", json.dumps(CALL)), ("observatio
 def test_columns_and_turns_of_published_data_sets(
     row: dict[str, Any], layout: str, messages: Any, unused: list[str]
 ) -> None:
-    found = EXAMPLES.layout(list(row), [row], "auto")
+    found = EXAMPLES.layout(list(row), [row], RowSettings())
     assert found == layout
     assert EXAMPLES.sequences(row, found) == [(0, messages)]
     assert found.unused(list(row)) == unused
@@ -134,14 +134,14 @@ HUMAN = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Hi"
     ],
 )
 def test_preferences_of_published_data_sets(row: dict[str, Any], prompt: Any) -> None:
-    found = PAIRS.layout(list(row), [row], "auto")
+    found = PAIRS.layout(list(row), [row], RowSettings())
     assert PAIRS.sequences(row, found) == [(0, [*prompt, YES]), (1, [*prompt, NO])]
 
 
 def test_turns_of_one_role_are_joined_and_counted() -> None:
     remarks = Counter[str]()
     row = {"messages": [USER, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}, BOT]}
-    found = EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
+    found = EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], RowSettings()), remarks)
     said = [{"role": "user", "content": "Hi\n\nWho?"}, {"role": "assistant", "content": "Me.\n\nHello"}]
     assert found == [(0, said)]
     assert remarks == {"have turns of one role one after another, which are joined with an empty line between them": 1}
@@ -150,7 +150,7 @@ def test_turns_of_one_role_are_joined_and_counted() -> None:
 def test_a_system_column_that_is_not_used_is_counted() -> None:
     remarks = Counter[str]()
     row = {"system": "Be long.", "messages": [{"role": "system", "content": "Be brief."}, *PAIR]}
-    EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
+    EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], RowSettings()), remarks)
     assert remarks == {"have a separate system turn, so the column system is not used": 1}
 
 
@@ -179,7 +179,7 @@ def test_a_system_column_that_is_not_used_is_counted() -> None:
 )
 def test_what_is_not_read_is_told(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [{**row, "output": "x"}], "auto"))
+        EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [{**row, "output": "x"}], RowSettings()))
 
 
 @pytest.mark.parametrize("row", [{"instruction": "Hi", "code": "x"}, {"article": "Long.", "highlights": "Short."}])
@@ -187,13 +187,13 @@ def test_half_of_a_question_and_answer_is_no_text(row: dict[str, str]) -> None:
     with pytest.raises(
         RequestError, match=r"name the columns with data\.columns, such as '.question: COLUMN, answer: COLUMN.'"
     ):
-        ANY.layout(list(row), [row], "auto")
+        ANY.layout(list(row), [row], RowSettings())
 
 
 def test_fields_of_turns_that_are_not_used_are_counted() -> None:
     remarks = Counter[str]()
     row = {"messages": [{**USER, "language": "en", "toxic": None}, BOT], "prompt": [{**USER, "more": 1}]}
-    EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
+    EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], RowSettings()), remarks)
     assert remarks == {"have fields in their turns that are not used: language": 1}
 
 
@@ -210,7 +210,7 @@ def test_a_check_names_columns_that_only_later_rows_have(tmp_path: Path) -> None
     rows = [{"question": f"Q{n}", "answer": "A"} for n in range(40)]
     rows[20] |= {"context": "C", "topic": "t"}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    notes = check_rows(str(tmp_path / "a.jsonl"), EXAMPLES, "auto", key="data check").notes
+    notes = check_rows(str(tmp_path / "a.jsonl"), EXAMPLES, RowSettings(), key="data check").notes
     said = prepare(
         DataSection(train=str(tmp_path / "a.jsonl"), max_length=64), bytes_tokenizer(), seed=0, cache=tmp_path / "cache"
     ).summary

@@ -17,6 +17,7 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
+from trainwright.recipe.sections.data import RowSettings
 
 USER = {"role": "user", "content": "Why?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -235,10 +236,10 @@ def test_sums_by_document_are_those_of_each(tmp_path: Path) -> None:
 
 def test_rows_are_known_by_what_the_task_takes() -> None:
     pairs_, answer = ["prompt", "chosen", "rejected"], ["prompt", "completion", "label"]
-    assert PAIRS.layout(pairs_, [], "auto") == ANSWERS.layout(pairs_, [], "auto") == "preference"
-    assert ANSWERS.layout(answer, [], "auto") == "labelled"
-    assert EXAMPLES.layout(answer, [], "auto") == "prompt_completion"
+    assert PAIRS.layout(pairs_, [], RowSettings()) == ANSWERS.layout(pairs_, [], RowSettings()) == "preference"
+    assert ANSWERS.layout(answer, [], RowSettings()) == "labelled"
+    assert EXAMPLES.layout(answer, [], RowSettings()) == "prompt_completion"
     with pytest.raises(RequestError, match=r"these are labelled rows, for task: dpo with dpo\.loss: kto"):
-        PAIRS.layout(answer, [], "auto")
+        PAIRS.layout(answer, [], RowSettings())
     with pytest.raises(RequestError, match="these are preference rows, for task: dpo"):
-        EXAMPLES.layout(pairs_, [], "auto")
+        EXAMPLES.layout(pairs_, [], RowSettings())

@@ -15,7 +15,7 @@ from trainwright.data.sources.reading import check_source, iterate_source
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.recipe.sections.data import DataSection
+from trainwright.recipe.sections.data import DataSection, RowSettings
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -51,7 +51,7 @@ def test_types_of_what_is_not_used(tmp_path: Path, rows: list[dict[str, Any]]) -
     name = next(key for key in ("meta", "id") if key in str(rows))
     assert any("not used" in line and name in line for line in found.summary)
     assert not check_rows(
-        source, EXAMPLES, "auto", key="data.train", encoding=EncodingCheck(bytes_tokenizer())
+        source, EXAMPLES, RowSettings(), key="data.train", encoding=EncodingCheck(bytes_tokenizer())
     ).problems
 
 
@@ -78,7 +78,7 @@ def test_an_image_is_named(tmp_path: Path) -> None:
         RequestError, match=r"a.jsonl:2: messages\[\].content has a part of type image, which is not text"
     ):
         run(tmp_path, source)
-    (problem,) = check_rows(source, EXAMPLES, "auto", key="data check").problems
+    (problem,) = check_rows(source, EXAMPLES, RowSettings(), key="data check").problems
     assert "a.jsonl:2: messages[0].content has a part of type image" in problem
 
 
@@ -87,7 +87,7 @@ def test_rows_with_images_beside_their_text_are_counted(tmp_path: Path) -> None:
     source = write(tmp_path, *rows)
     what = "2 rows have images in the column images: only text is trained on"
     assert any(what in line for line in run(tmp_path, source).summary)
-    assert any(what in line for line in check_rows(source, EXAMPLES, "auto", key="data check").lines(None))
+    assert any(what in line for line in check_rows(source, EXAMPLES, RowSettings(), key="data check").lines(None))
 
 
 def test_a_table_with_tools_has_no_unused_fields(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_table_with_tools_has_no_unused_fields(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist([{"messages": TURNS, "tools": tools}]), tmp_path / "a.parquet")
-    assert not check_rows(str(tmp_path / "a.parquet"), ANY, "auto", key="data check").remarks
+    assert not check_rows(str(tmp_path / "a.parquet"), ANY, RowSettings(), key="data check").remarks
 
 
 @pytest.mark.parametrize("form", ["a.parquet", "saved"])
@@ -118,7 +118,7 @@ def test_columns_of_json_are_read_as_rows(tmp_path: Path, form: str) -> None:
     assert [row["messages"][0]["content"] for row in read] == ["Hi"] * 3
     assert json.loads(read[2]["messages"][1]["tool_calls"]) == [call]
     assert [row["messages"][0]["content"] for row in check_source(source)] == ["Hi"] * 3
-    assert not check_rows(source, EXAMPLES, "auto", key="data check").problems
+    assert not check_rows(source, EXAMPLES, RowSettings(), key="data check").problems
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"

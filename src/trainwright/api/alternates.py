@@ -112,11 +112,12 @@ def _rows(source: str, limit: int | None, required: str) -> Iterator[tuple[dict[
     """Yield each row with an answer, and its prompt. Raises RequestError if a row is no question with an answer."""
     from trainwright.data.rows.formats import EXAMPLES, NoTarget
     from trainwright.data.sources.reading import iterate_source
+    from trainwright.recipe.sections.data import RowSettings
 
     key, layout = "data.forget", None
     for location, row in iterate_source(source, limit, key):
         try:
-            layout = layout or EXAMPLES.layout(list(row), [row], required)
+            layout = layout or EXAMPLES.layout(list(row), [row], RowSettings(required))
             ((_, example),) = EXAMPLES.sequences(row, layout)
             if isinstance(example, str):
                 raise RequestError("is plain text, but alternates answer questions")

@@ -101,6 +101,7 @@ def check(
     from trainwright.data.check import check_rows, check_sources
     from trainwright.data.rows.formats import kind_of_rows
     from trainwright.data.rows.pairs import ANY
+    from trainwright.recipe.sections.data import RowSettings
 
     if Path(source).suffix in _RECIPES or model is not None:
         from trainwright.models.load import load_tokenizer
@@ -115,7 +116,7 @@ def check(
         return
     if overrides or max_length is not None:
         raise RequestError("without --model, only the layout of a file is checked; pass --model to count tokens")
-    _report([check_rows(source, ANY, "auto", key="data check")], None)
+    _report([check_rows(source, ANY, RowSettings(), key="data check")], None)
 
 
 @app.command()

@@ -134,7 +134,7 @@ class EncodingCheck:
 def check_rows(
     source: str,
     kind: RowReader,
-    settings: RowSettings | str,
+    settings: RowSettings,
     *,
     key: str,
     limit: int | None = None,
@@ -145,14 +145,14 @@ def check_rows(
     Invalid rows are collected. If a file cannot be parsed, this is one problem and the rest of it is not read.
 
     Args:
-        settings: how its rows are read, or only their format.
+        settings: how its rows are read.
         key: names the source in messages.
 
     Raises:
         RequestError: the source is missing, or its rows have no known layout.
     """
     checked = Checked(source)
-    documents = (settings if isinstance(settings, str) else settings.format) == "documents"
+    documents = settings.format == "documents"
     rows = iterate_source(source, limit, key, documents)
     first = list(islice(rows, 8))
     if not first:

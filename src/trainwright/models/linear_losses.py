@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from trainwright.models.padding import padded_rows
+from trainwright.parallel.constants import BLOCK_BYTES, CHUNK_BYTES
 
 
 @contextmanager
@@ -83,12 +84,6 @@ class _Lookup(torch.autograd.Function):
         return of_weight.index_add_(0, tokens, of_rows), None, None
 
 
-# Bytes of the logits of one chunk, in the model's precision; on a GPU as many as the hidden states have, if these are
-# more: large products use it best, and the memory is small beside that of the activations. (As torch's
-# LinearCrossEntropyOptions, whose chunks follow the hidden states at every size.)
-CHUNK_BYTES = 128 * 2**20
-# Bytes of the fp32 logits that a CPU processes at a time.
-BLOCK_BYTES = 2 * 2**20
 # Lower bound for the variance of log-likelihoods over the vocabulary, for nearly certain predictions.
 _LEAST_VARIANCE = 1e-6
 

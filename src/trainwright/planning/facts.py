@@ -422,7 +422,7 @@ def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
         parts.append([])
         if not rows:
             continue
-        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, one.format)
+        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, one.rows)
         for row in rows:
             with suppress(NoTarget):  # left out and counted when the data is prepared
                 examples = kind.split(kind.sequences(row, layout))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.planning.trace.families import causal_families, small
 from tests.planning.trace.real_step import batch_of, measured, planned, real_model, shape_of
+from tests.support.small_models import causal_families, small_config
 from trainwright.models import linear_losses
 from trainwright.planning.trace import traced
 from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 def compared(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """Return what the trace says, and what a real step takes."""
-    configuration, packed = small(case.family), len(case.rows) > 2
+    configuration, packed = small_config(case.family), len(case.rows) > 2
     batch = batch_of(case.rows, packed, configuration["vocab_size"])
     shape, model = shape_of(batch), TracedModel.of(configuration)
     if case.adapter is not None:

@@ -88,7 +88,7 @@ class RowReader:
         self,
         columns: Sequence[str],
         first_rows: Sequence[Row],
-        settings: RowSettings | str,
+        settings: RowSettings,
         where: str | None = None,
     ) -> RowLayout:
         """Return the layout of a source's rows; raise RequestError, with ``where`` they are, if they fit none."""
@@ -107,7 +107,7 @@ class RowReader:
         return RowLayout(layout, layout.columns, (*layout.extra, self.extra), layout.settings)
 
     def narrowing(
-        self, settings: RowSettings | str, columns: Sequence[str], first_rows: Sequence[Row]
+        self, settings: RowSettings, columns: Sequence[str], first_rows: Sequence[Row]
     ) -> Callable[[Row], Row]:
         """Return a function that reduces rows to the columns and the keys of turns that are used.
 

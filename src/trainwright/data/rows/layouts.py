@@ -141,17 +141,16 @@ def columns_not_used(columns: Sequence[str]) -> str:
 
 
 def layout_of(
-    columns: Sequence[str], first_rows: Sequence[Row], settings: RowSettings | str, layouts: Sequence[str] = SINGLE
+    columns: Sequence[str], first_rows: Sequence[Row], settings: RowSettings, layouts: Sequence[str] = SINGLE
 ) -> RowLayout:
     """Return the layout of a source's rows: the one that is set, or the detected one of ``layouts`` if that is auto.
 
     Args:
-        settings: how the rows are read, or only their format.
+        settings: how the rows are read.
 
     Raises:
         RequestError: the columns do not fit the layout, or no layout is recognized.
     """
-    settings = RowSettings(settings) if isinstance(settings, str) else settings
     fields = _fields_of(settings, columns)
     named = [fields.get(column, "" if column in settings.columns else column) for column in columns]
     rows = [{fields.get(column, column): value for column, value in row.items()} for row in first_rows]

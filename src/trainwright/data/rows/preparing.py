@@ -28,6 +28,7 @@ from trainwright.data.rows.pairs import ANY, CHOSEN
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, as_json
 from trainwright.errors import RequestError
+from trainwright.recipe.sections.data import RowSettings
 
 SPLITS = ("train", "validation", "test")
 _KEY = "data prepare"
@@ -314,7 +315,7 @@ class _Reader:
         if not first:
             raise RequestError(f"{_KEY}: {source} has no rows")
         renamed_first = [_rename(row, self.renamed, self.used) for _, row in first]
-        counts.layout = layout = ANY.layout(columns_of(renamed_first), renamed_first, "auto", source)
+        counts.layout = layout = ANY.layout(columns_of(renamed_first), renamed_first, RowSettings(), source)
         counts.renamed = {**self.renamed, **layout.renamed}
         for location, row in chain(first, rows):
             counts.rows += 1

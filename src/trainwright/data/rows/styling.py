@@ -13,6 +13,7 @@ from trainwright.data.rows.layouts import columns_of
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import as_json
 from trainwright.errors import RequestError
+from trainwright.recipe.sections.data import RowSettings
 
 
 @dataclass
@@ -46,7 +47,7 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     rows = iterate_source(source, key="data style")
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
-    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, "auto", source)
+    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, RowSettings(), source)
     if layout == "text":
         raise RequestError(f"{source}: the rows are plain text without turns, so they cannot have a system prompt")
     styled = Styled()

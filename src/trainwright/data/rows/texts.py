@@ -28,11 +28,10 @@ from trainwright.data.sources.registry import without_slice
 from trainwright.data.sources.row_files import Row
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
+from trainwright.recipe.sections.data import RowSettings, SourceSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from trainwright.recipe.sections.data import SourceSection
 
 
 SEPARATOR = "<|endoftext|>"
@@ -98,7 +97,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
     columns = columns_of(first_rows)
-    layout = ANY.layout(columns, first_rows, "auto" if documents else source.rows, f"{key}: {name}")
+    layout = ANY.layout(columns, first_rows, RowSettings() if documents else source.rows, f"{key}: {name}")
     if layout.read_as:
         notes.append(f"{name}: {layout.read_as}")
     if unused := layout.unused(columns):

@@ -24,7 +24,7 @@ import torch
 
 from trainwright.models.attention import plain
 from trainwright.models.attention.call import Call
-from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
+from trainwright.models.attention.cpu_flash import flash_cpu
 from trainwright.models.attention.kernels import (
     CPU,
     AttentionKernel,
@@ -36,6 +36,7 @@ from trainwright.models.attention.kernels import (
     missing_kernels,
 )
 from trainwright.models.attention.sequences import Sequences
+from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.recipe.extensions import load
 
 if TYPE_CHECKING:

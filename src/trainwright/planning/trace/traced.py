@@ -7,15 +7,11 @@ from functools import lru_cache
 from typing import Any
 
 from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
+from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES
 from trainwright.planning.trace import store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, SizedModel, at
-
-# models/attention/cpu_flash.py converts packs of shorter sequences to fp32 on a CPU.
-_CONVERTED_BELOW = 512
-# models/linear_losses.py: bytes of the logits of a chunk, and of the fp32 logits of a block on a CPU.
-CHUNK_BYTES, BLOCK_BYTES = 128 * 2**20, 2 * 2**20
 
 
 def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
@@ -24,7 +20,7 @@ def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedMo
     chunk, _ = facts.rows_of_logits(batch.targets)
     regime = Regime(
         windows=0 < facts.window < batch.longest,
-        long=batch.longest >= _CONVERTED_BELOW or not _converts(request),
+        long=batch.longest >= BF16_FROM_LENGTH or not _converts(request),
         chunked=batch.targets > chunk,
         every=batch.targets >= batch.tokens,
     )

@@ -11,6 +11,7 @@ from trainwright.data.rows.layouts import columns_of
 from trainwright.data.sources.reading import location_of, read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
+from trainwright.recipe.sections.data import RowSettings
 from trainwright.tasks.unlearn.benchmarks import Benchmark, EvaluationSet, Style
 
 _LETTERS = "ABCDEFGHIJ"
@@ -69,7 +70,7 @@ def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> Item
     rows = [{name: value for name, value in row.items() if value is not None} for row in table]
     build: Callable[[Row], Item] | None = _BUILDERS.get(style)
     if build is None:
-        layout = EXAMPLES.layout(columns_of(rows[:8]), rows[:8], "auto", f"{key}: {source}")
+        layout = EXAMPLES.layout(columns_of(rows[:8]), rows[:8], RowSettings(), f"{key}: {source}")
         style = "continue" if layout == "text" else "chat"
         build = functools.partial(_own, layout=layout)
     items = []
