@@ -89,7 +89,7 @@ def test_offloaded_activations_come_back_a_block_ahead() -> None:
 def test_a_unit_of_which_nothing_is_trained_has_no_gradients() -> None:
     frozen, memory = model(trainable=False), Choice("single", 1, 1, 1, "no")
     flow = ReplicatedMemory(inventory(frozen, 4), memory, "adamw", on_gpu=True).flow()
-    assert walked(frozen, flow).backward.parts()["gradients"] == 0 == flow.held.total
+    assert walked(frozen, flow).backward.parts()["gradients"] == 0 == flow.allocated.total
 
 
 def memory_of(kind: Any, strategy: str, held: Inventory, **changed: Any) -> Any:
@@ -104,10 +104,10 @@ def test_all_gradients_of_a_replicated_model_are_there_in_the_end(tied: bool) ->
     assert held.trained == (1 if tied else 2) * 40 + BLOCKS * 36
     flow = memory_of(ReplicatedMemory, "ddp", held).flow()
     walked(sized, flow)
-    assert flow.held.total == 0  # the evaluation began a new step
+    assert flow.allocated.total == 0  # the evaluation began a new step
     walk = Walk(held, flow)
     walk.step(sized, sized, 2)
-    assert flow.held.gradients == 4 * held.trained
+    assert flow.allocated.gradients == 4 * held.trained
 
 
 def test_fsdp_gathers_a_block_at_a_time_and_its_ends_throughout() -> None:
@@ -117,20 +117,20 @@ def test_fsdp_gathers_a_block_at_a_time_and_its_ends_throughout() -> None:
     flow.begin(True, True)
     ends, one = 4 * 80, 4 * (32 + 4)
     flow.forward(0)
-    assert flow.held.gathered == 2 * ends  # with the buffer that it was gathered into
+    assert flow.allocated.gathered == 2 * ends  # with the buffer that it was gathered into
     assert flow.forward(1).gathered == 2 * ends + one
-    assert flow.held.gathered == ends + 2 * one
+    assert flow.allocated.gathered == ends + 2 * one
     for unit in (2, 3, 4):
         flow.forward(unit)
     flow.forward_ended()
-    assert flow.held.gathered == ends
+    assert flow.allocated.gathered == ends
     flow.backward(4)
-    assert flow.held.gathered == ends + one  # of the last block, ahead
+    assert flow.allocated.gathered == ends + one  # of the last block, ahead
     flow.backward(3)
     flow.arrive(3, "", 36)
-    assert flow.held.gathered == ends + 2 * one
+    assert flow.allocated.gathered == ends + 2 * one
     assert flow.unit_ended(3).total == ends + one + 4 * 36 + 4 * 36
-    assert flow.held == (4 * 18, ends + one, 4 * 36)
+    assert flow.allocated == (4 * 18, ends + one, 4 * 36)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
@@ -140,8 +140,8 @@ def test_a_step_of_zero_ends_with_what_its_stage_keeps(strategy: str) -> None:
     memory = memory_of(ZeroMemory, strategy, held)
     flow = memory.flow()
     Walk(held, flow).step(sized, sized, 2)
-    assert flow.held.gathered == flow.held.buckets == 0
-    assert flow.held.gradients < 4 * held.trained + (1 if strategy != "zero3" else 0) * 4 * held.largest
+    assert flow.allocated.gathered == flow.allocated.buckets == 0
+    assert flow.allocated.gradients < 4 * held.trained + (1 if strategy != "zero3" else 0) * 4 * held.largest
     assert memory.lasting()["optimizer state"] in (8 * held.trained // 2, 8 * -(-held.trained // 2))
 
 

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
-from trainwright.planning.memory.walk import Allocated, Flow, most
+from trainwright.planning.memory.walk import Allocated, Flow, largest
 
 
 class ShardedUnit(NamedTuple):
-    """Element counts of a unit, padded to equal rows on every rank. ``own``: those of the fullest rank."""
+    """Element counts of a unit, padded to equal rows on every rank. ``local``: those of the fullest rank."""
 
     padded: int
     trained: int
-    own: int
-    own_trained: int
+    local: int
+    local_trained: int
 
 
 @lru_cache(maxsize=128)
@@ -33,10 +33,10 @@ def units(inventory: Inventory, shards: int) -> tuple[ShardedUnit, ...]:
     sums = [[0, 0] for _ in range(inventory.units - 1)]
     for weight in inventory.weights:
         unit = sums[weight.unit % (inventory.units - 1)]
-        own = weight.own(shards)
-        unit[0] += own
-        unit[1] += own * weight.trainable
-    return tuple(ShardedUnit(own * shards, trained * shards, own, trained) for own, trained in sums)
+        local = weight.local(shards)
+        unit[0] += local
+        unit[1] += local * weight.trainable
+    return tuple(ShardedUnit(local * shards, trained * shards, local, trained) for local, trained in sums)
 
 
 class FsdpMemory(StrategyMemory):
@@ -45,9 +45,9 @@ class FsdpMemory(StrategyMemory):
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
         every = units(self.inventory, self.choice.shards)
-        own, trained = sum(unit.own for unit in every), sum(unit.own_trained for unit in every)
+        local, trained = sum(unit.local for unit in every), sum(unit.local_trained for unit in every)
         return {
-            "parameters": FP32 * trained + self.inventory.width * (own - trained),
+            "parameters": FP32 * trained + self.inventory.width * (local - trained),
             "optimizer state": FP32 * optimizer_state(self.inventory, self.optimizer, self.choice.shards),
         }
 
@@ -59,7 +59,7 @@ class FsdpMemory(StrategyMemory):
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        return FP32 * sum(unit.own_trained for unit in units(self.inventory, self.choice.shards))
+        return FP32 * sum(unit.local_trained for unit in units(self.inventory, self.choice.shards))
 
     def gradients_on_host(self) -> int:
         """Return the bytes of gradients in the host's memory."""
@@ -68,10 +68,10 @@ class FsdpMemory(StrategyMemory):
     def pinned(self) -> Iterator[int]:
         """Yield the bytes of the shards of offloaded parameters, and of the gradients of those that are trained."""
         for weight in self.inventory.weights if self.choice.offload_parameters else ():
-            own = weight.own(self.choice.shards)
-            yield own * (FP32 if weight.trainable else self.inventory.width)
+            local = weight.local(self.choice.shards)
+            yield local * (FP32 if weight.trainable else self.inventory.width)
             if weight.trainable:
-                yield own * FP32
+                yield local * FP32
 
 
 class FsdpFlow(Flow):
@@ -86,7 +86,7 @@ class FsdpFlow(Flow):
         self._width, self._shards = inventory.width, shards
         self._reshard, self._offload = reshard, offload
         self._copies = not on_gpu and shards > 1  # gloo gathers and reduces through a copy
-        self._whole = 0  # bytes of gathered parameters
+        self._gathered = 0  # bytes of gathered parameters
         self._buffer = 0  # left from the last gathering, or filled for the next unit
         self._gradients = 0  # bytes of gradients of full parameters
         self._summed = 0  # bytes of gradients of shards
@@ -94,26 +94,26 @@ class FsdpFlow(Flow):
         self._first = self._last = True
 
     @property
-    def held(self) -> Allocated:  # type: ignore[override]
-        """Memory that is held now."""
-        return Allocated(self._gradients + self._summed, self._whole + self._buffer, self._reducing)
+    def allocated(self) -> Allocated:  # type: ignore[override]
+        """Memory that is allocated now."""
+        return Allocated(self._gradients + self._summed, self._gathered + self._buffer, self._reducing)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
         self._first, self._last = first, last
         if first:
-            self._whole = self._buffer = self._gradients = self._summed = self._reducing = 0
+            self._gathered = self._buffer = self._gradients = self._summed = self._reducing = 0
 
     def forward(self, unit: int) -> Allocated:
         """Begin the forward pass of ``unit`` and return the most memory that was held."""
         if self._reshard and unit > 1:
-            self._whole -= self._bytes(unit - 1)
+            self._gathered -= self._bytes(unit - 1)
         if unit == len(self._units) or not (self._reshard or self._first):
-            return self.held  # already gathered
+            return self.allocated  # already gathered
         size, gathering = self._gathering(unit)
-        self._whole += self._bytes(unit)
+        self._gathered += self._bytes(unit)
         self._buffer = size
-        return most(gathering, self.held)
+        return largest(gathering, self.allocated)
 
     def forward_ended(self) -> None:
         """End the forward passes."""
@@ -122,31 +122,31 @@ class FsdpFlow(Flow):
     def backward(self, unit: int) -> Allocated:
         """Begin the backward pass of ``unit`` and return the most memory that was held."""
         if not self._reshard or unit == 0:
-            return self.held
-        highest = self.held
+            return self.allocated
+        highest = self.allocated
         if unit < len(self._units):  # copied out of its buffer
-            self._whole += self._bytes(unit)
-            highest = self.held
+            self._gathered += self._bytes(unit)
+            highest = self.allocated
             self._buffer = 0
-        return most(highest, self._prefetch(unit - 1))
+        return largest(highest, self._prefetch(unit - 1))
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a parameter in the backward pass and return the memory held."""
         if self._reshard or self._first or self._width < FP32:
             self._gradients += self._width * numel
-        return self.held
+        return self.allocated
 
     def unit_ended(self, unit: int) -> Allocated:
         """End the backward pass of ``unit`` and return the most memory that was held."""
         if unit == len(self._units):
-            return self.held  # with the embedding
+            return self.allocated  # with the embedding
         if self._last or self._reshard:
             return self._reduce(unit)
         return self._keep(unit)
 
     def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
-        highest = self.held
+        highest = self.allocated
         self._reducing = 0
         return highest
 
@@ -158,14 +158,14 @@ class FsdpFlow(Flow):
         size = self._bytes(unit) if self._shards > 1 else 0
         copies = size if self._copies else 0
         if self._width < FP32:
-            copies += self._units[unit].own_trained * self._width  # frozen ones already have that width
+            copies += self._units[unit].local_trained * self._width  # frozen ones already have that width
         return size, Allocated(
-            self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing
+            self._gradients + self._summed, self._gathered + self._buffer + size + copies, self._reducing
         )
 
     def _prefetch(self, unit: int) -> Allocated:
         if unit == 0:
-            return self.held
+            return self.allocated
         size, highest = self._gathering(unit)
         self._buffer += size
         return highest
@@ -173,25 +173,27 @@ class FsdpFlow(Flow):
     def _reduce(self, unit: int) -> Allocated:
         """Reduce a unit's gradients over the ranks, each of which keeps its rows."""
         sizes = self._units[unit]
-        self._whole -= self._bytes(unit)
+        self._gathered -= self._bytes(unit)
         self._reducing = FP32 * sizes.trained
-        highest = self.held
+        highest = self.allocated
         accumulated = 0 if self._reshard or self._first else FP32  # earlier micro-batches left full gradients
-        own = self._width if self._reshard or self._first or self._width < FP32 else 0
-        self._gradients -= (own + accumulated) * sizes.trained
-        mine = FP32 * sizes.own_trained
+        width = self._width if self._reshard or self._first or self._width < FP32 else 0
+        self._gradients -= (width + accumulated) * sizes.trained
+        local_bytes = FP32 * sizes.local_trained
         clone = self._reducing if self._copies else 0
-        reduced = Allocated(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
+        reduced = Allocated(
+            self._gradients + self._summed + local_bytes, self._gathered + self._buffer, self._reducing + clone
+        )
         if (self._first or not self._reshard) and not self._offload:
-            self._summed += mine
-        return most(highest, reduced)
+            self._summed += local_bytes
+        return largest(highest, reduced)
 
     def _keep(self, unit: int) -> Allocated:
         """Keep a unit's gradients in fp32 until those of later micro-batches are added."""
         if self._width == FP32:
-            return self.held
+            return self.allocated
         trained = self._units[unit].trained
         self._gradients += (FP32 if self._first else 0) * trained
-        highest = self.held
+        highest = self.allocated
         self._gradients -= self._width * trained
         return highest

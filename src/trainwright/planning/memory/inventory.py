@@ -50,7 +50,7 @@ class Weight(NamedTuple):
         """Whether an optimizer of whole matrices updates it as one (`Muon` in engine/optimizer.py)."""
         return is_matrix(self.name, len(self.shape))
 
-    def own(self, shards: int) -> int:
+    def local(self, shards: int) -> int:
         """Return the elements of the rank with most rows."""
         return -(-self.rows // shards) * self.columns
 
@@ -58,13 +58,12 @@ class Weight(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Inventory:
     """``weights``: the parameters in the model's order. ``units``: their number. ``width``: bytes per element in
-    computation. ``buffers``: bytes of tensors beside the parameters, and ``scales`` of quantized parameters.
+    computation. ``scales``: bytes of the scales of quantized parameters.
     """
 
     weights: tuple[Weight, ...]
     units: int
     width: int
-    buffers: int = 0
     scales: int = 0
 
     @cached_property
@@ -119,30 +118,28 @@ class Inventory:
 def optimizer_state(inventory: Inventory, optimizer: str, shards: int = 1) -> int:
     """Return the optimizer-state elements on the fullest of ``shards`` ranks that share each parameter's rows."""
     spec = OPTIMIZERS.get(optimizer)
-    whole = [weight for weight in inventory.trainable if spec.whole_matrices and weight.is_matrix]
-    others = sum(weight.own(shards) for weight in inventory.trainable) - (own := sum(w.own(shards) for w in whole))
+    matrices = [weight for weight in inventory.trainable if spec.whole_matrices and weight.is_matrix]
+    in_matrices = sum(weight.local(shards) for weight in matrices)
+    elsewhere = sum(weight.local(shards) for weight in inventory.trainable) - in_matrices
     # AdamW also has a count of steps of each parameter.
-    return own + spec.state * others + len(inventory.trainable) - len(whole)
+    return in_matrices + spec.state * elsewhere + len(inventory.trainable) - len(matrices)
 
 
 def inventory(trace: ModelTrace[Any], width: int) -> Inventory:
     """Return the parameters of a model that computes in elements of ``width`` bytes."""
-    units = tuple((unit.parameters, unit.buffers) for unit in trace.units)
+    units = tuple(unit.parameters for unit in trace.units)
     return _inventory(units, trace.order, width)  # the same for all batches
 
 
 @lru_cache(maxsize=64)
-def _inventory(
-    units: tuple[tuple[tuple[TracedParameter, ...], int], ...], order: tuple[int, ...], width: int
-) -> Inventory:
-    weights, buffers, scales = [], 0, 0
-    for number, (parameters, others) in enumerate(units[index] for index in order):
-        buffers += others
+def _inventory(units: tuple[tuple[TracedParameter, ...], ...], order: tuple[int, ...], width: int) -> Inventory:
+    weights, scales = [], 0
+    for number, parameters in enumerate(units[index] for index in order):
         for p in parameters:
             shape = (-(-p.packed // width),) if p.packed else p.shape
             weights.append(Weight(number, p.name, shape, p.trainable, bool(p.packed)))
             scales += p.buffers
-    return Inventory(tuple(weights), len(order), width, buffers, scales)
+    return Inventory(tuple(weights), len(order), width, scales)
 
 
 def reference_numel(trace: ModelTrace[Any]) -> int:

@@ -30,8 +30,8 @@ def orthogonalizing(inventory: Inventory, choice: Choice, on_gpu: bool) -> int:
 @lru_cache(maxsize=64)
 def _of_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, width: int) -> int:
     highest = 0
-    for one in assign(shapes, ranks):
-        owned = [[shapes[index] for index in indices] for indices in one]
+    for owners in assign(shapes, ranks):
+        owned = [[shapes[index] for index in indices] for indices in owners]
         for begin in range(0, ranks, shards):
             highest = max(highest, _round(owned[begin : begin + shards], width))
     return highest

@@ -39,8 +39,8 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
         remaining_tokens = workload.most_batch_tokens - choice.num_processes * tokens
         tokens = min(tokens, max(round(remaining_tokens), mean))
     longest = min(longest, tokens)
-    others, rest = divmod(tokens - longest, mean)
-    sequences = [(mean, others), (longest, 1), (rest, 1)]
+    full_sequences, rest = divmod(tokens - longest, mean)
+    sequences = [(mean, full_sequences), (longest, 1), (rest, 1)]
     remaining = tuple((length, count) for length, count in sequences if length and count)
     targets = workload.targets(tokens, sum(count for _, count in remaining))
     return BatchShape(1, tokens, remaining, targets, packed=True, masked=False)
@@ -49,8 +49,8 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
 def _filled(workload: Workload, first: int, rows: int) -> int:
     """Return the tokens, without padding, of ``rows`` padded rows from index ``first`` of the global batch."""
     lengths = [workload.length_at(first + row) for row in range(min(rows, _PLACES))]
-    known = [length for length in lengths if length is not None]
-    if known:
-        return round(sum(known) / len(known) * rows)
+    lengths_in_range = [length for length in lengths if length is not None]
+    if lengths_in_range:
+        return round(sum(lengths_in_range) / len(lengths_in_range) * rows)
     share = min(1.0, rows / max(1.0, workload.global_batch_rows))
     return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.mean_length)))))

@@ -68,15 +68,15 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     flow, offloads = model.flow(), choice.activation_offload and on_gpu
     walk = Walk(parameters, flow, offloads)
     walk.step(trace, later, choice.gradient_accumulation_steps)
-    gradients = flow.held.total
+    gradients = flow.allocated.total
     if workload.evaluates:
         walk.evaluate(trace)
     lasting = _lasting(model, trace)
     moved = choice.offloaded if on_gpu else frozenset[str]()
     base = {name: 0 if name in moved else count for name, count in lasting.items()}
     between = sum(base.values())
-    whole = OPTIMIZERS.get(workload.optimizer).whole_matrices
-    matrices = orthogonalizing(parameters, choice, on_gpu) if whole else 0
+    by_matrix = OPTIMIZERS.get(workload.optimizer).whole_matrices
+    matrices = orthogonalizing(parameters, choice, on_gpu) if by_matrix else 0
     host = {name: count for name, count in lasting.items() if name in moved and count}
     norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
     step = matrices if host else max(model.step() + matrices, gradients + norm)
@@ -118,8 +118,6 @@ def _lasting(model: StrategyMemory, trace: SizedModel) -> Mapping[str, int]:
     lasting = dict(model.lasting())
     if parameters.scales:
         lasting["quantized base's scales"] = parameters.scales
-    if parameters.buffers:
-        lasting["buffers"] = parameters.buffers
     if trace.reference_copied:
         shards = choice.shards if choice.spec.shards_parameters else 1
         lasting["reference"] = -(-reference_numel(trace) // shards) * choice.width

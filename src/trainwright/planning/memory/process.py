@@ -32,9 +32,9 @@ def overhead(
     """Return the overhead by name. ``temporary``: the most bytes of tensors that do not last from step to step."""
     if cluster.device == "cpu":
         library = choice.spec.library
-        others = _PEFT * bool(workload.model.adapter) + (library.process_bytes if library else 0)
+        optional = _PEFT * bool(workload.model.adapter) + (library.process_bytes if library else 0)
         slack = {"allocator slack": _unused(choice, inventory, walk, temporary)}
-        process = {"process and libraries": _PROCESS + others, **slack}
+        process = {"process and libraries": _PROCESS + optional, **slack}
         return {**process, "code of products": CACHED_PRODUCTS * PRODUCT_BYTES} if choice.width == 2 else process
     several = choice.num_processes > 1
     between = choice.num_processes > cluster.devices_per_node

@@ -51,22 +51,22 @@ class ReplicatedFlow(Flow):
         self._width = inventory.width
         self._largest = inventory.largest_trained
         self._ends = _bucket_ends(inventory, bucket_bytes) if exchanges else ()
-        self._own = 0  # bytes in the parameters' own gradients
+        self._gradients = 0  # bytes of gradients that are not in a sum
         self._sums = 0  # bytes in sums over earlier micro-batches or over the ranks
         self._arrived = self._started = 0  # elements whose gradients are ready; buckets that are exchanged
         self._first = self._last = True
 
     @property
-    def held(self) -> Allocated:  # type: ignore[override]
-        """Memory that is held now."""
-        return Allocated(self._own + self._sums)
+    def allocated(self) -> Allocated:  # type: ignore[override]
+        """Memory that is allocated now."""
+        return Allocated(self._gradients + self._sums)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
         self._first, self._last = first, last
         self._arrived = self._started = 0
         if first:
-            self._own = self._sums = 0
+            self._gradients = self._sums = 0
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a parameter and return the most memory that was held."""
@@ -74,9 +74,9 @@ class ReplicatedFlow(Flow):
         if self._width < FP32 and not exchanged and not (self._first and self._last):
             return self._add(numel)
         if self._width < FP32 or self._first:
-            self._own += self._width * numel
+            self._gradients += self._width * numel
         self._arrived += numel
-        return self._exchange() if exchanged else self.held
+        return self._exchange() if exchanged else self.allocated
 
     def _add(self, numel: int) -> Allocated:
         """Add gradients to their sums one by one, and free them."""
@@ -90,11 +90,11 @@ class ReplicatedFlow(Flow):
         """Copy the gradients of every full bucket into one tensor, and free them."""
         full = bisect_right(self._ends, self._arrived, lo=self._started)
         if full == self._started:
-            return self.held
+            return self.allocated
         begin = self._ends[self._started - 1] if self._started else 0
         numel, first = self._ends[full - 1] - begin, self._ends[self._started] - begin
-        highest = Allocated(self._own + self._sums, buckets=FP32 * first)
-        self._own -= self._width * numel
+        highest = Allocated(self._gradients + self._sums, buckets=FP32 * first)
+        self._gradients -= self._width * numel
         if self._width == FP32 or self._first:
             self._sums += FP32 * numel
         self._started = full

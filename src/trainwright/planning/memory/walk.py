@@ -30,7 +30,7 @@ class Allocated(NamedTuple):
         return self.gradients + self.gathered + self.buckets
 
 
-def most(*moments: Allocated) -> Allocated:
+def largest(*moments: Allocated) -> Allocated:
     """Return the moment with the most bytes."""
     return max(moments, key=lambda moment: moment.total)
 
@@ -39,36 +39,36 @@ class Flow:
     """The memory of a strategy in the course of a pass. The base class holds nothing; strategies override it.
 
     Units are numbered in the order of the forward pass: 0 is the embedding, then come the blocks, and the last one is
-    the head. ``held``: memory that is held now. Methods return the most memory that is held while they run.
+    the head. ``allocated``: what it has allocated now. Methods return the most that is allocated while they run.
     """
 
-    held = Allocated()
+    allocated = Allocated()
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
 
     def forward(self, unit: int) -> Allocated:
-        """Begin the forward pass of ``unit``, which runs with ``held`` afterwards."""
-        return self.held
+        """Begin the forward pass of ``unit``, which runs with ``allocated`` afterwards."""
+        return self.allocated
 
     def forward_ended(self) -> None:
         """End the forward pass, after the loss is computed."""
 
     def backward(self, unit: int) -> Allocated:
         """Begin the backward pass of ``unit``."""
-        return self.held
+        return self.allocated
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a parameter; without a name, those of all parameters of the unit."""
-        return self.held
+        return self.allocated
 
     def unit_ended(self, unit: int) -> Allocated:
         """End the backward pass of ``unit``, when all its gradients are ready."""
-        return self.held
+        return self.allocated
 
     def end(self) -> Allocated:
         """End the backward pass and return the most memory that was held."""
-        return self.held
+        return self.allocated
 
 
 class Peak:
@@ -128,7 +128,7 @@ class Walk:
         """Run the reference model forward, before the trained one."""
         live = 0
         for part in (model.units[index].evaluation for index in model.reference):
-            self.forward.note(self._flow.held, live, _peak(part))
+            self.forward.note(self._flow.allocated, live, _peak(part))
             live += _after(part)
 
     def _forwards(self, model: SizedModel) -> tuple[int, dict[int, int]]:
@@ -142,7 +142,7 @@ class Walk:
         live, flow, last = 0, self._flow, self._inventory.units - 1
         for unit, part in enumerate(parts):
             peak.note(flow.forward(unit), live)
-            peak.note(flow.held, live, _peak(part), loss=unit == last)
+            peak.note(flow.allocated, live, _peak(part), loss=unit == last)
             live += _after(part) - (away or {}).get(unit, 0)
         flow.forward_ended()
         return live
@@ -167,7 +167,7 @@ class Walk:
         peak, flow, sizes = self.backward, self._flow, self._inventory.sizes[unit]
         loss = unit == self._inventory.units - 1
         for moment in part.moments:
-            peak.note(flow.held, live, moment.live[0], loss)
+            peak.note(flow.allocated, live, moment.live[0], loss)
             if moment.gradient:
                 peak.note(flow.arrive(unit, moment.gradient, sizes[moment.gradient]), live, moment.after, loss)
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
 from trainwright.planning.memory.inventory import Inventory, Weight
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
-from trainwright.planning.memory.walk import Allocated, Flow, most
+from trainwright.planning.memory.walk import Allocated, Flow, largest
 
 _SLOTS = 2  # AdamW's two moments; no other optimizer's state is partitioned
 # Number of gradient elements that DeepSpeed's engine copies and all-reduces at a time (runtime/engine.py).
@@ -31,18 +31,18 @@ def _partition(inventory: Inventory, shards: int) -> tuple[int, int]:
 
     Matrices and vectors are partitioned separately (engine/optimizer.py), each group concatenated.
     """
-    own = 0
+    local = 0
     touched = [0] * shards
     for vectors in (False, True):
         group = [w.numel for w in inventory.trainable if w.is_vector == vectors]
         size = -(-sum(group) // (2 * shards)) * 2
-        own += size
+        local += size
         begin = 0
         for numel in group:
             for rank in range(begin // max(1, size), min(shards, -(-(begin + numel) // max(1, size)))):
                 touched[rank] += numel
             begin += numel
-    return own, max(touched)
+    return local, max(touched)
 
 
 class ZeroMemory(StrategyMemory):
@@ -90,7 +90,7 @@ class Stage12Flow(Flow):
         self._stage, self._width = stage, inventory.width
         self._bucket = bucket(inventory)
         self._leaves = offload and self._width == FP32
-        self._own, self._touched = _partition(inventory, shards)
+        self._local, self._touched = _partition(inventory, shards)
         self._gradients = 0  # bytes in the parameters' own gradients
         self._reduced = 0  # bytes of this rank's partition
         self._buffer = 0
@@ -100,8 +100,8 @@ class Stage12Flow(Flow):
         self._first = self._last = True
 
     @property
-    def held(self) -> Allocated:  # type: ignore[override]
-        """Memory that is held now."""
+    def allocated(self) -> Allocated:  # type: ignore[override]
+        """Memory that is allocated now."""
         reduced = 0 if self._leaves else self._reduced
         return Allocated(gradients=self._gradients + reduced, buckets=self._buffer)
 
@@ -115,20 +115,20 @@ class Stage12Flow(Flow):
         """Add the gradient of a weight in the backward pass and return the memory held at most."""
         if self._stage == 1 and self._width < FP32:  # added to flat gradients at the end (BF16_Optimizer)
             self._gradients += self._width * numel * self._first
-            return self.held
+            return self.allocated
         self._buffer = self._bucket * self._width
         if self._stage == 2 and not name:  # a whole block, reduced as its gradients arrive
             self._filled = numel % self._bucket
-            self._reduced = max(self._reduced, FP32 * self._kept_of_partition())
+            self._reduced = max(self._reduced, FP32 * self._of_partition())
             self._counted = True
-            return self.held
+            return self.allocated
         if self._stage == 2 or self._first:
             self._gradients += self._width * numel
-        return self._into_bucket(numel) if self._stage == 2 else self.held
+        return self._into_bucket(numel) if self._stage == 2 else self.allocated
 
     def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
-        highest = self.held
+        highest = self.allocated
         if self._stage == 1 and self._width < FP32:
             return highest._replace(buckets=FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
         if self._stage == 1:
@@ -138,22 +138,22 @@ class Stage12Flow(Flow):
             full, rest = divmod(self._trained, self._bucket)
             passed_over = max(0, full - 2)
             for part in (*([self._bucket] * (full - passed_over)), *([rest] if rest else [])):
-                highest = most(highest, self._into_bucket(part))
+                highest = largest(highest, self._into_bucket(part))
             self._gradients -= self._width * passed_over * self._bucket
-        highest = most(highest, self._reduce())
+        highest = largest(highest, self._reduce())
         self._buffer = 0
         if self._width == FP32 and not self._first:  # added to those of earlier micro-batches
             self._reduced -= FP32 * self._touched if self._stage == 2 else 0
         return highest
 
-    def _kept_of_partition(self) -> int:
-        return self._touched if self._width == FP32 else self._own
+    def _of_partition(self) -> int:
+        return self._touched if self._width == FP32 else self._local
 
     def _into_bucket(self, numel: int) -> Allocated:
         """Move a gradient to the buffer, which is reduced first if it is full."""
-        highest = self.held
+        highest = self.allocated
         if self._filled + numel > self._bucket:
-            highest = most(highest, self._reduce())
+            highest = largest(highest, self._reduce())
         self._filled += numel
         if numel > self._bucket:
             self._loose = numel
@@ -164,9 +164,9 @@ class Stage12Flow(Flow):
     def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks, from a copy in fp32; this rank's part is kept."""
         if not self._filled:
-            return self.held
+            return self.allocated
         if self._width < FP32:
-            self._reduced = FP32 * self._own
+            self._reduced = FP32 * self._local
         copies = self._filled * (self._width + (FP32 if self._width < FP32 else 0))
         highest = Allocated(self._gradients + (0 if self._leaves else self._reduced), 0, self._buffer + copies)
         if self._width == FP32 and not self._counted:
@@ -174,7 +174,7 @@ class Stage12Flow(Flow):
             self._counted = True
         self._gradients -= self._width * self._loose
         self._filled = self._loose = 0
-        return most(highest, self.held)
+        return largest(highest, self.allocated)
 
 
 class Stage3Flow(Flow):
@@ -186,49 +186,49 @@ class Stage3Flow(Flow):
         self._bucket = bucket(inventory)
         self._copies = 1 if on_gpu else 2  # gloo gathers and reduces through a copy
         self._frozen = _frozen_at_first(inventory) * self._width
-        self._whole = self._buffer = self._gradients = self._filled = 0
+        self._gathered = self._buffer = self._gradients = self._filled = 0
 
     @property
-    def held(self) -> Allocated:  # type: ignore[override]
-        """Memory that is held now."""
-        return Allocated(self._gradients, self._whole + self._buffer)
+    def allocated(self) -> Allocated:  # type: ignore[override]
+        """Memory that is allocated now."""
+        return Allocated(self._gradients, self._gathered + self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
-        self._whole = self._buffer = self._gradients = self._filled = 0
+        self._gathered = self._buffer = self._gradients = self._filled = 0
         self._ahead = -1  # the last gathered unit
 
     def forward(self, unit: int) -> Allocated:
         """Begin the forward pass of ``unit`` and return the most memory that was held."""
-        highest = self._gather(unit) if unit > self._ahead else self.held
+        highest = self._gather(unit) if unit > self._ahead else self.allocated
         if unit == 1:
-            self._whole = max(0, self._whole - self._frozen)
+            self._gathered = max(0, self._gathered - self._frozen)
         if unit == len(self._units) - 1:
             self._buffer = 0  # it was freed when the last weight in it was used
         return highest
 
     def backward(self, unit: int) -> Allocated:
         """Begin the backward pass of ``unit`` and return the memory held."""
-        if self._units[unit] * self._width > self._whole:
-            self._whole = min(self._limit(), self._whole + self._bucket * self._width)
-        return self.held
+        if self._units[unit] * self._width > self._gathered:
+            self._gathered = min(self._limit(), self._gathered + self._bucket * self._width)
+        return self.allocated
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a parameter in the backward pass and return the most memory that was held."""
-        highest = Allocated(self._gradients + self._width * numel, self._whole + self._buffer)
+        highest = Allocated(self._gradients + self._width * numel, self._gathered + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
-            highest = most(highest, self._reduce())
+            highest = largest(highest, self._reduce())
         if numel > self._bucket:
             self._gradients += self._width * numel
         self._filled += numel
         released = self._sharded.get((unit, name), 0) if name else self._units[unit]
-        self._whole = max(0, self._whole - self._width * released)
+        self._gathered = max(0, self._gathered - self._width * released)
         return highest
 
     def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
         highest = self._reduce()
-        self._whole = 0
+        self._gathered = 0
         return highest
 
     def _limit(self) -> int:
@@ -249,13 +249,13 @@ class Stage3Flow(Flow):
             self._ahead = following
         buffer = size * self._width
         self._buffer = buffer - (self._units[0] * self._width if unit == 0 else 0)
-        gathering = Allocated(self._gradients, self._whole + buffer * self._copies)
-        self._whole = min(self._limit(), self._whole + buffer)
-        return most(gathering, self.held)
+        gathering = Allocated(self._gradients, self._gathered + buffer * self._copies)
+        self._gathered = min(self._limit(), self._gathered + buffer)
+        return largest(gathering, self.allocated)
 
     def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks from a copy of it."""
-        highest = Allocated(self._gradients, self._whole + self._buffer, FP32 * self._filled * self._copies)
+        highest = Allocated(self._gradients, self._gathered + self._buffer, FP32 * self._filled * self._copies)
         self._filled = self._gradients = 0
         return highest
 
@@ -292,21 +292,21 @@ def _lasting(inventory: Inventory, stage: int, shards: int) -> Mapping[str, int]
     """Return the bytes held between steps, by purpose."""
     width, trained = inventory.width, inventory.trained
     if stage < 3:
-        own = _partition(inventory, shards)[0]
+        local = _partition(inventory, shards)[0]
         return {
             "parameters": inventory.numel * width,
-            "master weights": own * FP32,
-            "optimizer state": own * FP32 * _SLOTS,
+            "master weights": local * FP32,
+            "optimizer state": local * FP32 * _SLOTS,
             "gradients": trained * FP32 if stage == 1 and width < FP32 else 0,
         }
-    own = sum(-(-w.numel // shards) for w in inventory.trainable)
+    local = sum(-(-w.numel // shards) for w in inventory.trainable)
     frozen = sum(-(-w.numel // shards) for w in inventory.weights if not w.trainable)
     persistent = sum(w.numel for w in inventory.weights if persists(w, inventory))
     return {
-        "parameters": (own + frozen + persistent) * width,
-        "master weights": own * FP32 if width < FP32 else 0,
-        "optimizer state": own * FP32 * _SLOTS,
-        "gradients": own * FP32,
+        "parameters": (local + frozen + persistent) * width,
+        "master weights": local * FP32 if width < FP32 else 0,
+        "optimizer state": local * FP32 * _SLOTS,
+        "gradients": local * FP32,
         "gradient buckets": bucket(inventory) * FP32,
     }
 
@@ -317,10 +317,10 @@ def _step(inventory: Inventory, stage: int, shards: int, on_gpu: bool) -> int:
     width = inventory.width
     if stage == 3:
         return FP32 * sum(-(-w.numel // shards) for w in inventory.trainable if not w.is_vector)
-    own, touched = _partition(inventory, shards)
+    local, touched = _partition(inventory, shards)
     gathered = 0 if on_gpu else width * sum(w.numel for w in inventory.trainable if not w.is_vector)
     if stage == 1 and width < FP32:
         return width * inventory.trained + gathered
     if width < FP32:
-        return FP32 * own + gathered
-    return FP32 * touched + max(FP32 * own, gathered)
+        return FP32 * local + gathered
+    return FP32 * touched + max(FP32 * local, gathered)

@@ -53,11 +53,11 @@ def _sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
     """
     mean = max(1, min(tokens, round(workload.mean_length)))
     count, rest = divmod(tokens, mean)
-    known = workload.lengths
-    if not known or count < 2:
+    data_lengths = workload.lengths
+    if not data_lengths or count < 2:
         return ((mean, count), (rest, 1)) if rest else ((mean, count),)
-    edges = [place * len(known) / count for place in range(count + 1)]
-    typical = [_mean_between(known, begin, end) for begin, end in pairwise(edges)]
+    edges = [place * len(data_lengths) / count for place in range(count + 1)]
+    typical = [_mean_between(data_lengths, begin, end) for begin, end in pairwise(edges)]
     scale = tokens / sum(typical)
     ends = [round(scale * end) for end in accumulate(typical, initial=0.0)]
     return tuple(Counter(end - begin for begin, end in pairwise(ends) if end > begin).items())
@@ -78,9 +78,9 @@ def _padded(workload: Workload, rows: int) -> float:
     total = max(rows, round(workload.global_batch_rows))
     firsts = range(0, total, rows)
     firsts = firsts if len(firsts) <= _PLACES else range(0, total, rows * -(-len(firsts) // _PLACES))
-    known = [workload.length_at(first) for first in firsts]
-    if known[0] is not None:
-        return sum(length or 0 for length in known) / len(known)
+    data_lengths = [workload.length_at(first) for first in firsts]
+    if data_lengths[0] is not None:
+        return sum(length or 0 for length in data_lengths) / len(data_lengths)
     harmonic = _harmonic(total)
     longest = [workload.mean_length * (harmonic - _harmonic(first)) for first in firsts]
     return min(workload.row_tokens, max(workload.mean_length, sum(longest) / len(longest)))

@@ -54,12 +54,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of ``cluster``. ``known``: cache of results computed from them."""
+    """Rates of ``cluster``. ``cache``: results computed from them."""
 
     cluster: Cluster
     calibration: Calibration | None = None
     measurement: Calibration | None = None
-    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _settings: dict[tuple[int, int | None], ProcessRates] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -111,9 +111,9 @@ class Rates:
         """Return the operations per second of ``devices`` devices (a CPU is one) that were measured, if they were."""
         source = self.calibration or self.measurement
         if source is not None:
-            each = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in source.settings)
+            processes = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in source.settings)
             if (measured := peak(source, precision)) is not None:
-                return measured * devices / each
+                return measured * devices / processes
         return None
 
     def collective(self, kind: CollectiveKind, size: float, group: Group) -> float:
@@ -124,9 +124,9 @@ class Rates:
         measured = setting.curves.get(f"collective/{kind}")
         if group.nodes > 1 or measured is None:
             return self._by_links(kind, size, group)
-        start, each = measured.coefficients
+        start, per_byte = measured.coefficients
         (times, messages), (of_times, of_messages) = steps_of(kind, group.ranks), steps_of(kind, setting.processes)
-        alone = start * messages / of_messages + each * size * times / of_times
+        alone = start * messages / of_messages + per_byte * size * times / of_times
         return setting.exchange.waited + setting.exchange.factor * alone
 
     def all_to_all(self, size: float, group: Group) -> float:
@@ -388,6 +388,6 @@ def steps_of(kind: str, ranks: int) -> tuple[float, float]:
     return (ranks - 1) / ranks, ranks - 1.0
 
 
-def _line(start: float, each: float) -> Curve:
+def _line(start: float, slope: float) -> Curve:
     assert len(FORMS["amount"](0.0)) == 2
-    return Curve("amount", (), (start, each))
+    return Curve("amount", (), (start, slope))

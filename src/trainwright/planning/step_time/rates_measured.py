@@ -45,25 +45,25 @@ def measured_setting(measured: Calibration, nominal: Nominal, processes: int, th
     of nominal rates in that setting.
     """
     by_distance = sorted(measured.settings, key=lambda setting: distance(setting, processes, threads))
-    own = nominal(processes, threads)
-    curves = {name: _nearest_curve(name, own, by_distance, nominal) for name in own.curves}
-    launch = by_distance[0].launch if by_distance[0].launch > 0 else own.launch
-    exchange = own.exchange if by_distance[0].exchange == Exchanged() else by_distance[0].exchange
-    if not own.in_step:
-        return replace(own, curves=curves, launch=launch, exchange=exchange)
+    rates = nominal(processes, threads)
+    curves = {name: _nearest_curve(name, rates, by_distance, nominal) for name in rates.curves}
+    launch = by_distance[0].launch if by_distance[0].launch > 0 else rates.launch
+    exchange = rates.exchange if by_distance[0].exchange == Exchanged() else by_distance[0].exchange
+    if not rates.in_step:
+        return replace(rates, curves=curves, launch=launch, exchange=exchange)
     in_step = {
         precision: replace(_IN_STEP, products=_products(measured, precision), host=fitted.host * launch / _LAUNCH)
-        for precision, fitted in own.in_step.items()
+        for precision, fitted in rates.in_step.items()
     }
-    return replace(own, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
+    return replace(rates, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
 
 
 def _products(measured: Calibration, precision: str) -> float:
     """Return the factor of the time of products in a step."""
-    own, plain = peak(measured, precision), peak(measured, "fp32")
-    if own is None or plain is None:
+    fastest, plain = peak(measured, precision), peak(measured, "fp32")
+    if fastest is None or plain is None:
         return _IN_STEP.products
-    share = min(1.0, max(0.0, math.log(own / plain) / math.log(_FAST)))
+    share = min(1.0, max(0.0, math.log(fastest / plain) / math.log(_FAST)))
     return _IN_STEP.products + share * (_FAST_PRODUCTS - _IN_STEP.products)
 
 
@@ -76,8 +76,9 @@ def distance(setting: ProcessRates, processes: int, threads: int | None) -> tupl
 def thread_counts(measured: Calibration | None, processes: int, cores: int) -> tuple[int, ...]:
     """Return the threads per process to try: all available, and fewer where they were measured."""
     share = max(1, cores // processes)
-    known = [] if measured is None else [s.threads for s in measured.settings if s.processes == processes and s.threads]
-    return tuple(dict.fromkeys([share, *sorted((n for n in known if n < share), reverse=True)]))
+    settings = () if measured is None else measured.settings
+    fewer = [s.threads for s in settings if s.processes == processes and s.threads and s.threads < share]
+    return tuple(dict.fromkeys([share, *sorted(fewer, reverse=True)]))
 
 
 def peak(measured: Calibration, precision: str) -> float | None:
@@ -111,37 +112,37 @@ class _Factors:
         return math.exp(interpolated(self.points, math.log(size)))
 
 
-def _nearest_curve(name: str, own: ProcessRates, by_distance: Sequence[ProcessRates], nominal: Nominal) -> Curve:
-    curve = own.curves[name]
+def _nearest_curve(name: str, rates: ProcessRates, by_distance: Sequence[ProcessRates], nominal: Nominal) -> Curve:
+    curve = rates.curves[name]
     for near in by_distance:
-        known = name if name in near.curves else _stand_in(name, near.curves)
-        if known is None:
+        alike = name if name in near.curves else _stand_in(name, near.curves)
+        if alike is None:
             continue
-        here, there = near.curves[known], nominal(near.processes, near.threads).curves[known]
-        if known == name and len(here.samples) >= len(here.coefficients) > 1:
-            if (near.processes, near.threads) == (own.processes, own.threads):
-                return here
-            factor = _typical_seconds(curve, here) / _typical_seconds(there, here)  # of another number of cores
-            return replace(here, coefficients=tuple(c * factor for c in here.coefficients))
-        scaled = _scaled(curve, _Factors.of(here, there))
-        exact = known == name and curve.form == "table" and own.processes == near.processes
-        return _through(scaled, here.samples) if exact and own.threads == near.threads else scaled
+        real, typical = near.curves[alike], nominal(near.processes, near.threads).curves[alike]
+        if alike == name and len(real.samples) >= len(real.coefficients) > 1:
+            if (near.processes, near.threads) == (rates.processes, rates.threads):
+                return real
+            factor = _typical_seconds(curve, real) / _typical_seconds(typical, real)  # of another number of cores
+            return replace(real, coefficients=tuple(c * factor for c in real.coefficients))
+        scaled = _scaled(curve, _Factors.of(real, typical))
+        exact = alike == name and curve.form == "table" and rates.processes == near.processes
+        return _through(scaled, real.samples) if exact and rates.threads == near.threads else scaled
     return curve
 
 
 def _through(curve: Curve, samples: Sequence[TimedSample]) -> Curve:
     """Return a table with the measured points included."""
-    known = {sample.sizes: sample for sample in (*curve.samples, *samples)}
-    return replace(curve, samples=tuple(known[sizes] for sizes in sorted(known)))
+    by_sizes = {sample.sizes: sample for sample in (*curve.samples, *samples)}
+    return replace(curve, samples=tuple(by_sizes[sizes] for sizes in sorted(by_sizes)))
 
 
-def _stand_in(name: str, known: Mapping[str, Curve]) -> str | None:
+def _stand_in(name: str, curves: Mapping[str, Curve]) -> str | None:
     """Return the measured curve whose deviation from nominal rates applies to ``name``, or None."""
     prefix = next((prefix for prefix in _LIKE if name.startswith(prefix)), None)
     if prefix is None:
         return None
-    other = _LIKE[prefix] if _LIKE[prefix] in known else _LIKE[prefix] + name.removeprefix(prefix)
-    return other if other in known else None
+    other = _LIKE[prefix] if _LIKE[prefix] in curves else _LIKE[prefix] + name.removeprefix(prefix)
+    return other if other in curves else None
 
 
 def _typical_seconds(curve: Curve, sizes_of: Curve) -> float:

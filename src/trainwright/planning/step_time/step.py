@@ -106,8 +106,8 @@ class _Step:
     def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> None:
         self.workload, self.choice, self.cluster, self.rates = workload, choice, cluster, rates
         self.on_gpu = cluster.device == "cuda"
-        here = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
-        self.per_node = min(choice.num_processes, here)
+        ranks_per_node = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
+        self.per_node = min(choice.num_processes, ranks_per_node)
         self.speeds = rates.setting(self.per_node, choice.threads)
         batch = typical_batch(workload, choice)
         if not self.on_gpu and choice.width == 2:  # models/padding.py
@@ -134,9 +134,9 @@ class _Step:
         ends = sum((*embedding, self._head(units[-1])), DeviceWork())
         reference = self._reference()
         passed = sum((*forward, *once), DeviceWork())
-        again = sum(backward, DeviceWork()) - sum(once, DeviceWork())
+        recomputed = sum(backward, DeviceWork()) - sum(once, DeviceWork())
         update = self._update()
-        computed = (passed + again + ends + reference) * passes_a_step
+        computed = (passed + recomputed + ends + reference) * passes_a_step
         exchange = Exchange(
             choice, self.rates, choice.width, self.per_node, self.speeds.overlap, self._matrices_of_a_block()
         )
@@ -144,7 +144,7 @@ class _Step:
             "matrix products": passes_a_step * passed.products,
             "attention": passes_a_step * passed.attention,
             "memory-bound operations": passes_a_step * passed.traffic + update.keeping(),
-            "recomputation": passes_a_step * again.seconds,
+            "recomputation": passes_a_step * recomputed.seconds,
             "loss and head": passes_a_step * ends.seconds,
             **({"reference": passes_a_step * reference.seconds} if self.trace.reference else {}),
             "optimizer": update.optimizer(),
@@ -191,15 +191,15 @@ class _Step:
         compiled = self.choice.compile
         key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
         # The cached value holds the pass, so that its id is not reused.
-        cached: tuple[PassTrace[int], DeviceWork] | None = self.rates.known.get(key)
+        cached: tuple[PassTrace[int], DeviceWork] | None = self.rates.cache.get(key)
         if cached is None:
             cached = part, self.pricing.work(part.operations, backward=backward, compiled=compiled)
-            self.rates.known[key] = cached
+            self.rates.cache[key] = cached
         return cached[1]
 
     def _head(self, unit: UnitTrace[int]) -> DeviceWork:
         """Return the work of the final norm, head and loss, forward and backward."""
-        has_logits = any(one.name == LOSS for one in unit.forward.operations)
+        has_logits = any(operation.name == LOSS for operation in unit.forward.operations)
         logits = self.batch.targets * self.pricing.vocabulary if has_logits else 0
         loss = DeviceWork(loss=self.pricing.logits(logits)) if logits else DeviceWork()
         return self.pricing.pass_and_back(unit) + loss
@@ -214,8 +214,10 @@ class _Step:
         """Return a unit for the parts outside the blocks, then one per block."""
         first, *blocks, last = self.parameters.by_unit
         counts = [(first[0] + last[0], first[1] + last[1]), *blocks]
-        run_through = zip(counts, forward, backward, strict=True)
-        return [UnitWork(*count, there.seconds, back.seconds) for count, there, back in run_through]
+        return [
+            UnitWork(*count, before.seconds, after.seconds)
+            for count, before, after in zip(counts, forward, backward, strict=True)
+        ]
 
     def _matrices_of_a_block(self) -> int:
         """Return the largest number of matrices of a block."""

@@ -35,7 +35,7 @@ class Update:
     orthogonalized: tuple[tuple[int, int], ...]
 
     @property
-    def kept(self) -> int:
+    def width_between_steps(self) -> int:
         """Bytes per element of trained weights and accumulated gradients between steps."""
         return max(self.width, _FP32)
 
@@ -52,7 +52,7 @@ class Update:
     def optimizer(self) -> float:
         """Return the seconds of a step from exchanged gradients to updated weights."""
         norm = self._norm(self.owned)
-        clip = self._traffic("elementwise", 2 * self.kept * self.owned)
+        clip = self._traffic("elementwise", 2 * self.width_between_steps * self.owned)
         curve = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"]
         update = curve.seconds(self.owned)
         return norm + clip + update + self._casts() + self._orthogonalizing()
@@ -72,7 +72,7 @@ class Update:
         """Return the seconds of a step for accumulating gradients and copying them for the exchange."""
         choice, passes = self.choice, self.choice.gradient_accumulation_steps
         elements, width = self.trainable, self.width
-        master_width = self.kept
+        master_width = self.width_between_steps
         summed = self._traffic("elementwise", 3 * master_width * elements)
         if not choice.spec.shards:
             if width == master_width:  # autograd accumulates in place
@@ -100,10 +100,10 @@ class Update:
         if choice.activation_offload:
             # Copied during the computation, but for those of the last block, which are needed at once.
             last = self._host("to", activation_bytes / max(1, blocks))
-            back = last + max(0.0, self._host("to", activation_bytes) - last - backward)
-            seconds += passes * (max(0.0, self._host("from", activation_bytes) - forward) + back)
+            copied_back = last + max(0.0, self._host("to", activation_bytes) - last - backward)
+            seconds += passes * (max(0.0, self._host("from", activation_bytes) - forward) + copied_back)
         if choice.offload_parameters:
-            activation_bytes = self.width if choice.spec.separate_masters else self.kept
+            activation_bytes = self.width if choice.spec.separate_masters else self.width_between_steps
             shard = (
                 activation_bytes * self.trainable + self.width * (self.parameters - self.trainable)
             ) / choice.shards
@@ -122,17 +122,19 @@ class Update:
     def _casts(self) -> float:
         """Return the seconds of casts between fp32 master weights and the computing weights, if a process has both."""
         spec = self.choice.spec
-        if self.width == self.kept or not spec.separate_masters:
+        if self.width == self.width_between_steps or not spec.separate_masters:
             return 0.0
-        cast_seconds = self._traffic("copy", (self.width + self.kept) * self.owned)
+        cast_seconds = self._traffic("copy", (self.width + self.width_between_steps) * self.owned)
         summed = bool(spec.collectives) or self.choice.gradient_accumulation_steps > 1
         if not spec.shards and not summed:
-            return cast_seconds + self._traffic("copy", (self.width + self.kept) * self.owned)  # of gradients
+            return cast_seconds + self._traffic(
+                "copy", (self.width + self.width_between_steps) * self.owned
+            )  # of gradients
         return cast_seconds
 
     def _norm(self, elements: float) -> float:
         if self.pricing.on_gpu:
-            return self._traffic("reduction", self.kept * elements)
+            return self._traffic("reduction", self.width_between_steps * elements)
         # In pieces that stay in the cache: copied, squared, summed.
         piece = self.pricing.traffic("copy", 2 * _FP32 * CACHED_ELEMENTS, "fp32")
         piece += self.pricing.traffic("elementwise", 2 * _FP32 * CACHED_ELEMENTS, "fp32")
@@ -143,7 +145,7 @@ class Update:
         """Return the seconds of copying gathered parameters and gradients, per micro-batch of FSDP and ZeRO-3."""
         choice, width = self.choice, self.width
         gathers = 2 if choice.reshard_after_forward else 1
-        master_width = self.kept
+        master_width = self.width_between_steps
         cast = (
             self._traffic("copy", (master_width + width) * self.trainable / choice.shards)
             if width != master_width
@@ -156,8 +158,8 @@ class Update:
 
     def _traffic(self, kind: str, size: float) -> float:
         """Return the seconds for ``size`` bytes read and written over all tensors, at their mean size."""
-        each = self.pricing.traffic(kind, round(size / self.matrices), "fp32")
-        return self.matrices * (each + self.pricing.in_step.host)
+        seconds = self.pricing.traffic(kind, round(size / self.matrices), "fp32")
+        return self.matrices * (seconds + self.pricing.in_step.host)
 
     def _host(self, direction: str, size: float) -> float:
         return self.pricing.speeds.curves[f"host/{direction}"].seconds(size) if size else 0.0
@@ -203,14 +205,14 @@ class Exchange:
         if choice.spec.shards:
             small_exchanges += self._all("all_reduce", _SMALL)  # the norm of sharded gradients
         seconds = small_exchanges
-        for one in choice.spec.collectives:
-            if one.when == "buckets":
+        for collective in choice.spec.collectives:
+            if collective.when == "buckets":
                 seconds += self._buckets(units)
-            elif one.when != "passes":
-                width = self.width if one.of == "parameters" else _FP32
-                times = passes if one.when == "micro-batch" else 1
-                seconds += times * self._all(one.kind, width * sum(unit.trainable for unit in units))
-        if all(one.when != "passes" for one in choice.spec.collectives):
+            elif collective.when != "passes":
+                width = self.width if collective.of == "parameters" else _FP32
+                times = passes if collective.when == "micro-batch" else 1
+                seconds += times * self._all(collective.kind, width * sum(unit.trainable for unit in units))
+        if all(collective.when != "passes" for collective in choice.spec.collectives):
             return seconds
         sharded = self._sharded(units)
         if choice.replicate_size > 1:
@@ -226,8 +228,8 @@ class Exchange:
         if choice.num_processes == 1 or not matrices:
             return 0.0
         seconds = 0.0
-        for one in assign(matrices, choice.num_processes):
-            sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in owned) for owned in one]
+        for owners in assign(matrices, choice.num_processes):
+            sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in owned) for owned in owners]
             replicas = [sum(sizes[begin : begin + shards]) for begin in range(0, len(sizes), shards)]
             # In an all-to-all a rank sends each of the others its part; in an all-gather it passes all parts on.
             seconds += 2 * self.rates.collective("all_gather", max(replicas) / shards, self._group(shards))

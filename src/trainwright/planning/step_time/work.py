@@ -68,7 +68,8 @@ class Pricing:
     """Predict the time of the operations of one micro-batch on one device.
 
     ``speeds``: of the device, with all its processes at work. ``tf32``: fp32 products are computed in TF32.
-    ``vocabulary``: the number of logits of a token. ``seen``: the share of the earlier tokens that a token attends to.
+    ``vocabulary``: the number of logits of a token. ``attended``: the share of the earlier tokens that a token attends
+    to.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class Pricing:
         on_gpu: bool,
         vocabulary: int,
         tf32: bool = False,
-        seen: float = 1.0,
+        attended: float = 1.0,
     ) -> None:
         self.speeds = speeds
         self.vocabulary = vocabulary
-        self.seen = seen
+        self.attended = attended
         self.batch = batch
         self.on_gpu = on_gpu
         self.precision = _PRECISION[precision]
@@ -100,27 +101,31 @@ class Pricing:
     def work(self, operations: Iterable[Operation[int]], *, backward: bool, compiled: bool = False) -> DeviceWork:
         """Return the work of ``operations``, all of a forward or all of a backward pass."""
         products = attention = traffic = expanded = 0.0
-        many = few = 0
-        for one in operations:
-            if one.kind == "product":
-                products += self._products(one, backward)
-                many += one.launches
-            elif one.kind == "attention":
-                attention += self.seen * one.flops * self._seconds_per_operation(backward, one.generation)
-                many += one.launches
-            elif one.name == LOSS:
-                few += one.launches  # counted as a whole, by the number of logits
-            elif one.launches:
-                seconds = one.launches * self.traffic(one.kind, round((one.read + one.written) / one.launches))
-                if one.kind == "expansion":
+        unfused = fusible = 0
+        for operation in operations:
+            if operation.kind == "product":
+                products += self._products(operation, backward)
+                unfused += operation.launches
+            elif operation.kind == "attention":
+                attention += (
+                    self.attended * operation.flops * self._seconds_per_operation(backward, operation.generation)
+                )
+                unfused += operation.launches
+            elif operation.name == LOSS:
+                fusible += operation.launches  # counted as a whole, by the number of logits
+            elif operation.launches:
+                seconds = operation.launches * self.traffic(
+                    operation.kind, round((operation.read + operation.written) / operation.launches)
+                )
+                if operation.kind == "expansion":
                     expanded += seconds
-                    many += one.launches
+                    unfused += operation.launches
                 else:
                     traffic += seconds
-                    few += one.launches
+                    fusible += operation.launches
         if compiled:
             traffic *= _COMPILED_TRAFFIC
-        launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
+        launches = unfused + fusible * (_COMPILED_KERNELS if compiled else 1.0)
         more = self.in_step
         return DeviceWork(
             more.products * products,
@@ -133,8 +138,8 @@ class Pricing:
 
     def pass_and_back(self, unit: UnitTrace[int]) -> DeviceWork:
         """Return the work of both directions of a unit."""
-        back = self.work(unit.backward.operations, backward=True)
-        return self.work(unit.forward.operations, backward=False) + back
+        backward_work = self.work(unit.backward.operations, backward=True)
+        return self.work(unit.forward.operations, backward=False) + backward_work
 
     def traffic(self, kind: str, size: int, precision: str | None = None) -> float:
         """Return the seconds of a kernel that reads and writes ``size`` bytes."""
@@ -157,28 +162,30 @@ class Pricing:
             precision = _INSTEAD[precision] if self.on_gpu else "fp32"
         return curve
 
-    def _products(self, one: Operation[int], backward: bool) -> float:
+    def _products(self, operation: Operation[int], backward: bool) -> float:
         """Return the seconds of all launches, of which the sizes may be those of the largest only."""
-        largest = 2 * one.m * one.n * one.k * one.times * one.launches
-        return one.launches * self._product(one, backward) * min(1.0, one.flops / max(1, largest))
+        largest = 2 * operation.m * operation.n * operation.k * operation.times * operation.launches
+        return operation.launches * self._product(operation, backward) * min(1.0, operation.flops / max(1, largest))
 
-    def _product(self, one: Operation[int], backward: bool) -> float:
+    def _product(self, operation: Operation[int], backward: bool) -> float:
         """Return the seconds of one launch."""
-        curve = self.curve("product", self._names.get(one.width, self.precision), self._layout(one, backward))
-        if one.times == 1 or not one.name:  # those of a batch, such as of heads, fill a device together
-            return curve.seconds(one.times * one.m, one.n, one.k)
+        curve = self.curve(
+            "product", self._names.get(operation.width, self.precision), self._layout(operation, backward)
+        )
+        if operation.times == 1 or not operation.name:  # those of a batch, such as of heads, fill a device together
+            return curve.seconds(operation.times * operation.m, operation.n, operation.k)
         # Many small products, such as of experts, are one kernel.
         once = curve.seconds(0, 0, 0)
-        return once + one.times * (curve.seconds(one.m, one.n, one.k) - once)
+        return once + operation.times * (curve.seconds(operation.m, operation.n, operation.k) - once)
 
-    def _layout(self, one: Operation[int], backward: bool) -> ProductLayout:
+    def _layout(self, operation: Operation[int], backward: bool) -> ProductLayout:
         """Return which operands are transposed: ``name`` is that of the parameter that a product reads, if any."""
-        if one.times > 1 and one.name and f"product/{self.precision}/grouped" in self.speeds.curves:
+        if operation.times > 1 and operation.name and f"product/{self.precision}/grouped" in self.speeds.curves:
             return "grouped"
-        if not one.name and one.times == 1 and one.m != self.batch.tokens:
+        if not operation.name and operation.times == 1 and operation.m != self.batch.tokens:
             return "weight"  # a gradient: the product of two activations
         # The gradient of what enters the head is computed in the forward pass, with that of the loss.
-        return "input" if backward or one.k == self.vocabulary else "forward"
+        return "input" if backward or operation.k == self.vocabulary else "forward"
 
     def _seconds_per_operation(self, backward: bool, generation: int) -> float:
         """Return the seconds per operation of attention by a generation of FlashAttention."""
@@ -190,10 +197,12 @@ class Pricing:
     def _of_attention(self, backward: bool, generation: int) -> float:
         """Compute the seconds: 2 products of the pairs forward and 5 backward, 2 operations per pair and channel."""
         direction, products = ("backward", 5) if backward else ("forward", 2)
-        named = f"{direction}{'' if generation == 2 else generation}"
-        if not any(name.endswith(f"/{named}") for name in self.speeds.curves):  # measured with the kernel that runs
-            named = direction
-        curve = self.curve("attention", self.precision, named)
+        curve_name = f"{direction}{'' if generation == 2 else generation}"
+        if not any(
+            name.endswith(f"/{curve_name}") for name in self.speeds.curves
+        ):  # measured with the kernel that runs
+            curve_name = direction
+        curve = self.curve("attention", self.precision, curve_name)
         seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.sequences)
         operations = sum(count * length * products * (length + 1) for length, count in self.batch.sequences)
         return seconds / max(1, operations)

@@ -1,4 +1,4 @@
 """What a step allocates and computes, traced once from the run's own modules on tensors without data.
 
-Its tests compare it with real steps. Plans still follow from ``planning/operations``.
+Memory (``planning/memory``) and time (``planning/step_time``) follow from it; its tests compare it with real steps.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainwright.parallel.constants import padded_size
@@ -39,14 +38,6 @@ class BatchShape:
         """Length of the second-longest sequence; 0 if there is only one."""
         lengths = sorted((length for length, count in self.sequences for _ in range(min(2, count))), reverse=True)
         return lengths[1] if len(lengths) > 1 else 0
-
-    def each_sequence(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield the sequences as (length, count), one by one; if there are more than ``most``, equal ones in groups."""
-        total = sum(count for _, count in self.sequences)
-        together = max(1, -(-total // most))
-        for length, count in self.sequences:
-            for begin in range(0, count, together):
-                yield length, min(together, count - begin)
 
     @property
     def pairs(self) -> int:
@@ -87,9 +78,9 @@ def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool
     return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip)
 
 
-def _parts(count: int, most: int) -> tuple[int, int]:
+def _parts(count: int, limit: int) -> tuple[int, int]:
     """Return into how many equal parts ``count`` rows are divided, and the rows of the first."""
     if not count:
         return 0, 0
-    parts = -(-count // max(1, most))
+    parts = -(-count // max(1, limit))
     return parts, -(-count // parts)

@@ -53,8 +53,8 @@ def find_model(name: str) -> KnownModel:
 
 def nearest_models(name: str) -> str:
     """Return up to three ids of the catalog similar to ``name``, as text; empty if none is."""
-    wanted = name.strip().lower().rpartition("/")[2]
-    near = difflib.get_close_matches(wanted, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
+    query = name.strip().lower().rpartition("/")[2]
+    near = difflib.get_close_matches(query, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
     ids = list(dict.fromkeys(_by_id()[key].id for key in near))[:3]
     return " or ".join([", ".join(ids[:-1]), ids[-1]] if ids[1:] else ids)
 

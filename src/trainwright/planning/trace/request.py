@@ -39,12 +39,6 @@ class Device:
         return "fp32" if width == 4 else self.half
 
     @property
-    def fuses(self) -> bool:
-        """Whether torch's SDPA has a fused kernel here for the dtype of two bytes."""
-        has_bf16 = self.platform.vendor != "NVIDIA" or self.platform.capability >= (8, 0)
-        return not self.is_gpu or self.half == "fp16" or has_bf16
-
-    @property
     def limits(self) -> Platform:
         """What limits the choice of attention kernels."""
         return self.platform if self.is_gpu else replace(CPU, attention=self.attention)

@@ -97,20 +97,16 @@ def as_json(trace: ModelTrace[Size]) -> dict[str, Any]:
 
     def pass_of(part: PassTrace[Size]) -> list[Any]:
         moments = [[m.gradient, [number(size) for size in m.live], number(m.after)] for m in part.moments]
-        done = [(o.kind, o.name, *(number(size) for size in o[2:10]), o.width, o.generation) for o in part.operations]
-        return [moments, [operations.setdefault(one, len(operations)) for one in done], [number(s) for s in part.saved]]
+        keys = [(o.kind, o.name, *(number(size) for size in o[2:10]), o.width, o.generation) for o in part.operations]
+        return [moments, [operations.setdefault(key, len(operations)) for key in keys], [number(s) for s in part.saved]]
 
     units = [
-        [
-            [list(p) for p in unit.parameters],
-            *map(pass_of, (unit.forward, unit.backward, unit.evaluation)),
-            unit.buffers,
-        ]
+        [[list(p) for p in unit.parameters], *map(pass_of, (unit.forward, unit.backward, unit.evaluation))]
         for unit in trace.units
     ]
     values: dict[str, Any] = {"facts": facts_as_json(trace.facts), "units": units, "order": _runs(trace.order)}
     values |= {"reference": _runs(trace.reference), "copied": trace.reference_copied}
-    return {**values, "sizes": [list(size) for size in sizes], "operations": [list(one) for one in operations]}
+    return {**values, "sizes": [list(size) for size in sizes], "operations": [list(key) for key in operations]}
 
 
 def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size]:
@@ -123,19 +119,19 @@ def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size
         operations.append(Operation(kind, name, launches, m, n, k, times, flops, read, written, numbers[8], which))
 
     def pass_of(part: list[Any]) -> PassTrace[Size]:
-        moments, done, saved = part
+        moments, numbers, saved = part
         return PassTrace(
             tuple(Moment(name, tuple(sizes[i] for i in live), sizes[after]) for name, live, after in moments),
-            tuple(operations[i] for i in done),
+            tuple(operations[i] for i in numbers),
             tuple(sizes[i] for i in saved),
         )
 
     units = tuple(
         UnitTrace(
             tuple(TracedParameter(name, tuple(shape), *rest) for name, shape, *rest in parameters),
-            *(pass_of(passes[0]), pass_of(passes[1]), pass_of(passes[2]), buffers),
+            *(pass_of(passes[0]), pass_of(passes[1]), pass_of(passes[2])),
         )
-        for parameters, *passes, buffers in values["units"]
+        for parameters, *passes in values["units"]
     )
     order, reference = (tuple(_unrolled(values[name])) for name in ("order", "reference"))
     return ModelTrace(units, order, facts_from_json(values["facts"]), reference, values["copied"])
@@ -149,7 +145,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, Any]:
 
 def facts_from_json(values: Mapping[str, Any]) -> ModelFacts:
     """Return the facts that ``facts_as_json`` gave."""
-    attention = tuple(LayerAttention(*one) for one in values.get("attention", ()))
+    attention = tuple(LayerAttention(*layer) for layer in values.get("attention", ()))
     return ModelFacts(**{**values, "attention": attention})
 
 

@@ -82,13 +82,12 @@ class TracedParameter(NamedTuple):
 
 
 class UnitTrace(NamedTuple, Generic[N]):
-    """A unit; ``evaluation``: the forward pass without gradients. ``buffers``: bytes of its other tensors."""
+    """A unit; ``evaluation``: the forward pass without gradients."""
 
     parameters: tuple[TracedParameter, ...]
     forward: PassTrace[N]
     backward: PassTrace[N]
     evaluation: PassTrace[N]
-    buffers: int = 0
 
 
 class LayerAttention(NamedTuple):
@@ -192,7 +191,7 @@ def at(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedMod
         return PassTrace(tuple(moments), tuple(operations), tuple(map(number, part.saved)))
 
     units = tuple(
-        UnitTrace(unit.parameters, sized(unit.forward), sized(unit.backward), sized(unit.evaluation), unit.buffers)
+        UnitTrace(unit.parameters, sized(unit.forward), sized(unit.backward), sized(unit.evaluation))
         for unit in trace.units
     )
     return ModelTrace(units, trace.order, trace.facts, trace.reference, trace.reference_copied)
