@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from trainwright.planning.architectures.catalog import known_model
+from trainwright.planning.trace.catalog import known_model
 
 from trainwright.planning.trace import bound, store
 from trainwright.planning.trace.batch import BatchShape
@@ -23,7 +23,7 @@ SHAPE = BatchShape(2, 128, ((128, 2),), 254, False, False)
 def test_a_shipped_trace_is_read_without_torch() -> None:
     program = f"""
 import sys
-from trainwright.planning.architectures.catalog import known_model
+from trainwright.planning.trace.catalog import known_model
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.regenerate import requests
 from trainwright.planning.trace.request import TracedModel
