@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from trainwright.planning.trace.catalog import known_model
 
 from trainwright.planning.trace import bound, store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.bound import trace_or_bound
+from trainwright.planning.trace.catalog import known_model
 from trainwright.planning.trace.regenerate import REGIME, requests
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import key_of, sized

@@ -59,8 +59,9 @@ def compute(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> An
 
 # Shapes, strides and dtypes of operations' results, which FakeTensorMode takes a millisecond to find.
 _RESULTS: dict[Any, list[Any]] = {}
-# Operations that take indices, on whose values their results' shapes do not depend.
-_BY_INDEX = {"embedding", "embedding_dense_backward", "gather", "scatter_add", "scatter_add_", "index_select"}
+# Operations that take indices or masks, on whose values their results' shapes do not depend.
+_BY_INDEX = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+_BY_INDEX |= {"index_select", "index_add", "index_add_", "where", "masked_fill", "masked_fill_"}
 
 
 def _decide_shape(func: Any, inputs: list[torch.Tensor]) -> bool:
