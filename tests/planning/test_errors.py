@@ -16,6 +16,7 @@ from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.output import summary, table, words
 from trainwright.planning.plan import RunPlan, make_plan
+from trainwright.planning.trace import bound
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
@@ -45,6 +46,21 @@ def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:
     above = interval_of([1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
     assert above is not None and above.low == 1.0 and above.high == pytest.approx(1.55, abs=0.01)
     assert interval_of([1.0] * 3) is None
+
+
+def test_a_plan_says_that_activations_are_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise NotImplementedError("aten.nonzero reads data")
+
+    traced = [line for line in planned(H100).assumptions if "traced" in line]
+    monkeypatch.setattr(bound, "trace", fails)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    untraced = TracedModel.of({"model_type": "llama", **sizes, "num_key_value_heads": 2, "vocab_size": 777})
+    plan = make_plan(Constraints({}), replace(SMALL, model=untraced), H100)
+    assert plan.assumptions[0] == (
+        "llama cannot be traced (NotImplementedError: aten.nonzero reads data): activations are planned by a bound"
+    )
+    assert traced == []
 
 
 def test_a_run_is_of_all_kinds_that_it_is_of() -> None:

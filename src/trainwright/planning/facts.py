@@ -96,7 +96,7 @@ def facts_of(recipe: Recipe) -> Facts:
         and configuration.get("model_type") not in (MODEL_TYPE, OWN)
         and needs.trainable is None,
     )
-    _check(workload, data, assumptions)
+    _check(workload, data)
     return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
 
 
@@ -299,7 +299,7 @@ def full_rows(recipe: Recipe) -> Facts:
         tf32=train.tf32,
         attention=recipe.model.attention,
     )
-    _check(workload, data, assumptions)
+    _check(workload, data)
     steps = train.max_steps
     if train.max_tokens is not None:
         steps = max(1, round(train.max_tokens / workload.tokens))
@@ -322,17 +322,11 @@ def configuration_of_file(file: Path, where: str | None = None) -> Mapping[str, 
     return content
 
 
-def _check(workload: Workload, data: DataSection, assumptions: list[str]) -> None:
-    """Append to ``assumptions`` why a model could not be traced, if so.
-
-    Raises:
-        RequestError: examples are longer than the model's positions.
-    """
+def _check(workload: Workload, data: DataSection) -> None:
+    """Raise a RequestError if examples are longer than the model's positions."""
     facts = workload.facts
     if facts.family in (*families(), MODEL_TYPE):  # for others it is not known whether positions are limited
         check_length(data, facts.positions or None)
-    if facts.failed:
-        assumptions.insert(0, f"{facts.family} cannot be traced ({facts.failed}): activations are planned by a bound")
 
 
 def _fresh(model: ModelSection) -> dict[str, Any]:

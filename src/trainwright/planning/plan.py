@@ -186,7 +186,7 @@ def make_plan(
         reasons=tuple(
             reasons_of(chosen, result, constraints, workload, cluster, precision, _why_not_compiled(cluster))
         ),
-        assumptions=(*_rates(basis), *cluster.assumptions, *assumptions),
+        assumptions=(*_rates(basis), *_bound(workload, chosen), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,
     )
@@ -230,6 +230,12 @@ def _why_precision(evaluator: Evaluator, chosen: MixedPrecision, plain: float, l
     if chosen == "bf16":
         return f"{products}a step in fp32 takes {plain / low:.2f} times as long"
     return f"{products}a step in bf16 takes {low / plain:.2f} times as long, so fp32"
+
+
+def _bound(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
+    """Return why the model could not be traced, if so."""
+    why, family = chosen.memory.untraced, workload.facts.family
+    return (f"{family} cannot be traced ({why}): activations are planned by a bound",) if why else ()
 
 
 def _rates(basis: Basis) -> tuple[str, ...]:

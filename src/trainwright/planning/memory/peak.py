@@ -33,13 +33,15 @@ class Memory:
 
     ``parts``: live tensors at the peak of the run, by purpose. ``phases``: the peak of live tensors in each phase:
     load, forward, backward, optimizer, evaluation, checkpoint. ``overhead``: memory that is not in tensors of the run.
-    ``host``: memory on the host, for a process that computes on a GPU.
+    ``host``: memory on the host, for a process that computes on a GPU. ``untraced``: why activations are a bound, as
+    the model could not be traced; "" if they are exact.
     """
 
     parts: Mapping[str, int]
     phases: Mapping[str, int]
     overhead: Mapping[str, int]
     host: Mapping[str, int]
+    untraced: str = ""
 
     @property
     def tensors(self) -> int:
@@ -109,7 +111,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     moment = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total).parts()
     parts = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
     temporary = max(phases.values()) - between
-    return Memory(parts, phases, overhead(workload, choice, cluster, parameters, walk, temporary), host)
+    extra = overhead(workload, choice, cluster, parameters, walk, temporary)
+    return Memory(parts, phases, extra, host, trace.facts.failed)
 
 
 def _lasting(model: StrategyMemory, trace: SizedModel) -> Mapping[str, int]:

@@ -19,9 +19,9 @@ from trainwright.planning.errors import Errors, interval_of
 from trainwright.planning.step_time.rates_measured import distance
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.trace.batch import BatchShape
-from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, rows_of
-from trainwright.planning.trace.traced import sized, traced
-from trainwright.planning.trace.units import SizedModel, TracedParameter
+from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
+from trainwright.planning.trace.traced import parameters_of, sized
+from trainwright.planning.trace.units import SizedModel
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
 
 _LOAD_SECONDS, _SMALL_LOAD = 0.1, 0.3  # for which the load is measured; cores
@@ -93,12 +93,6 @@ def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]
         measurement = None if measurement is None or measurement.is_disturbed else measurement
         return Basis(calibration, measurement, quick.message, runs=runs)
     return Basis(None, measurement, quick.message, quick.trouble, runs)
-
-
-def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]:
-    """Return the parameters of the embedding, every block and the head."""
-    trace = traced(TraceRequest(model, Device("cuda"), "bf16"), Regime(chunked=True))  # shipped for well-known models
-    return tuple(unit.parameters for unit in trace.in_order())
 
 
 def shapes_of(workload: Workload) -> Shapes:

@@ -16,11 +16,11 @@ from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import padded_size
 from trainwright.planning.memory.inventory import inventory
 from trainwright.planning.memory.matrices import exchanged_width
-from trainwright.planning.step_time.basis import parameters_of
 from trainwright.planning.step_time.batch import seen_pairs, typical_batch
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import LOSS, DeviceWork, Pricing
+from trainwright.planning.trace.traced import parameters_of
 from trainwright.planning.trace.units import PassTrace, TracedParameter, UnitTrace
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
 from trainwright.recipe.registries import OPTIMIZERS

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.planning.trace.batch import BASIS
 from trainwright.planning.trace.build import Built, build, facts_of_model
 from trainwright.planning.trace.record import EMBEDDING
-from trainwright.planning.trace.request import Regime, TraceRequest
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.tracing import parameters_of, trace
 from trainwright.planning.trace.units import (
     ModelFacts,
@@ -43,24 +43,36 @@ def trace_or_bound(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
         return _bound(request, build(request, regime), f"{type(error).__name__}: {line}")
 
 
+def without_passes(model: TracedModel) -> ModelTrace[Size]:
+    """Return a model's units with their parameters alone: its modules are made, without memory, but not run.
+
+    Raises:
+        RequestError: the model cannot be made, as in a run.
+    """
+    nothing = PassTrace[Size]((), ())
+    built = build(TraceRequest(model, Device("cpu"), "fp32"), Regime())
+    return _of_units(
+        built, lambda kind, parameters: UnitTrace(parameters, nothing, nothing, nothing), facts_of_model(model)
+    )
+
+
 def _bound(request: TraceRequest, built: Built, failed: str) -> ModelTrace[Size]:
     facts = dataclasses.replace(facts_of_model(request.model), failed=failed)
-    embedding: Any = built.lm.model.get_input_embeddings().weight
-    listed = parameters_of(built, [embedding])
-    blocks = len(built.blocks)
     share = facts.active / facts.total
-    units: list[UnitTrace[Size]] = []
-    order: list[int] = []
-    seen: dict[Any, int] = {}
-    for unit in range(EMBEDDING, blocks + 1):
-        parameters = listed[unit]
-        key = (parameters, unit in (EMBEDDING, blocks))
-        if key not in seen:
-            seen[key] = len(units)
-            kind = "embedding" if unit == EMBEDDING else "head" if unit == blocks else "block"
-            units.append(_unit(request, kind, parameters, share, facts))
-        order.append(seen[key])
-    return ModelTrace(tuple(units), tuple(order), facts)
+    return _of_units(built, lambda kind, parameters: _unit(request, kind, parameters, share, facts), facts)
+
+
+def _of_units(
+    built: Built, unit_of: Callable[[str, tuple[TracedParameter, ...]], UnitTrace[Size]], facts: ModelFacts
+) -> ModelTrace[Size]:
+    """Return the trace of a model whose units are equal if their parameters are."""
+    embedding: Any = built.lm.model.get_input_embeddings().weight
+    blocks = len(built.blocks)
+    kinds = {EMBEDDING: "embedding", blocks: "head"}
+    keys = [(kinds.get(unit, "block"), listed) for unit, listed in sorted(parameters_of(built, [embedding]).items())]
+    units = {key: unit_of(*key) for key in dict.fromkeys(keys)}
+    numbers = {key: number for number, key in enumerate(units)}
+    return ModelTrace(tuple(units.values()), tuple(numbers[key] for key in keys), facts)
 
 
 def _unit(

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -176,6 +177,7 @@ def _parts(config: Any) -> list[Any]:
     return [config] if text is config else [config, text]
 
 
+@lru_cache(maxsize=8)
 def facts_of_model(model: TracedModel) -> ModelFacts:
     """Return the facts of a model that do not depend on the device."""
     made = _model(model)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.planning.trace.units import OperationKind
-from trainwright.planning.trace.values import compute, tensors_in
+from trainwright.planning.trace.values import compute, operands
 
 Direction = Literal["forward", "backward", "evaluation"]
 EMBEDDING = -1  # the unit before block 0; the head is the number of blocks
@@ -101,12 +101,15 @@ class Recorder(TorchDispatchMode):
             self._scope = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
         kwargs = kwargs or {}
-        out = args[0] if self._adds_to_gradient(func, args) else compute(func, args, kwargs)
+        inputs = operands(args, kwargs)
+        out = args[0] if self._adds_to_gradient(func, args) else compute(func, args, kwargs, inputs)
         if self._next is not None:
             self.segments.append(self._next)
             self._next = None
-        segment, results = self.segments[-1], tensors_in(out)
+        segment, results = self.segments[-1], operands((out,), {})
         for tensor in results:
             self._note(tensor.untyped_storage(), segment)
         if func.is_view or not results:
@@ -115,7 +118,6 @@ class Recorder(TorchDispatchMode):
             self._left -= 1
             if self._left < 0:
                 raise TooManyError
-        inputs = tensors_in((args, kwargs))
         parameter = next((p for x in inputs if (p := self._parameters.get(id(x.untyped_storage()))) is not None), None)
         if parameter is not None and segment.unit == EMBEDDING:
             self.used[id(parameter)] = parameter

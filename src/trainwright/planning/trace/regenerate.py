@@ -14,7 +14,7 @@ from typing import Any
 from trainwright.planning.trace import store
 from trainwright.planning.trace.catalog import known_model, known_models
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.traced import key_of, key_of_facts, model_facts, traced_as
+from trainwright.planning.trace.traced import key_of, key_of_modules, traced_as
 from trainwright.recipe.sections.model import AdapterSection
 from trainwright.utils.text import say
 
@@ -29,7 +29,7 @@ def requests(model: TracedModel) -> Iterator[TraceRequest]:
 
 def main(names: list[str]) -> None:
     """Trace what is missing and write the archive, after each model."""
-    from trainwright.planning.trace.bound import trace_or_bound
+    from trainwright.planning.trace.bound import trace_or_bound, without_passes
 
     values: dict[str, Any] = store.shipped()
     for name in names or known_models():
@@ -37,8 +37,8 @@ def main(names: list[str]) -> None:
         assert known is not None, f"{name} is not in the catalog"
         full, begun, added = TracedModel.of(known.config), time.monotonic(), 0
         for model in (full, full.adapted(AdapterSection(type="lora"))):
-            if (key := key_of_facts(model)) not in values:
-                values[key] = store.facts_as_json(model_facts(model))
+            if (key := key_of_modules(model)) not in values:
+                values[key] = store.as_json(without_passes(model))
             for request in requests(model):
                 if (key := key_of(request, REGIME)) not in values:
                     values[key] = store.as_json(trace_or_bound(request, REGIME))

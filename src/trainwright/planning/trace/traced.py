@@ -11,7 +11,7 @@ from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_
 from trainwright.planning.trace import store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, SizedModel, at
+from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, SizedModel, TracedParameter, at
 
 
 def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
@@ -78,6 +78,7 @@ def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
     """Return the request that is traced for all that have the same operations."""
     recompute = "none" if request.recompute == "compiled" else request.recompute
     longest = 2**62 if regime.windows else 0
+    request = dataclasses.replace(request, hooked=request.hooked and model_facts(request.model).tied)
     if request.rows == "equal" and any(
         kernel.memory == "scores" for kernel in _kernels(request, request.device, longest)
     ):
@@ -131,21 +132,30 @@ def attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds
     )
 
 
-@lru_cache(maxsize=64)
 def model_facts(model: TracedModel) -> ModelFacts:
-    """Return the facts of a model: its modules are made, without memory, but not run."""
-    key = key_of_facts(model)
-    if (values := store.read(key)) is None:
-        from trainwright.planning.trace.build import facts_of_model
+    """Return the facts of a model."""
+    return _modules(model).facts
 
-        values = store.facts_as_json(facts_of_model(model))
+
+def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]:
+    """Return the parameters of the embedding, every block and the head."""
+    return tuple(unit.parameters for unit in _modules(model).in_order())
+
+
+@lru_cache(maxsize=64)
+def _modules(model: TracedModel) -> ModelTrace[Size]:
+    """Return the units of a model, without their passes."""
+    if (values := store.read(key := key_of_modules(model))) is None:
+        from trainwright.planning.trace.bound import without_passes
+
+        values = store.as_json(without_passes(model))
         store.write(key, values)
-    return store.facts_from_json(values)
+    return store.from_json(values)
 
 
-def key_of_facts(model: TracedModel) -> str:
-    """Return the name under which the facts of a model are stored."""
-    return store.key_of(["facts", _differing(model)])
+def key_of_modules(model: TracedModel) -> str:
+    """Return the name under which the units of a model are stored without their passes."""
+    return store.key_of(["modules", _differing(model)])
 
 
 def _differing(value: Any) -> Any:

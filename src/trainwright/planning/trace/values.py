@@ -6,9 +6,11 @@ what is selected by fake scores, such as the experts of a token, is spread evenl
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -22,14 +24,102 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
 
 
-def compute(func: Any, args: Any, kwargs: Any) -> Any:
+def operands(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors among the arguments or results of an operation, also those in lists."""
+    tensors: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [part for part in value if isinstance(part, torch.Tensor)]
+    return tensors
+
+
+def compute(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
     """Return the result of an operation: of real integers if it is integers too, otherwise a fake one."""
-    out = _of_integers(func, args, kwargs)
-    return _faked(func, args, kwargs) if out is None else out
+    fake = next((x for x in inputs if type(x) is FakeTensor), None)
+    if fake is None or not _decide_shape(func, inputs):
+        out = _of_integers(func, args, kwargs, inputs)
+        return _faked(func, args, kwargs) if out is None else out
+    if args[0] is fake and _is_in_place(func):
+        return fake
+    if func.is_view or func is torch.ops.aten._unsafe_view.default:
+        with in_kernel_invocation_manager(fake.fake_mode):
+            return _wrapped(fake, func(*args, **kwargs))
+    key = _key(func, args, kwargs)
+    if (results := _RESULTS.get(key)) is None:
+        out = _faked(func, args, kwargs)
+        if key is not None and (results := _new_tensors(out, inputs)) is not None:
+            _RESULTS[key] = results
+        return out
+    with in_kernel_invocation_manager(fake.fake_mode):
+        new = [FakeTensor(fake.fake_mode, _empty(size), fake.fake_device) for size in results]
+    return new[0] if len(new) == 1 else tuple(new)
 
 
-def _of_integers(func: Any, args: Any, kwargs: Any) -> Any:
-    inputs, dtype = tensors_in((args, kwargs)), kwargs.get("dtype")
+# Shapes, strides and dtypes of operations' results, which FakeTensorMode takes a millisecond to find.
+_RESULTS: dict[Any, list[Any]] = {}
+# Operations that take indices or masks, on whose values their results' shapes do not depend.
+_BY_INDEX = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+_BY_INDEX |= {"index_select", "index_add", "index_add_", "where", "masked_fill", "masked_fill_"}
+
+
+def _decide_shape(func: Any, inputs: list[torch.Tensor]) -> bool:
+    """Return whether the shapes of an operation's inputs decide those of its results."""
+    name = func.overloadpacket.__name__
+    by_index = name in _BY_INDEX
+    fakes = [tensor for tensor in inputs if type(tensor) is FakeTensor]
+    return name not in _SELECTS and (by_index or len(fakes) == len(inputs)) and all(x.constant is None for x in fakes)
+
+
+@cache
+def _is_in_place(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    changes_shape = torch.Tag.inplace_view in func.tags or name in ("set_", "resize_", "resize_as_")
+    return name.endswith("_") and not name.endswith("__") and not changes_shape
+
+
+def _new_tensors(out: Any, inputs: list[torch.Tensor]) -> list[Any] | None:
+    """Describe the results of an operation; None if they are not only tensors with memory of their own."""
+    results = out if isinstance(out, (tuple, list)) else [out]
+    storages = [tensor.untyped_storage() for tensor in inputs]
+    if any(type(x) is not FakeTensor or any(x.untyped_storage() is one for one in storages) for x in results):
+        return None
+    return [(x.shape, x.stride(), x.dtype) for x in results] if len({id(x) for x in results}) == len(results) else None
+
+
+def _empty(like: tuple[Any, ...]) -> torch.Tensor:
+    size, stride, dtype = like
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+def _wrapped(like: Any, out: Any) -> Any:
+    if isinstance(out, (list, tuple)):
+        return [_wrapped(like, part) for part in out]
+    return FakeTensor(like.fake_mode, out, like.fake_device)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what the shape of a result depends on; None if it is more than shapes and numbers."""
+    parts: list[Any] = [func]
+    for value in (*args, *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            parts.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            if (nested := _key(None, value, {})) is None:
+                return None
+            parts.append(nested)
+        else:
+            parts.append((type(value), value))
+    try:
+        hash(key := tuple(parts))
+    except TypeError:
+        return None
+    return key
+
+
+def _of_integers(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+    dtype = kwargs.get("dtype")
     counts = func.overloadpacket.__name__ == "arange" and all(isinstance(value, int) for value in args)
     if (dtype not in _WHOLE) if dtype is not None else not (inputs or counts):
         return None
