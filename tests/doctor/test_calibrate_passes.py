@@ -58,7 +58,7 @@ def test_what_a_collective_takes_in_a_step_is_found() -> None:
 
 
 def test_documents_of_a_pass_are_of_different_lengths_about_the_wanted_one() -> None:
-    model = passes.SmallModel(64, 2, 1, sequences=5, length=60)
-    assert model.lengths == (54, 57, 60, 63, 66)
-    assert model.batch.tokens == 300 and model.batch.targets == 295
-    assert passes.SmallModel(64, 2, 1, sequences=1, length=60).lengths == (60,)
+    batch = passes.SmallModel(64, 1, sequences=5, length=60).batch
+    assert [length for length, _ in batch.sequences] == [54, 57, 60, 63, 66]
+    assert batch.tokens == 300 and batch.targets == 295
+    assert passes.SmallModel(64, 1, sequences=1, length=60).batch.sequences == ((60, 1),)

@@ -8,9 +8,10 @@ import pytest
 from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Curve, TimedSample
+from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, TimedSample
+from trainwright.machine.measured.kernels import Block, MeasuredBlock, blocks_to_measure, sequences_of_block
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
-from trainwright.machine.measured.quick import Shapes, covers, for_block, sequences_of_block
+from trainwright.machine.measured.quick import Shapes, covers, for_block
 from trainwright.machine.processor import Processor
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
@@ -128,19 +129,30 @@ def test_shapes_are_the_models_own_the_most_work_first() -> None:
     shapes = shapes_of(work())
     assert set(shapes.widths) == {(1536, 576), (576, 1536), (576, 576), (192, 576)}
     assert shapes.widths[0] == (1536, 576) and shapes.length == 128
-    assert shapes.block == (576, 1536, 9, 3, 64)
+    assert shapes.block == BLOCK
 
 
-def _with_block(found: Calibration, seconds: float, hidden: float = 576.0, precision: str = "fp32") -> Calibration:
+BLOCK = shapes_of(work()).block
+assert BLOCK is not None
+PASSES = dict(blocks_to_measure(BLOCK, 128))
+NAMES = ("block/fp32/forward", "block/fp32/backward")
+
+
+def seconds_of(setting: ProcessRates) -> float:
+    """The seconds of the block in fp32 that a plan predicts."""
+    return sum(block_seconds(PASSES[name].sizes, name, setting) for name in NAMES)
+
+
+def _with_block(found: Calibration, seconds: float, scale: float = 1.0) -> Calibration:
     """Two processes have measured a block, with a third of its time forward."""
-    sizes = (hidden, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0)
     settings = list(found.settings)
     place = next(place for place, one in enumerate(settings) if (one.processes, one.threads) == (2, 1))
     curves = dict(settings[place].curves)
     for direction, share in (("forward", 1 / 3), ("backward", 2 / 3)):
-        name = f"block/{precision}/{direction}"
+        name = f"block/fp32/{direction}"
         known = curves[name].samples if name in curves else ()
-        curves[name] = Curve("table", (*known, TimedSample(sizes, seconds * share)))
+        hidden, breadth, *rest = PASSES[name].sizes
+        curves[name] = Curve("table", (*known, TimedSample((scale * hidden, breadth, *rest), seconds * share)))
     settings[place] = replace(settings[place], curves=curves)
     return replace(found, settings=tuple(settings))
 
@@ -148,46 +160,57 @@ def _with_block(found: Calibration, seconds: float, hidden: float = 576.0, preci
 def test_kernels_in_a_step_take_what_a_measured_block_takes() -> None:
     cluster = of_cores(2, *AMX)
     plain = rates_of(cluster, None, measurement()).setting(2, 1)
-    expected = block_seconds((576.0, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0), "fp32", plain)
+    expected = seconds_of(plain)
     slow = rates_of(cluster, None, _with_block(measurement(), 1.5 * expected)).setting(2, 1)
     for name in ("products", "attention", "traffic", "host"):
         assert getattr(slow.in_step["fp32"], name) == pytest.approx(1.5 * getattr(plain.in_step["fp32"], name))
     assert slow.in_step["bf16"] == plain.in_step["bf16"]
-    assert block_seconds((576.0, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0), "fp32", slow) == pytest.approx(1.5 * expected)
+    assert seconds_of(slow) == pytest.approx(1.5 * expected)
     spoilt = rates_of(cluster, None, _with_block(measurement(), 100 * expected)).setting(2, 1)
     assert spoilt.in_step["fp32"].products == pytest.approx(2.5 * plain.in_step["fp32"].products)
 
 
 def test_a_calibration_is_scaled_to_a_block_of_the_model() -> None:
-    cluster, sizes = of_cores(2, *AMX), (576.0, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0)
+    cluster = of_cores(2, *AMX)
     calibrated = replace(measurement(), settings=(rates_of(cluster, None, measurement()).setting(2, 1),))
     assert rates_of(cluster, calibrated).setting(2, 1) == calibrated.settings[0]
-    expected = block_seconds(sizes, "fp32", calibrated.settings[0])
+    expected = seconds_of(calibrated.settings[0])
     scaled = rates_of(cluster, calibrated, _with_block(measurement(), 1.4 * expected)).setting(2, 1)
-    assert block_seconds(sizes, "fp32", scaled) == pytest.approx(1.4 * expected)
+    assert seconds_of(scaled) == pytest.approx(1.4 * expected)
     assert scaled.curves == calibrated.settings[0].curves
 
 
 def test_the_block_of_a_plan_is_the_nearest_that_was_measured() -> None:
-    both = _with_block(_with_block(measurement(), 1.0), 2.0, hidden=4096.0)
-    for hidden, seconds in ((576, 1.0), (3000, 2.0)):
-        found = for_block(both, (hidden, 1536, 9, 3, 64))
+    assert BLOCK is not None
+    both = _with_block(_with_block(measurement(), 1.0), 2.0, scale=7.0)
+    for scale, seconds in ((1.0, 1.0), (5.0, 2.0)):
+        found = for_block(both, replace(BLOCK, hidden=scale * BLOCK.hidden))
         (sample,) = found.settings[1].curves["block/fp32/backward"].samples
         assert sample.seconds == pytest.approx(seconds * 2 / 3)
-    assert for_block(measurement(), (576, 1536, 9, 3, 64)) == measurement()
-    wanted = Shapes(((512, 512),), 64, (576, 1536, 9, 3, 64))
-    assert covers(both, wanted) and not covers(measurement(), wanted)
-    assert not covers(both, replace(wanted, block=(64, 128, 4, 2, 16)))
+    assert for_block(measurement(), BLOCK) == measurement()
+    required = Shapes(((512, 512),), 64, BLOCK)
+    assert covers(both, required) and not covers(measurement(), required)
+    assert not covers(both, replace(required, block=Block(64.0, 300.0)))
 
 
 def test_a_large_block_is_measured_at_a_fraction_of_its_widths() -> None:
-    found = Shapes(((14336, 4096),), 100, (4096, 14336, 32, 8, 128)).bounded("cpu")
-    assert found.block is not None
-    hidden, inner, heads, shared, size = found.block
-    assert hidden * (3 * inner + 2 * (heads + shared) * size) <= 4_000_000 and heads % shared == 0
-    assert inner / hidden == pytest.approx(3.5, rel=0.1) and size == 128
-    assert sequences_of_block(found) == (2, 128)
-    assert Shapes(((14336, 4096),), 100, (4096, 14336, 32, 8, 128)).bounded("cuda").block is None
+    block = shapes_of(replace(work(), model=TracedModel.of(find_model("meta-llama/Llama-3.1-8B").config))).block
+    assert block is not None and block.scale == 1 / 8
+    bounded = Shapes(((14336, 4096),), 100, block).bounded("cpu").block
+    assert bounded is not None and bounded.hidden == 512 and bounded.hidden * bounded.breadth <= 4_000_000
+    passes = dict(blocks_to_measure(bounded, 128))
+    assert set(passes) == {f"block/{name}/{way}" for name in ("fp32", "bf16") for way in ("forward", "backward")}
+    products = {(k.m, k.n, k.k) for k in passes["block/fp32/forward"].kernels if k.kind == 0}
+    assert products == {(256, 512, 512), (256, 128, 512), (256, 1792, 512), (256, 512, 1792)}
+    gradients = {(k.m, k.n, k.k) for k in passes["block/fp32/backward"].kernels if k.kind == 0 and not k.weights}
+    assert gradients == {(512, 512, 256), (128, 512, 256), (1792, 512, 256), (512, 1792, 256)}
+    assert sequences_of_block(128) == (2, 128)
+    assert Shapes(((14336, 4096),), 100, block).bounded("cuda").block is None
+
+
+def test_a_measured_block_comes_back_from_the_sizes_of_its_sample() -> None:
+    for passed in PASSES.values():
+        assert MeasuredBlock.of(passed.sizes) == passed
 
 
 def test_nothing_is_measured_of_a_machine_that_is_not_at_hand() -> None:

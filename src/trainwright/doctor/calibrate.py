@@ -8,12 +8,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import MachineError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
@@ -21,8 +21,19 @@ from trainwright.machine.measured.calibration import Calibration, ProcessRates, 
 from trainwright.run.process import preload_libraries
 from trainwright.run.shutdown.stop import Stopping
 
+if TYPE_CHECKING:
+    from trainwright.doctor.calibrate_worker import Cases, Effort
+    from trainwright.parallel.world import World
+
 SECONDS = 50.0  # in total, including imports and starting processes
 LIMIT = 57.0  # seconds after which a machine is too busy to be measured; with the final work it stays below a minute
+
+
+class ProcessSetting(NamedTuple):
+    """A number of processes at once, and their threads; None on GPUs."""
+
+    processes: int
+    threads: int | None
 
 
 def calibrate(
@@ -42,34 +53,88 @@ def calibrate(
         Stopped: a stop was requested.
     """
     parts: dict[str, float] = {}
-    counts = process_counts(machine)
-    settings = []
-    disturbed: list[float] = []
+    settings = [
+        ProcessSetting(count, None if machine.gpus else _threads(machine, count)) for count in process_counts(machine)
+    ]
     begin = time.monotonic()
-    with Stopping("stopping") as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
+    with Stopping("stopping") as stopping:
         preload_libraries()
+        from trainwright.doctor.calibrate_worker import Effort
+
         parts["imports"] = time.monotonic() - begin
-        for number, count in enumerate(counts):
-            threads = None if machine.gpus else _threads(machine, count)
-            say(f"measuring {_described(count, threads)}")
-            started = time.monotonic()
-            end = started + max(0.0, begin + seconds - started) / (len(counts) - number)
-            measurements = _in_processes(
-                machine, count, threads, (end, begin + limit), Path(work) / str(count), stopping
-            )
-            disturbed.append(measurements["disturbed"])
-            settings.append(_setting(machine, count, threads, measurements))
-            measured = sum(measurements["parts"].values())
-            for part, taken in {**measurements["parts"], "starting": time.monotonic() - started - measured}.items():
-                parts[part] = parts.get(part, 0.0) + taken
+        measuring = Measuring(machine.device, _cases, Effort(), stopping, say)
+        measurements = measuring.run(settings, begin + seconds, begin + limit)
+    for name in ("starting", *measurements[0]["parts"]):
+        parts[name] = sum(one["parts"].get(name, 0.0) for one in measurements)
     return Calibration(
         machine=machine.describe(),
-        measured=datetime.now().astimezone().isoformat(timespec="seconds"),
+        measured=now(),
         versions=versions(machine),
-        settings=tuple(settings),
+        settings=tuple(_rates(machine, *pair) for pair in zip(settings, measurements, strict=True)),
         parts=parts,
-        disturbance=statistics.mean(disturbed),
+        disturbance=statistics.mean(one["disturbed"] for one in measurements),
     )
+
+
+class Measuring:
+    """Measure cases in settings one after the other, each in processes of its own.
+
+    Args:
+        cases_of: returns the cases of a setting by part; called in its processes.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        cases_of: Callable[[World], Cases],
+        effort: Effort,
+        stopping: Stopping,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._device, self._cases_of, self._effort, self._stopping, self._say = device, cases_of, effort, stopping, say
+
+    def run(self, settings: Sequence[ProcessSetting], end: float, limit: float) -> list[dict[str, Any]]:
+        """Return what the processes of each setting measured until ``end``; they fail after ``limit``."""
+        measurements = []
+        effort = self._effort
+        for number, setting in enumerate(settings):
+            self._say(f"measuring {_described(setting)}")
+            started = time.monotonic()
+            own_end = started + max(0.0, end - started) / (len(settings) - number)
+            if effort.fewest is not None:
+                effort = replace(effort, waits=not number)
+            measured = self._in_processes(setting, (own_end, limit), effort)
+            measured["parts"]["starting"] = time.monotonic() - started - sum(measured["parts"].values())
+            measurements.append(measured)
+        return measurements
+
+    def _in_processes(self, setting: ProcessSetting, ends: tuple[float, float], effort: Effort) -> dict[str, Any]:
+        from trainwright.doctor.calibrate_worker import measure
+        from trainwright.run.supervisor import launch
+
+        count = setting.processes
+        with (
+            tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work,
+            _environment(OMP_NUM_THREADS=setting.threads),
+        ):
+            output = Path(work) / "samples.json"
+            entry = functools.partial(measure, self._cases_of, self._device, ends, effort, output)
+            try:
+                launch(entry, processes=count, logs=Path(work) / "logs", stopping=self._stopping)
+            except TrainwrightError as error:
+                raise MachineError(f"measuring failed in one of {count} processes: {error}") from error
+            if self._stopping.requested:
+                raise Stopped("stopped; the measurement was not finished, and nothing was saved")
+            measurements: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return measurements
+
+
+def _cases(world: World) -> Cases:
+    from trainwright.doctor.calibrate_cases import operation_cases
+    from trainwright.doctor.calibrate_passes import pass_cases
+    from trainwright.doctor.calibrate_worker import collective_cases
+
+    return {**operation_cases(world.device), "passes": pass_cases(world), "collectives": collective_cases(world)}
 
 
 def process_counts(machine: Machine) -> tuple[int, ...]:
@@ -84,7 +149,13 @@ def process_counts(machine: Machine) -> tuple[int, ...]:
     )
 
 
-def _described(count: int, threads: int | None) -> str:
+def now() -> str:
+    """Return the time in ISO 8601."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _described(setting: ProcessSetting) -> str:
+    count, threads = setting
     processes = f"{count} process{'es' * (count > 1)}"
     if threads is None:
         return f"{processes}, one on each GPU" if count > 1 else "one process on one GPU"
@@ -93,42 +164,24 @@ def _described(count: int, threads: int | None) -> str:
 
 def _threads(machine: Machine, processes: int) -> int:
     """Return the threads per process as in training: a share of the cores, unless OMP_NUM_THREADS is set."""
-    own = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(own) if own.isdigit() and int(own) > 0 else max(1, machine.cpu_cores // processes)
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(value) if value.isdigit() and int(value) > 0 else max(1, machine.cpu_cores // processes)
 
 
-def _in_processes(
-    machine: Machine, count: int, threads: int | None, ends: tuple[float, float], work: Path, stopping: Stopping
-) -> dict[str, Any]:
-    from trainwright.doctor.calibrate_worker import measure
-    from trainwright.run.supervisor import launch
-
-    output = work / "samples.json"
-    work.mkdir()
-    with _environment(OMP_NUM_THREADS=threads):
-        try:
-            launch(
-                functools.partial(measure, machine.device, ends, output),
-                processes=count,
-                logs=work / "logs",
-                stopping=stopping,
-            )
-        except TrainwrightError as error:
-            raise MachineError(f"measuring failed in one of {count} processes: {error}") from error
-    if stopping.requested:
-        raise Stopped("stopped; the measurement was not finished, and nothing was saved")
-    measurements: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return measurements
-
-
-def _setting(machine: Machine, count: int, threads: int | None, measurements: dict[str, Any]) -> ProcessRates:
+def _rates(machine: Machine, setting: ProcessSetting, measurements: dict[str, Any]) -> ProcessRates:
     from trainwright.doctor.calibrate_fits import curve_of
-    from trainwright.doctor.calibrate_passes import exchange, in_step, split
+    from trainwright.doctor.calibrate_passes import exchange, in_step
 
-    samples, passes, sharded = split(measurements["samples"])
+    samples = measurements["samples"]
+    groups = {
+        group: {name.partition("/")[2]: samples.pop(name) for name in list(samples) if name.startswith(f"{group}/")}
+        for group in ("passes", "sharded")
+    }
     curves = {name: curve_of(name, rows) for name, rows in samples.items()}
-    alone = ProcessRates(count, threads, curves, launch=measurements["launch"], overlap=measurements["overlap"])
-    steps = replace(alone, in_step={precision: in_step(alone, precision, rows) for precision, rows in passes.items()})
+    alone = ProcessRates(*setting, curves, launch=measurements["launch"], overlap=measurements["overlap"])
+    factors = {precision: in_step(alone, precision, rows) for precision, rows in groups["passes"].items()}
+    steps = replace(alone, in_step=factors)
+    sharded = groups["sharded"]
     return replace(steps, exchange=exchange(steps, machine, sharded)) if sharded else steps
 
 

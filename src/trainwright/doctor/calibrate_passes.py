@@ -8,9 +8,9 @@ on a GPU kernels wait in a queue, and its caches hold little of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from trainwright.doctor.calibrate_fits import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, ProcessRates
-from trainwright.planning.step_time.basis import MIXED, llama, on_cpu
+from trainwright.planning.step_time.basis import MIXED, on_cpu, packed_batch
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.step_time.work import DeviceWork
@@ -46,12 +46,10 @@ _EXCHANGE = (2.5e-3, 1.1)
 _HELD = 0.15
 
 
-@dataclass(frozen=True)
-class SmallModel:
+class SmallModel(NamedTuple):
     """A llama of ``layers`` blocks on a pack of ``sequences`` sequences of about ``length`` tokens each."""
 
     width: int
-    heads: int
     layers: int
     sequences: int
     length: int
@@ -60,12 +58,13 @@ class SmallModel:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration of the llama for ``transformers``."""
+        heads = self.width // 64
         return {
             "hidden_size": self.width,
             "intermediate_size": 3 * self.width,
             "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": max(1, self.heads // 2),
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(1, heads // 2),
             "vocab_size": _VOCABULARY,
             "max_position_embeddings": 4096,
             "tie_word_embeddings": True,
@@ -74,37 +73,30 @@ class SmallModel:
     @property
     def traced(self) -> TracedModel:
         """The model, to be traced."""
-        return llama(**self.config)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The sequences' lengths."""
-        return unequal_lengths(self.sequences, self.length)
+        return TracedModel.of({"model_type": "llama", **self.config})
 
     @property
     def batch(self) -> BatchShape:
         """The micro-batch of its sequences."""
-        tokens = sum(self.lengths)
-        sequences = tuple((length, 1) for length in self.lengths)
-        return BatchShape(1, tokens, sequences, tokens - self.sequences, True, False)
+        return packed_batch(unequal_lengths(self.sequences, self.length))
 
 
-# Few and many tokens, narrow and wide matrices, short and long sequences.
+# Few and many tokens, narrow and wide matrices, short and long sequences; few models, as each is traced.
 _MODELS = (
-    SmallModel(192, 3, 4, sequences=1, length=96),
-    SmallModel(192, 3, 3, sequences=6, length=160),
-    SmallModel(384, 6, 2, sequences=1, length=900),
-    SmallModel(512, 8, 2, sequences=5, length=60),
-    SmallModel(640, 10, 1, sequences=2, length=256),
-    SmallModel(896, 14, 1, sequences=3, length=100),
-    SmallModel(512, 8, 2, sequences=4, length=128, held_out=True),
-    SmallModel(256, 4, 3, sequences=2, length=256, held_out=True),
+    SmallModel(192, 4, sequences=1, length=96),
+    SmallModel(192, 4, sequences=6, length=160),
+    SmallModel(512, 2, sequences=1, length=900),
+    SmallModel(512, 2, sequences=5, length=60),
+    SmallModel(896, 1, sequences=2, length=256),
+    SmallModel(896, 1, sequences=3, length=100),
+    SmallModel(512, 2, sequences=4, length=128, held_out=True),
+    SmallModel(192, 4, sequences=2, length=256, held_out=True),
 )
 _SHARDED = (
-    SmallModel(192, 3, 4, sequences=4, length=128),
-    SmallModel(768, 12, 1, sequences=2, length=128),
-    SmallModel(768, 12, 2, sequences=3, length=128),
-    SmallModel(512, 8, 3, sequences=2, length=128, held_out=True),
+    SmallModel(192, 4, sequences=4, length=128),
+    SmallModel(896, 1, sequences=2, length=128),
+    SmallModel(896, 1, sequences=3, length=128),
+    SmallModel(512, 2, sequences=2, length=128, held_out=True),
 )
 
 
@@ -120,23 +112,10 @@ def pass_cases(world: World) -> Iterator[CalibrationCase]:
     for precision in MIXED:
         for number, model in enumerate(_MODELS):
             build = partial(_pass, model, precision)
-            yield CalibrationCase(f"passes/{precision}", (number,), model.held_out, build, typical=True)
+            yield CalibrationCase(f"passes/{precision}", (number,), build, model.held_out, typical=True)
         for number, model in enumerate(_SHARDED if world.size > 1 else ()):
             build = partial(_sharded_pass, model, precision, world)
-            yield CalibrationCase(f"sharded/{precision}", (number,), model.held_out, build, joint=True, typical=True)
-
-
-def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows], dict[str, Rows]]:
-    """Return the samples of the curves by name, and those of passes and of sharded passes by precision."""
-    parts: dict[str, dict[str, Rows]] = {"passes": {}, "sharded": {}}
-    curves: dict[str, Rows] = {}
-    for name, rows in samples.items():
-        group, _, precision = name.partition("/")
-        if group in parts:
-            parts[group][precision] = rows
-        else:
-            curves[name] = rows
-    return curves, parts["passes"], parts["sharded"]
+            yield CalibrationCase(f"sharded/{precision}", (number,), build, model.held_out, joint=True, typical=True)
 
 
 def in_step(setting: ProcessRates, precision: str, rows: Rows) -> InStep:
@@ -246,7 +225,8 @@ def _built(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     from trainwright.models.causal_lm import CausalLM
     from trainwright.models.load import fresh_model
 
+    lengths = unequal_lengths(model.sequences, model.length)
     module = CausalLM(
         fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype), packed=True
     ).train()
-    return module, pack([[token % _VOCABULARY for token in range(length)] for length in model.lengths])()
+    return module, pack([[token % _VOCABULARY for token in range(length)] for length in lengths])()

@@ -1,11 +1,13 @@
-"""Measure the cases of a calibration, collectives too, in all processes of a setting at once."""
+"""Measure cases in all processes of a setting at once: a process of ``calibrate``, or of the quick measurement."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.doctor.calibrate_cases import (
-    CalibrationCase,
-    Run,
-    attention_cases,
-    other_cases,
-    product_cases,
-    traffic_cases,
-)
-from trainwright.doctor.calibrate_passes import pass_cases
+from trainwright.doctor.calibrate_cases import CalibrationCase, Run
 from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.parallel.openmp import limit_spinning
@@ -29,19 +23,37 @@ from trainwright.parallel.world import World, join, leave
 from trainwright.run.process import keep_freed_memory
 from trainwright.run.shutdown.stop import stop_requested
 
-_SLOT_SECONDS = 0.02  # seconds per case and round; at least one call is made
 _UNDISTURBED = 0.2  # quantile of the calls; slower ones waited for something else
-_LAUNCHES = 400
+_LAUNCHES, _CHAINS = 100, 5  # kernels in a chain, each launched by the host; chains, the fastest of which counts
 _MOST_ROUNDS = 12
 _MOST_CALLS = 200
 _FEWEST_TYPICAL = 3  # calls
 _JOINT = 4  # factor on the slot, because processes that wait for each other have irregular times
+_CACHE = 2**27  # bytes; larger than the caches of a processor
 _TOO_BUSY = (
     "this machine is too busy to measure: one round exceeds its time limit; stop other programs, and measure again"
 )
 
 
-def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    ``slot``: seconds per case and round, in which at least one call is made. ``fewest``: cases of the first round
+    without which a setting is of no use; None: all. ``waits``: these are measured however long they take.
+    """
+
+    slot: float = 0.02
+    fewest: int | None = None
+    waits: bool = True
+
+
+Cases = Mapping[str, Iterable[CalibrationCase]]  # by part
+
+
+def measure(
+    cases_of: Callable[[World], Cases], device_type: str, ends: tuple[float, float], effort: Effort, output: Path
+) -> int:
     """Run a worker; rank 0 writes samples by curve to ``output``.
 
     Args:
@@ -55,23 +67,19 @@ def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
     limit_spinning()
     world = join(device_type)
     try:
-        parts = {
-            "products": product_cases(world.device),
-            "traffic": traffic_cases(world.device),
-            "attention": attention_cases(world.device),
-            "others": other_cases(world.device),
-            "passes": pass_cases(world),
-            "collectives": collective_cases(world),
-        }
-        cases = [(part, case) for part, made in parts.items() for case in made]
+        parts = cases_of(world)
+        cases = [(part, case) for part, of_part in parts.items() for case in of_part]
         measurements: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
-        measured = _measured(world, cases, ends, measurements["parts"])
-        for case, taken in measured:
-            rows = measurements["samples"].setdefault(case.curve, [])
-            rows.append({"sizes": case.sizes, "seconds": taken.seconds / case.amount, "held_out": case.held_out})
-        measurements["disturbed"] = sum(taken.is_disturbed for _, taken in measured) / len(measured)
-        measurements["overlap"] = measure_overlap(world)
-        measurements["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
+        timed = _measured(world, cases, ends, effort, measurements["parts"])
+        for case, time_of_case in timed:
+            row = {"sizes": case.sizes, "seconds": time_of_case.seconds / case.amount, "held_out": case.held_out}
+            row["disturbed"] = time_of_case.is_disturbed
+            measurements["samples"].setdefault(case.curve, []).append(row)
+        disturbed = sum(time_of_case.is_disturbed for _, time_of_case in timed)
+        measurements |= {"disturbed": disturbed / max(1, len(timed)), "number": len(timed)}
+        measurements["overlap"] = measure_overlap(world) if effort.fewest is None else 0.0
+        launches = world.gather_floats([_launch_seconds(world.device)])
+        measurements["launch"] = statistics.mean(row[0] for row in launches)
         if world.is_main:
             output.write_text(json.dumps(measurements), encoding="utf-8")
     except _Stopped:
@@ -86,18 +94,21 @@ class _Stopped(Exception):
 
 
 def _measured(
-    world: World, cases: list[tuple[str, CalibrationCase]], ends: tuple[float, float], parts: dict[str, float]
+    world: World,
+    cases: Sequence[tuple[str, CalibrationCase]],
+    ends: tuple[float, float],
+    effort: Effort,
+    parts: dict[str, float],
 ) -> list[tuple[CalibrationCase, Timed]]:
-    """Return each case with its seconds, the mean over the ranks.
+    """Return each case with its seconds, the mean over the ranks, without those for which there was no time.
 
-    Cases are timed in rounds over all of them, so that a disturbance by other programs does not affect only a few;
-    for most cases the
-    best round is used. The first round is always completed, with short slots on a slow machine. ``parts``: the time of
-    each part is added to it.
+    Cases are timed in rounds over all of them, so that a disturbance by other programs does not affect only a few; for
+    most cases the best round is used. Slots are short on a slow machine. ``parts``: the time of each part is added.
     """
     rounds: list[list[Timed]] = [[] for _ in cases]
     built: dict[int, Run] = {}
     clock = Stopwatch()
+    fewest = len(cases) if effort.fewest is None else effort.fewest
     for number in range(_MOST_ROUNDS):
         for index, (part, case) in enumerate(cases):
             # Rank 0's clock decides for all ranks. This also synchronizes them.
@@ -106,52 +117,73 @@ def _measured(
             late, over, stopped = world.sum([*past, float(stop_requested())])
             if stopped:
                 raise _Stopped
-            if late and number:
+            required = effort.waits and not number and index < fewest
+            if late and not required:
                 break
             if over:
                 raise MachineError(_TOO_BUSY)
-            run = built.get(index) or case.build()
-            if case.typical:  # takes longer to build than to run
-                built[index] = run
-            rounds[index].append(_time(world, clock, case, run, 0.0 if late or not number else _SLOT_SECONDS))
+            try:
+                run = built.get(index) or case.build()
+                if case.typical:
+                    built[index] = run
+                slot = 0.0 if late or not number else effort.slot
+                rounds[index].append(_time(world, clock, case, run, slot))
+            except RuntimeError:  # a precision that this GPU does not support
+                if world.device.type == "cpu" or case.joint:
+                    raise
             parts[part] += time.monotonic() - started
+    if not all(rounds[:fewest]) and world.device.type == "cpu":
+        return []
     own = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
-    ranks = world.gather_floats([value for one in own for value in one])
+    ranks = world.gather_floats([value for timed in own for value in timed])
     results = []
     for index, (_, case) in enumerate(cases):
         seconds, waited = ([row[2 * index + part] for row in ranks] for part in (0, 1))
-        results.append((case, Timed(statistics.mean(seconds), max(waited))))
+        if math.isfinite(mean := statistics.mean(seconds)):
+            results.append((case, Timed(mean, max(waited))))
     return results
 
 
 def _of_rounds(case: CalibrationCase, times: list[Timed]) -> Timed:
     """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
-    clean = sorted(one for one in times if not one.is_disturbed) or sorted(times)
-    return clean[int((0.25 if case.typical else 0.0) * len(clean))]
+    usable = sorted(timed for timed in times if not timed.is_disturbed) or sorted(times)
+    return usable[int((0.25 if case.typical and not case.cold else 0.0) * len(usable))] if usable else _NOT_TIMED
+
+
+_NOT_TIMED = Timed(math.nan, 0.0)
 
 
 def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot: float) -> Timed:
     """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
-    on_gpu = world.device.type == "cuda"
+    if world.device.type == "cuda":
+        return Timed(_on_gpu(run, _calls(case, slot, _on_gpu(run, 1))), 0.0)
     clock.start()
-    first = Timed(_on_gpu(run, 1), 0.0) if on_gpu else clock.time(run)
-    once = first.seconds
+    others = torch.ones(_CACHE // 4) if case.cold else None
+
+    def timed() -> Timed:
+        if others is not None:
+            others.mul_(1.0)  # in the caches, in place of the case's own tensors
+        return clock.time(run)
+
+    first = timed()
+    seconds = first.seconds
     if case.joint:
-        once, slot = world.broadcast(once), slot * _JOINT
-    fewest = _FEWEST_TYPICAL if case.typical and slot else 1
-    count = max(fewest, min(_MOST_CALLS, int(slot / max(once, 1e-7))))
-    if on_gpu:
-        return Timed(_on_gpu(run, count), 0.0)
-    times = [first, *(clock.time(run) for _ in range(count - 1))]
+        seconds, slot = world.broadcast(seconds), slot * _JOINT
+    times = [first, *(timed() for _ in range(_calls(case, slot, seconds) - 1))]
     if case.joint:
         times = _over_ranks(world, times)
-    return undisturbed(times, 0.5 if case.typical else _UNDISTURBED)
+    return undisturbed(times, 0.5 if case.typical and not case.cold else _UNDISTURBED)
+
+
+def _calls(case: CalibrationCase, slot: float, seconds: float) -> int:
+    fewest = 2 if case.cold else _FEWEST_TYPICAL if case.typical and slot else 1
+    return max(fewest, min(_MOST_CALLS, int(slot / max(seconds, 1e-7))))
 
 
 def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
     """Combine calls that all ranks make together: if one waits for a core, the others wait for it."""
-    rows = world.gather_floats([value for one in times for value in one])
+    rows = world.gather_floats([value for timed in times for value in timed])
     return [
         Timed(statistics.mean(row[2 * n] for row in rows), max(row[2 * n + 1] for row in rows))
         for n in range(len(times))
@@ -174,7 +206,7 @@ def _launch_seconds(device: torch.device) -> float:
     """Return the host seconds for launching one small kernel, from a chain of them forward and backward."""
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
-    for _ in range(5):
+    for _ in range(_CHAINS):
         started = time.perf_counter()
         y = x
         for _ in range(_LAUNCHES):
@@ -195,12 +227,16 @@ _ROUNDS = 3
 
 def collective_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield the collectives that strategies use, by the bytes of the full tensor."""
-    if world.size == 1:
-        return
-    kind = world.device.type
-    for count, held_out in [(n, False) for n in _BYTES[kind]] + [(n, True) for n in _HELD_OUT_BYTES[kind]]:
-        for name, build in _BUILDERS.items():
-            yield CalibrationCase(f"collective/{name}", (count,), held_out, partial(build, world, count), joint=True)
+    used, held_out = _BYTES[world.device.type], _HELD_OUT_BYTES[world.device.type]
+    for count in (*used, *held_out) if world.size > 1 else ():
+        for name in _BUILDERS:
+            yield collective_of(world, name, count, count in held_out)
+
+
+def collective_of(world: World, name: str, count: int, held_out: bool = False) -> CalibrationCase:
+    """Return a collective over a tensor of ``count`` bytes."""
+    build = partial(_BUILDERS[name], world, count)
+    return CalibrationCase(f"collective/{name}", (count,), build, held_out, joint=True)
 
 
 def measure_overlap(world: World) -> float:

@@ -71,16 +71,15 @@ def undisturbed(times: list[Timed], share: float) -> Timed:
     """Return the call that ``share`` of the undisturbed calls are faster than.
 
     If all are disturbed, as long calls are while another program uses the cores all the time, their waiting time is
-    subtracted
-    and the median is returned, still marked as disturbed.
+    subtracted and the median is returned, still marked as disturbed.
     """
-    clean = sorted(one for one in times if not one.is_disturbed)
+    clean = sorted(timed for timed in times if not timed.is_disturbed)
     if clean:
         return clean[int(share * len(clean))]
-    mended = sorted(Timed(max(one.seconds - one.waited, _LEAST_SHARE * one.seconds), one.waited) for one in times)
-    return mended[len(mended) // 2]
+    corrected = sorted(Timed(max(t.seconds - t.waited, _LEAST_SHARE * t.seconds), t.waited) for t in times)
+    return corrected[len(corrected) // 2]
 
 
 def least(times: list[Timed]) -> Timed:
     """Return the shortest undisturbed call, or the shortest if all are disturbed."""
-    return min(times, key=lambda one: (one.is_disturbed, one.seconds))
+    return min(times, key=lambda timed: (timed.is_disturbed, timed.seconds))

@@ -145,6 +145,8 @@ class ProcessRates:
     - ``host/to`` and ``host/from``: copies between a GPU and the host's memory, by bytes
     - ``loss/PRECISION``: cross-entropy with its gradient, by the number of logits, without the head's products
     - ``data``: preparing a micro-batch, by its sequences and tokens
+    - ``block/PRECISION/forward`` and ``backward``: the kernels of a block of a model in a row, with cold caches; the
+      sizes are those of ``kernels.MeasuredBlock``
 
     ``launch``: seconds between the starts of two small kernels. ``overlap``: the share of a collective that overlaps
     with computation. ``in_step``: by precision, on a CPU.

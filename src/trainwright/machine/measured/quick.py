@@ -31,8 +31,9 @@ from trainwright.machine.measured.calibration import (
     versions,
 )
 from trainwright.machine.measured.contradictions import contradictions
+from trainwright.machine.measured.kernels import Block, blocks_to_measure
 
-_METHOD = 3  # increased when measurements before would not be comparable
+_METHOD = 4  # increased when measurements before would not be comparable
 SECONDS = 3.0  # in total, including imports
 _MOST_SECONDS = 30.0  # timeout of the measuring process
 # Ratio of two matrices' sides from which one does not predict the other.
@@ -40,8 +41,6 @@ _FAR = 2.0
 _MOST_WIDTH = {"cpu": 2048, "cuda": 8192}
 _MOST_WIDTHS = 3
 _LENGTHS = (16, 512)
-# A measured block: parameters of its matrices, and tokens. Forward and backward take 6 operations of each pair.
-_MOST_PARAMETERS, _BLOCK_TOKENS = 4_000_000, 256
 # A measurement that other programs disturbed is repeated after this time, not by every command while they go on.
 _REPEAT_MINUTES = 5
 
@@ -51,25 +50,22 @@ _measured_here: dict[Path, QuickMeasurement] = {}
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of a model: widths (out, in) of its matrices, and the length of its sequences.
-
-    ``block``: hidden size, width of the MLP, number of heads and of key-value heads, size of a head; None on GPUs.
-    """
+    """Shapes of a model: widths (out, in) of its matrices, and the length of its sequences. ``block``: None on GPUs."""
 
     widths: tuple[tuple[int, int], ...]
     length: int
-    block: tuple[int, int, int, int, int] | None = None
+    block: Block | None = None
 
     def bounded(self, device: str) -> Shapes:
         """Return the shapes to measure: the first few, halved until they are fast enough."""
         widths = dict.fromkeys((_halved(n, device), _halved(k, device)) for n, k in self.widths)
         length = 2 ** round(math.log2(min(_LENGTHS[1], max(_LENGTHS[0], self.length))))
-        block = None if self.block is None or device != "cpu" else _bounded_block(self.block)
+        block = None if self.block is None or device != "cpu" else self.block.bounded()
         return Shapes(tuple(widths)[:_MOST_WIDTHS], length, block)
 
 
 # Shapes of a small model, if none is given.
-USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128, (576, 1536, 9, 3, 64))
+USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128)
 
 
 @dataclass(frozen=True)
@@ -150,46 +146,26 @@ def covers(calibration: Calibration, shapes: Shapes) -> bool:
         sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(calibration, f"product/{name}/forward")
     ]
     near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in shapes.widths)
-    return near and (shapes.block is None or any(_ratio(sizes, shapes.block) <= _FAR for sizes in _blocks(calibration)))
+    return near and (shapes.block is None or any(shapes.block.ratio(sizes) <= _FAR for sizes in _blocks(calibration)))
 
 
-def for_block(calibration: Calibration, block: Sequence[int] | None) -> Calibration:
+def for_block(calibration: Calibration, block: Block | None) -> Calibration:
     """Return the measurement with the nearest block alone of those that were measured in a setting."""
     if block is None or not any(_blocks(calibration)):
         return calibration
     return replace(calibration, settings=tuple(_with_nearest_block(setting, block) for setting in calibration.settings))
 
 
-def _with_nearest_block(setting: ProcessRates, block: Sequence[int]) -> ProcessRates:
+def _with_nearest_block(setting: ProcessRates, block: Block) -> ProcessRates:
     curves = dict(setting.curves)
     for name, curve in setting.curves.items():
         if name.startswith("block/"):
-            curves[name] = replace(curve, samples=(min(curve.samples, key=lambda one: _ratio(one.sizes, block)),))
+            curves[name] = replace(curve, samples=(min(curve.samples, key=lambda sample: block.ratio(sample.sizes)),))
     return replace(setting, curves=curves)
 
 
 def _blocks(calibration: Calibration) -> list[tuple[float, ...]]:
     return [sample.sizes for name in ("fp32", "bf16") for sample in _samples(calibration, f"block/{name}/backward")]
-
-
-def _ratio(sizes: Sequence[float], block: Sequence[int]) -> float:
-    """Return the largest ratio of the widths of two blocks."""
-    return max(max(a / b, b / a) for a, b in zip(sizes[:2], block[:2], strict=True))
-
-
-def _bounded_block(block: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
-    """Return a block whose widths are halved until it is fast enough."""
-    hidden, inner, heads, shared, size = block
-    while heads > 1 and hidden * (3 * inner + 2 * (heads + shared) * size) > _MOST_PARAMETERS:
-        hidden, inner, heads, shared = -(-hidden // 2), -(-inner // 2), heads // 2, max(1, shared // 2)
-    while heads % shared:
-        shared -= 1
-    return hidden, inner, heads, shared, size
-
-
-def sequences_of_block(shapes: Shapes) -> tuple[int, int]:
-    """Return the number and the length of the sequences that a block is measured on."""
-    return max(1, _BLOCK_TOKENS // shapes.length), shapes.length
 
 
 def rates_in_words(calibration: Calibration) -> str:
@@ -220,7 +196,9 @@ def _measure(machine: Machine, shapes: Shapes, known: Calibration | None) -> Cal
         "versions": versions(machine),
         "widths": shapes.widths,
         "length": shapes.length,
-        "block": None if shapes.block is None else [*shapes.block, *sequences_of_block(shapes)],
+        "block": []
+        if shapes.block is None
+        else [(name, one.sizes) for name, one in blocks_to_measure(shapes.block, shapes.length)],
         "begun": started,
         "seconds": SECONDS,
         "before": [] if known is None else list(_before(known)),

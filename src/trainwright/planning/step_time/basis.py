@@ -6,12 +6,15 @@ Imports no torch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, current_calibration
 from trainwright.machine.measured.contention import other_cores
+from trainwright.machine.measured.kernels import KINDS, Block, Kernel, MeasuredBlock, Passes
 from trainwright.machine.measured.own_runs import Correction, OwnRuns, own_runs
 from trainwright.machine.measured.quick import Shapes, for_block, measured
 from trainwright.models.attention.kernels import Dtype
@@ -21,7 +24,7 @@ from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
 from trainwright.planning.trace.traced import parameters_of, sized
-from trainwright.planning.trace.units import SizedModel
+from trainwright.planning.trace.units import Operation, SizedModel
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
 
 _LOAD_SECONDS, _SMALL_LOAD = 0.1, 0.3  # for which the load is measured; cores
@@ -97,16 +100,39 @@ def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]
 
 def shapes_of(workload: Workload) -> Shapes:
     """Return the model's matrix sizes (those with the most computation first), its block, and its sequences' length."""
-    facts = workload.facts
-    done: dict[tuple[int, int], int] = {}
-    for parameter in (parameter for block in parameters_of(workload.model)[1:-1] for parameter in block):
+    facts, blocks = workload.facts, parameters_of(workload.model)[1:-1]
+    elements: dict[tuple[int, int], int] = {}
+    for parameter in (parameter for block in blocks for parameter in block):
         if len(parameter.shape) > 1 and "lora_" not in parameter.name:
             rows, columns = parameter.shape[-2:]
-            done[rows, columns] = done.get((rows, columns), 0) + rows * columns
-    widths = sorted(done, key=lambda size: -done[size])
-    block = (facts.hidden, facts.intermediate, facts.heads, facts.key_value_heads, facts.head_dim)
+            elements[rows, columns] = elements.get((rows, columns), 0) + rows * columns
+    widths = sorted(elements, key=lambda size: -elements[size])
+    breadth = sum(parameter.numel for parameter in blocks[0]) / facts.hidden
+    block = Block(facts.hidden, breadth, partial(block_passes, workload.model))
     length = max(1, round(workload.mean_length))
-    return Shapes(tuple(widths) or ((facts.hidden, facts.hidden),), length, block if all(block) else None)
+    return Shapes(tuple(widths) or ((facts.hidden, facts.hidden),), length, block)
+
+
+def block_passes(model: TracedModel, sequences: int, length: int) -> Passes:
+    """Return the kernels of the passes over a model's first block, on a pack of sequences of about one length."""
+    passes = {}
+    for precision in MIXED:
+        batch = packed_batch((length,) * sequences)
+        dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
+        trace = sized(TraceRequest(model, Device("cpu"), dtype), batch)
+        block = trace.in_order()[1]
+        for direction, operations in (("forward", block.forward.operations), ("backward", block.backward.operations)):
+            passes[f"{precision}/{direction}"] = [
+                Kernel(KINDS.index(o.kind), int(bool(o.name)), *o[2:10], o.width) for o in operations if o.launches
+            ]
+    return passes
+
+
+def packed_batch(lengths: Sequence[int]) -> BatchShape:
+    """Return the shape of a pack of sequences of these lengths, in which all tokens but each first are targets."""
+    tokens = sum(lengths)
+    sequences = tuple(Counter(lengths).items())
+    return BatchShape(1, tokens, sequences, tokens - len(lengths), packed=True, masked=False)
 
 
 @dataclass(frozen=True)
@@ -176,7 +202,8 @@ def with_measured_blocks(
         if nearest is None:
             continue
         samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
-        expected = block_seconds(samples[0].sizes, precision, setting_of(nearest.processes, nearest.threads))
+        rates = setting_of(nearest.processes, nearest.threads)
+        expected = sum(block_seconds(one.sizes, name, rates) for one, name in zip(samples, names, strict=True))
         seconds = sum(sample.seconds for sample in samples)
         factor = min(_MOST, max(_LEAST, seconds / expected))
         in_step[precision] = replace(
@@ -189,11 +216,6 @@ def with_measured_blocks(
     return replace(setting, in_step=in_step)
 
 
-def llama(**sizes: int | bool) -> TracedModel:
-    """Return a small llama; ``sizes``: keys of its configuration."""
-    return TracedModel.of({"model_type": "llama", **sizes})
-
-
 def on_cpu(model: TracedModel, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[SizedModel, Pricing]:
     """Return the passes of a model on a CPU, and what predicts their time."""
     dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
@@ -202,19 +224,14 @@ def on_cpu(model: TracedModel, batch: BatchShape, precision: str, setting: Proce
     return trace, Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=vocabulary)
 
 
-def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates) -> float:
-    """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
-    hidden, inner, heads, shared, size, sequences, length = map(int, sizes)
-    model = llama(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        head_dim=size,
-        vocab_size=2,
-    )
-    tokens = sequences * length
-    batch = BatchShape(1, tokens, ((length, sequences),), tokens, packed=True, masked=False)
-    trace, pricing = on_cpu(model, batch, precision, setting)
-    return pricing.pass_and_back(trace.in_order()[1]).seconds
+def block_seconds(sizes: Sequence[float], curve: str, setting: ProcessRates) -> float:
+    """Return the predicted seconds of a pass over a block, from the sizes of a sample of ``curve``."""
+    block = MeasuredBlock.of(sizes)
+    _, precision, direction = curve.split("/")
+    batch = packed_batch((block.length,) * block.sequences)
+    pricing = Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=0)
+    operations: list[Operation[int]] = [
+        Operation._make((KINDS[k.kind], "weight" if k.weights else "", *k[2:7], *map(int, k[7:10]), k.width, 2))
+        for k in block.kernels
+    ]
+    return pricing.work(operations, backward=direction == "backward").seconds

@@ -48,15 +48,12 @@ def judged(values: Mapping[str, float], link: Link | None) -> CheckResult:
 def _measure(answer: Path) -> None:
     import torch
 
-    from trainwright.doctor.calibrate_cases import other_cases
+    from trainwright.doctor.calibrate_cases import host_copy
 
     device = torch.device("cuda", 0)
     figures: dict[str, float] = {"wrong": _wrong_copies(device)}
-    for case in other_cases(device):
-        kind, _, direction = case.curve.partition("/")
-        if kind != "host" or case.sizes[0] != _BYTES:
-            continue
-        run = case.build()
+    for direction in ("to", "from"):
+        run = host_copy(direction, _BYTES, device)
         run()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
