@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ from trainwright.planning.trace.request import TracedModel
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODEL = TracedModel.of({"model_type": "llama", **LLAMA, "num_hidden_layers": 2, "vocab_size": 64})
-PASSES = dict(blocks_to_measure(Block(64.0, 400.0, lambda *sizes: block_passes(MODEL, *sizes)), 64))
+
+
+@cache
+def passes() -> dict[str, MeasuredBlock]:
+    return dict(blocks_to_measure(Block(64.0, 400.0, partial(block_passes, MODEL)), 64))
 
 
 class Written(TorchDispatchMode):
@@ -33,9 +38,11 @@ class Written(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("curve", list(PASSES))
+@pytest.mark.parametrize(
+    "curve", [f"block/{name}/{way}" for name in ("fp32", "bf16") for way in ("forward", "backward")]
+)
 def test_a_replay_computes_and_writes_what_the_block_does(curve: str) -> None:
-    block = PASSES[curve]
+    block = passes()[curve]
     run = block_case(curve, block.sizes).build()
     with FlopCounterMode(display=False) as counter:
         run()
@@ -50,14 +57,14 @@ def test_a_replay_computes_and_writes_what_the_block_does(curve: str) -> None:
 
 
 def test_attention_is_that_of_sequences_of_unequal_lengths() -> None:
-    block = PASSES["block/fp32/forward"]
+    block = passes()["block/fp32/forward"]
     attention = tuple(k for k in block.kernels if KINDS[k.kind] == "attention")
     assert block.sequences == 4 and len(attention) == 1
     block_case("block/fp32/forward", block._replace(kernels=attention).sizes).build()()
 
 
 def test_it_imports_no_transformers_whose_import_takes_longer_than_the_measurement() -> None:
-    block: MeasuredBlock = PASSES["block/fp32/backward"]
+    block: MeasuredBlock = passes()["block/fp32/backward"]
     run = f"""
 import sys
 from trainwright.doctor import quick

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -129,18 +130,28 @@ def test_shapes_are_the_models_own_the_most_work_first() -> None:
     shapes = shapes_of(work())
     assert set(shapes.widths) == {(1536, 576), (576, 1536), (576, 576), (192, 576)}
     assert shapes.widths[0] == (1536, 576) and shapes.length == 128
-    assert shapes.block == BLOCK
+    assert shapes.block is not None and shapes.block.hidden == 576
+    assert shapes.block.breadth == pytest.approx(2 * 576 + 2 * 192 + 3 * 1536 + 2)
 
 
-BLOCK = shapes_of(work()).block
-assert BLOCK is not None
-PASSES = dict(blocks_to_measure(BLOCK, 128))
+@cache
+def block_of_the_model() -> Block:
+    block = shapes_of(work()).block
+    assert block is not None
+    return block
+
+
+@cache
+def passes() -> dict[str, MeasuredBlock]:
+    return dict(blocks_to_measure(block_of_the_model(), 128))
+
+
 NAMES = ("block/fp32/forward", "block/fp32/backward")
 
 
 def seconds_of(setting: ProcessRates) -> float:
     """The seconds of the block in fp32 that a plan predicts."""
-    return sum(block_seconds(PASSES[name].sizes, name, setting) for name in NAMES)
+    return sum(block_seconds(passes()[name].sizes, name, setting) for name in NAMES)
 
 
 def _with_block(found: Calibration, seconds: float, scale: float = 1.0) -> Calibration:
@@ -151,7 +162,7 @@ def _with_block(found: Calibration, seconds: float, scale: float = 1.0) -> Calib
     for direction, share in (("forward", 1 / 3), ("backward", 2 / 3)):
         name = f"block/fp32/{direction}"
         known = curves[name].samples if name in curves else ()
-        hidden, breadth, *rest = PASSES[name].sizes
+        hidden, breadth, *rest = passes()[name].sizes
         curves[name] = Curve("table", (*known, TimedSample((scale * hidden, breadth, *rest), seconds * share)))
     settings[place] = replace(settings[place], curves=curves)
     return replace(found, settings=tuple(settings))
@@ -170,6 +181,17 @@ def test_kernels_in_a_step_take_what_a_measured_block_takes() -> None:
     assert spoilt.in_step["fp32"].products == pytest.approx(2.5 * plain.in_step["fp32"].products)
 
 
+def test_a_block_that_an_earlier_version_measured_counts_for_nothing() -> None:
+    sample = TimedSample((576.0, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0), 1.0)
+    settings = tuple(
+        replace(one, curves={**one.curves, **{name: Curve("table", (sample,)) for name in NAMES}})
+        for one in measurement().settings
+    )
+    cluster = of_cores(2, *AMX)
+    rates = rates_of(cluster, None, replace(measurement(), settings=settings)).setting(2, 1)
+    assert rates == rates_of(cluster, None, measurement()).setting(2, 1)
+
+
 def test_a_calibration_is_scaled_to_a_block_of_the_model() -> None:
     cluster = of_cores(2, *AMX)
     calibrated = replace(measurement(), settings=(rates_of(cluster, None, measurement()).setting(2, 1),))
@@ -181,14 +203,13 @@ def test_a_calibration_is_scaled_to_a_block_of_the_model() -> None:
 
 
 def test_the_block_of_a_plan_is_the_nearest_that_was_measured() -> None:
-    assert BLOCK is not None
     both = _with_block(_with_block(measurement(), 1.0), 2.0, scale=7.0)
     for scale, seconds in ((1.0, 1.0), (5.0, 2.0)):
-        found = for_block(both, replace(BLOCK, hidden=scale * BLOCK.hidden))
+        found = for_block(both, replace(block_of_the_model(), hidden=scale * block_of_the_model().hidden))
         (sample,) = found.settings[1].curves["block/fp32/backward"].samples
         assert sample.seconds == pytest.approx(seconds * 2 / 3)
-    assert for_block(measurement(), BLOCK) == measurement()
-    required = Shapes(((512, 512),), 64, BLOCK)
+    assert for_block(measurement(), block_of_the_model()) == measurement()
+    required = Shapes(((512, 512),), 64, block_of_the_model())
     assert covers(both, required) and not covers(measurement(), required)
     assert not covers(both, replace(required, block=Block(64.0, 300.0)))
 
@@ -198,18 +219,18 @@ def test_a_large_block_is_measured_at_a_fraction_of_its_widths() -> None:
     assert block is not None and block.scale == 1 / 8
     bounded = Shapes(((14336, 4096),), 100, block).bounded("cpu").block
     assert bounded is not None and bounded.hidden == 512 and bounded.hidden * bounded.breadth <= 4_000_000
-    passes = dict(blocks_to_measure(bounded, 128))
-    assert set(passes) == {f"block/{name}/{way}" for name in ("fp32", "bf16") for way in ("forward", "backward")}
-    products = {(k.m, k.n, k.k) for k in passes["block/fp32/forward"].kernels if k.kind == 0}
+    narrow = dict(blocks_to_measure(bounded, 128))
+    assert set(narrow) == {f"block/{name}/{way}" for name in ("fp32", "bf16") for way in ("forward", "backward")}
+    products = {(k.m, k.n, k.k) for k in narrow["block/fp32/forward"].kernels if k.kind == 0}
     assert products == {(256, 512, 512), (256, 128, 512), (256, 1792, 512), (256, 512, 1792)}
-    gradients = {(k.m, k.n, k.k) for k in passes["block/fp32/backward"].kernels if k.kind == 0 and not k.weights}
+    gradients = {(k.m, k.n, k.k) for k in narrow["block/fp32/backward"].kernels if k.kind == 0 and not k.weights}
     assert gradients == {(512, 512, 256), (128, 512, 256), (1792, 512, 256), (512, 1792, 256)}
     assert sequences_of_block(128) == (2, 128)
     assert Shapes(((14336, 4096),), 100, block).bounded("cuda").block is None
 
 
 def test_a_measured_block_comes_back_from_the_sizes_of_its_sample() -> None:
-    for passed in PASSES.values():
+    for passed in passes().values():
         assert MeasuredBlock.of(passed.sizes) == passed
 
 

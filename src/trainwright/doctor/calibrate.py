@@ -100,10 +100,10 @@ class Measuring:
         for number, setting in enumerate(settings):
             self._say(f"measuring {_described(setting)}")
             started = time.monotonic()
-            own_end = started + max(0.0, end - started) / (len(settings) - number)
+            end_of_setting = started + max(0.0, end - started) / (len(settings) - number)
             if effort.fewest is not None:
                 effort = replace(effort, waits=not number)
-            measured = self._in_processes(setting, (own_end, limit), effort)
+            measured = self._in_processes(setting, (end_of_setting, limit), effort)
             measured["parts"]["starting"] = time.monotonic() - started - sum(measured["parts"].values())
             measurements.append(measured)
         return measurements

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, summary
 from trainwright.utils.text import size
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-_KINDS = ("copy", "elementwise", "reduction")
+_LAYOUTS = ("forward", "input", "weight")
 _SHOWN_PRODUCT = {"cpu": (1024, 1024, 1024), "cuda": (8192, 4096, 4096)}
-_SHOWN_BYTES = (2**20, 2**24, 2**28)
+_SHOWN_BYTES, _SHOWN_LENGTHS = (2**20, 2**24, 2**28), (128, 512, 2048)
+_OTHERS = (
+    ("optimizer", "AdamW, million elements/s", 1e6),
+    ("host_optimizer", "AdamW in the host's memory, million elements/s", 1e6),
+    ("loss/fp32", "loss of fp32 logits, million/s", 1e6),
+    ("loss/bf16", "loss of bf16 logits, million/s", 1e6),
+    ("host/to", "host to GPU, GB/s", 1e9),
+    ("host/from", "GPU to host, GB/s", 1e9),
+)
 
 
 def lines(calibration: Calibration) -> Iterator[str]:
     """Yield the table: rates of each setting, each group with its error on held-out sizes."""
-    taken = sum(calibration.parts.values())
-    yield f"{calibration.machine}, measured {calibration.measured} in {taken:.0f} s: " + ", ".join(
+    total = sum(calibration.parts.values())
+    yield f"{calibration.machine}, measured {calibration.measured} in {total:.0f} s: " + ", ".join(
         f"{part} {seconds:.0f}" for part, seconds in calibration.parts.items()
     )
     for setting in calibration.settings:
@@ -25,10 +33,7 @@ def lines(calibration: Calibration) -> Iterator[str]:
         yield f"{setting.processes} process{'es' * (setting.processes > 1)}{each}" + (
             ", all at once, each:" if setting.processes > 1 else ":"
         )
-        yield from _products(setting)
-        yield from _traffic(setting)
-        yield from _attention(setting)
-        yield from _others(setting)
+        yield from _operations(setting)
         yield from _collectives(setting)
         yield from _in_step(setting)
     yield ""
@@ -37,88 +42,70 @@ def lines(calibration: Calibration) -> Iterator[str]:
     yield f"other programs used the cores during {calibration.disturbance:.0%} of the measurements"
 
 
-def _products(setting: ProcessRates) -> Iterator[str]:
+def _operations(setting: ProcessRates) -> Iterator[str]:
     shape = _SHOWN_PRODUCT["cpu" if setting.threads else "cuda"]
-    size = " x ".join(map(str, shape))
-    yield f"  {f'matrix products, GFLOP/s at {size}':<46}{'x @ W^T':>10}{'dy @ W':>10}{'dy^T @ x':>10}  error"
+    title = f"matrix products, GFLOP/s at {' x '.join(map(str, shape))}"
+    yield _row(title, ("x @ W^T", "dy @ W", "dy^T @ x"), "error", indent=2)
     operations = 2 * shape[0] * shape[1] * shape[2]
-    for precision in _seen(setting, "product"):
-        curves = [setting.curves[f"product/{precision}/{layout}"] for layout in ("forward", "input", "weight")]
-        rates = "".join(f"{operations / curve.seconds(*shape) / 1e9:>10,.0f}" for curve in curves)
-        yield f"    {precision:<44}{rates}  {_errors(curves)}"
-
-
-def _traffic(setting: ProcessRates) -> Iterator[str]:
-    yield f"  {'read and written, GB/s':<46}" + "".join(f"{size(count):>10}" for count in _SHOWN_BYTES) + "  error"
-    for precision in _seen(setting, "traffic"):
-        for kind in _KINDS:
+    for precision in _precisions(setting, "product"):
+        curves = [setting.curves[f"product/{precision}/{layout}"] for layout in _LAYOUTS]
+        rates = (f"{operations / curve.seconds(*shape) / 1e9:,.0f}" for curve in curves)
+        yield _row(precision, rates, _errors(*curves))
+    yield _row("read and written, GB/s", map(size, _SHOWN_BYTES), "error", indent=2)
+    for precision in _precisions(setting, "traffic"):
+        for kind in ("copy", "elementwise", "reduction"):
             curve = setting.curves[f"traffic/{precision}/{kind}"]
-            yield f"    {f'{precision} {kind}':<44}{_rates(curve)}  {_errors([curve])}"
-
-
-def _attention(setting: ProcessRates) -> Iterator[str]:
-    lengths = (128, 512, 2048)
-    yield f"  {'attention, ns per token and channel':<46}" + "".join(f"{n:>10,}" for n in lengths) + "  error"
-    for precision in _seen(setting, "attention"):
+            rates = (f"{count / curve.seconds(count) / 1e9:.1f}" for count in _SHOWN_BYTES)
+            yield _row(f"{precision} {kind}", rates, _errors(curve))
+    yield _row("attention, ns per token and channel", (f"{n:,}" for n in _SHOWN_LENGTHS), "error", indent=2)
+    for precision in _precisions(setting, "attention"):
         for direction in ("forward", "backward"):
             curve = setting.curves[f"attention/{precision}/{direction}"]
-            times = "".join(f"{curve.seconds(length) * 1e9:>10.3f}" for length in lengths)
-            yield f"    {f'{precision} {direction}':<44}{times}  {_errors([curve])}"
-
-
-def _others(setting: ProcessRates) -> Iterator[str]:
-    for name, text, unit in (
-        ("optimizer", "AdamW, million elements/s", 1e6),
-        ("host_optimizer", "AdamW in the host's memory, million elements/s", 1e6),
-        ("loss/fp32", "loss of fp32 logits, million/s", 1e6),
-        ("loss/bf16", "loss of bf16 logits, million/s", 1e6),
-        ("host/to", "host to GPU, GB/s", 1e9),
-        ("host/from", "GPU to host, GB/s", 1e9),
-    ):
-        if (curve := setting.curves.get(name)) is not None:
-            amount = max(sample.sizes[0] for sample in curve.samples)
-            yield f"  {text:<46}{amount / curve.seconds(amount) / unit:>10,.1f}{'':>20}  {_errors([curve])}"
+            times = (f"{curve.seconds(length) * 1e9:.3f}" for length in _SHOWN_LENGTHS)
+            yield _row(f"{precision} {direction}", times, _errors(curve))
+    for name, text, unit in _OTHERS:
+        if (curve_or_none := setting.curves.get(name)) is not None:
+            amount = max(sample.sizes[0] for sample in curve_or_none.samples)
+            rate = f"{amount / curve_or_none.seconds(amount) / unit:,.1f}"
+            yield _row(text, (rate, "", ""), _errors(curve_or_none), indent=2)
     batch = setting.curves["data"]
-    yield f"  {'a batch of 8 sequences and 1,024 tokens, us':<46}{batch.seconds(8, 1024) * 1e6:>10,.0f}{'':>20}  " + (
-        _errors([batch])
-    )
+    microseconds = f"{batch.seconds(8, 1024) * 1e6:,.0f}"
+    yield _row("a batch of 8 sequences and 1,024 tokens, us", (microseconds, "", ""), _errors(batch), indent=2)
     yield f"  {'a small kernel, us':<46}{setting.launch * 1e6:>10.1f}"
 
 
 def _collectives(setting: ProcessRates) -> Iterator[str]:
     if setting.processes == 1:
         return
-    yield f"  {'collectives of all processes':<46}{'alpha us':>10}{'GB/s':>10}{'':>10}  error"
+    yield _row("collectives of all processes", ("alpha us", "GB/s", ""), "error", indent=2)
     for kind in _COLLECTIVES:
         curve = setting.curves[f"collective/{kind}"]
         alpha, beta = curve.coefficients
-        rate = f"{1 / beta / 1e9:>10.2f}" if beta else f"{'-':>10}"
-        yield f"    {kind:<44}{alpha * 1e6:>10.0f}{rate}{'':>10}  {_errors([curve])}"
+        yield _row(kind, (f"{alpha * 1e6:.0f}", f"{1 / beta / 1e9:.2f}" if beta else "-", ""), _errors(curve))
     yield f"  {'share that overlaps with computation':<46}{setting.overlap:>10.0%}"
 
 
 def _in_step(setting: ProcessRates) -> Iterator[str]:
     if not setting.in_step:
         return
-    yield f"  {'in a step, factor on times alone':<46}{'products':>10}{'attention':>10}{'memory':>10}  error"
+    yield _row("in a step, factor on times alone", ("products", "attention", "memory"), "error", indent=2)
     for precision, fitted in setting.in_step.items():
-        factors = "".join(f"{factor:>10.2f}" for factor in (fitted.products, fitted.attention, fitted.traffic))
+        factors = (f"{factor:.2f}" for factor in (fitted.products, fitted.attention, fitted.traffic))
         host = f"{precision}, and {fitted.host * 1e6:.0f} us more for each kernel"
-        yield f"    {host:<44}{factors}  {summary(fitted.errors)}"
+        yield _row(host, factors, summary(fitted.errors))
     if setting.processes > 1:
         exchange = setting.exchange
-        collectives = f"collectives, and {exchange.waited * 1e3:.1f} ms more for each"
-        yield f"    {collectives:<44}{exchange.factor:>10.2f}{'':>20}  {summary(exchange.errors)}"
+        text = f"collectives, and {exchange.waited * 1e3:.1f} ms more for each"
+        yield _row(text, (f"{exchange.factor:.2f}", "", ""), summary(exchange.errors))
 
 
-def _seen(setting: ProcessRates, group: str) -> list[str]:
-    """Return the precisions of a group of curves."""
+def _row(text: str, values: Iterable[str], last: str, indent: int = 4) -> str:
+    return f"{'':<{indent}}{text:<{48 - indent}}{''.join(f'{value:>10}' for value in values)}  {last}"
+
+
+def _precisions(setting: ProcessRates, group: str) -> Sequence[str]:
     return list(dict.fromkeys(name.split("/")[1] for name in setting.curves if name.startswith(f"{group}/")))
 
 
-def _rates(curve: Curve) -> str:
-    return "".join(f"{count / curve.seconds(count) / 1e9:>10.1f}" for count in _SHOWN_BYTES)
-
-
-def _errors(curves: list[Curve]) -> str:
+def _errors(*curves: Curve) -> str:
     return summary(error for curve in curves for error in curve.errors)

@@ -65,7 +65,7 @@ def main() -> None:
     pairs = [pair for pair in zip(settings, measurements, strict=True) if pair[1]["samples"]]
     rates = tuple(_rates(setting, measured, request["before"]) for setting, measured in pairs)
     number = sum(measured["number"] for _, measured in pairs)
-    disturbance = sum(measured["disturbed"] * measured["number"] for _, measured in pairs) / number
+    disturbance = sum(measured["disturbed"] * measured["number"] for _, measured in pairs) / max(1, number)
     parts = {"imports": imported, "measuring": time.monotonic() - started}
     calibration = Calibration(request["machine"], now(), request["versions"], rates, parts, disturbance)
     json.dump(as_json(calibration), sys.stdout)

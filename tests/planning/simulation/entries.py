@@ -5,15 +5,34 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.machine.cache import cache_root
 from trainwright.planning.simulation.phases import Phases
-from trainwright.planning.simulation.recorders.collectives import CollectiveLog, RecordCollectives
+from trainwright.planning.simulation.recorders import CollectiveLog, collective_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_worker import Worker, run_worker
 from trainwright.tasks.registry import task_module
+
+
+class RecordCollectives(TorchDispatchMode):
+    """Record the collectives that this process calls within the context, of any process group."""
+
+    def __init__(self, log: CollectiveLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a collective and call it."""
+        if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
+            return NotImplemented  # a DTensor takes itself apart first; it finds its layout with fake tensors
+        if (collective := collective_of(func, args, kwargs or {})) is not None:
+            self._log.note(collective)
+        return func(*args, **(kwargs or {}))
 
 
 def record(run: str) -> None:

@@ -92,6 +92,11 @@ class MeasuredBlock(NamedTuple):
     length: int
     kernels: tuple[Kernel, ...]
 
+    @staticmethod
+    def is_of(sizes: Sequence[float]) -> bool:
+        """Return whether these are the sizes of a sample; those of earlier versions were a Llama's."""
+        return len(sizes) >= 4 and (len(sizes) - 4) % len(Kernel._fields) == 0
+
     @classmethod
     def of(cls, sizes: Sequence[float]) -> MeasuredBlock:
         """Return the pass of the sizes of a sample."""

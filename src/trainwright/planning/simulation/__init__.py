@@ -5,5 +5,5 @@ a compiled shim tells a CPU build of torch that there is a CUDA. A simulation ha
 must be loaded before torch.
 
 `start.py` begins a simulation, `shim/` loads the shim, `device/` replaces what of torch would ask a driver,
-`recorders/` note memory, collectives and host waits, `training.py` runs a worker, `report.py` has the result.
+`recorders.py` notes memory, collectives and host waits, `training.py` runs a worker, `report.py` has the result.
 """

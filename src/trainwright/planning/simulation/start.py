@@ -25,7 +25,7 @@ from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.planning.plan import RunPlan
-    from trainwright.planning.simulation.device.mode import Logs
+    from trainwright.planning.simulation.recorders import Logs
 
 
 # A schedule of any length: those of recipes are longer than the steps that are simulated.

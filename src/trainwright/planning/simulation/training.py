@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.planning.simulation.device import cuda, groups, mode
 from trainwright.planning.simulation.device.groups import Rank
-from trainwright.planning.simulation.device.mode import Logs, Simulated
+from trainwright.planning.simulation.device.mode import Simulated
+from trainwright.planning.simulation.recorders import Logs
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe

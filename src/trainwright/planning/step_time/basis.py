@@ -194,12 +194,12 @@ def with_measured_blocks(
     Args:
         setting_of: the rates of a number of processes and threads, with typical factors.
     """
-    by_distance = sorted(measured.settings, key=lambda one: distance(one, setting.processes, setting.threads))
+    by_distance = sorted(measured.settings, key=lambda other: distance(other, setting.processes, setting.threads))
     in_step = dict(setting.in_step)
     for precision in MIXED.keys() & in_step.keys():
         names = [f"block/{precision}/{direction}" for direction in ("forward", "backward")]
-        nearest = next((one for one in by_distance if all(name in one.curves for name in names)), None)
-        if nearest is None:
+        nearest = next((setting for setting in by_distance if all(name in setting.curves for name in names)), None)
+        if nearest is None or not MeasuredBlock.is_of(nearest.curves[names[0]].samples[-1].sizes):
             continue
         samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
         rates = setting_of(nearest.processes, nearest.threads)

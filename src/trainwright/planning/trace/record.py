@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from trainwright.planning.trace.storages import Storages
 from trainwright.planning.trace.units import OperationKind
 from trainwright.planning.trace.values import compute, operands
 
@@ -73,8 +73,8 @@ class Recorder(TorchDispatchMode):
         self._names = names
         self._scope = ""
         self._next: Segment | None = None
-        self._existing = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
-        self._live: dict[int, Any] = {id(storage): None for storage in self._existing}
+        existing = (tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers()))
+        self._storages = Storages(self._released, existing)
         self._shapes = {p.shape for p in names if p.requires_grad and p.dim() > 1}
         self._parameters = {id(parameter.untyped_storage()): parameter for parameter in names}
 
@@ -134,25 +134,18 @@ class Recorder(TorchDispatchMode):
         return self.segments[-1].direction == "backward" and args[0].shape in self._shapes
 
     def _note(self, storage: Any, segment: Segment) -> None:
-        key = id(storage)
-        if key in self._live:
-            return
-        size = storage.nbytes()
-        segment.events.append(Event("allocated", size))
-        segment.remaining[key] = size
-        self._live[key] = weakref.finalize(storage, self._released, key, size)
+        if size := self._storages.follow(storage):
+            segment.events.append(Event("allocated", size))
+            segment.remaining[id(storage)] = size
 
     def _released(self, key: int, size: int) -> None:
-        self._live.pop(key, None)
         self.segments[-1].remaining.pop(key, None)
         self.segments[-1].events.append(Event("released", size))
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Note that a parameter's gradient is ready; from now on it is not counted."""
         assert parameter.grad is not None and isinstance(parameter, nn.Parameter)
-        storage = parameter.grad.untyped_storage()
-        known = self._live.get(id(storage))
-        size = storage.nbytes() if known is not None and known.detach() else 0
+        size = self._storages.forget(parameter.grad.untyped_storage())
         self.segments[-1].events.append(Event("gradient", size, self._names[parameter]))
 
 

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.planning.simulation.device import known
 from trainwright.planning.simulation.device.kernels import check, grouped_product
-from trainwright.planning.simulation.phases import Phases, WaitLog
-from trainwright.planning.simulation.recorders.collectives import CollectiveLog, collective_of, tensors_in
-from trainwright.planning.simulation.recorders.memory import MemoryLog
+from trainwright.planning.simulation.recorders import Logs, collective_of
+from trainwright.planning.trace.values import tensors_in
 
 # Operations whose result has a size or a value that the host waits for.
 _WAITS = {
@@ -25,16 +24,6 @@ _WAITS = {
     "aten::_local_scalar_dense": "reading a value",
     "aten::equal": "equal",
 }
-
-
-class Logs:
-    """What a simulated rank has done, by step and phase."""
-
-    def __init__(self) -> None:
-        self.memory = MemoryLog()
-        self.phases = Phases(self.memory.enter)
-        self.collectives = CollectiveLog(self.phases)
-        self.waits = WaitLog(self.phases)
 
 
 class Simulated(TorchDispatchMode):
@@ -58,7 +47,7 @@ class Simulated(TorchDispatchMode):
             return self._noted(func(*args, **kwargs))
         if any(kind not in _OURS for kind in types):
             return NotImplemented  # a subclass, such as a DTensor, takes itself apart first
-        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        inputs = tensors_in((args, kwargs))
         if (collective := collective_of(func, args, kwargs)) is not None:
             self.logs.collectives.note(collective)
             out = self._noted(func(*args, **kwargs))

@@ -1,17 +1,53 @@
-"""Collectives by kind, with their number and bytes, of a simulated process group or a real one."""
+"""Records of a simulated run, by step and phase: live bytes on the device, collectives, and waits of the host."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.planning.simulation.phases import STEP_PHASES, Phases
+from trainwright.planning.simulation.phases import STEP_PHASES, Phases, WaitLog
+from trainwright.planning.trace.storages import Storages
+from trainwright.planning.trace.values import tensors_in
+
+_BLOCK = 512  # bytes; sizes of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
+
+
+class MemoryLog:
+    """Bytes on the simulated device, as ``torch.cuda.memory_allocated`` counts them, and their peak in each phase."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+        self.peaks: dict[str, int] = {}
+        self.phase = "load"
+        self._storages = Storages(lambda _, size: self._add(-size), block=_BLOCK)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Follow the storage of a tensor on the device."""
+        self._add(self._storages.follow(tensor.untyped_storage()))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Update the size of a followed storage, as FSDP2 frees gathered parameters by resizing them to nothing."""
+        if storage in self._storages:
+            self._add(self._storages.follow(storage))
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self._add(0)
+
+    def reset_peak(self) -> None:
+        """Forget the peak of all phases together."""
+        self.peak = self.live
+
+    def _add(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
+
 
 # Names of torch's c10d operations: the kind as in torch.distributed, and which argument has the full size.
 _KINDS = {
@@ -33,8 +69,6 @@ _KINDS = {
     "send": ("send", 0),
     "recv_": ("recv", 0),
 }
-
-
 # Those of DTensors, which take the number of ranks as an argument.
 _FUNCTIONAL = {
     "all_reduce": "all_reduce",
@@ -74,15 +108,6 @@ def _size(group: Any) -> int:
     return 0 if group is None else ProcessGroup.unbox(group).size()
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists and tuples."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors_in(value)
-
-
 class CollectiveLog:
     """Collectives by step and phase; step 0 is what comes before the first one."""
 
@@ -105,17 +130,11 @@ class CollectiveLog:
         return {kind: (count, size) for kind, (count, size) in sorted(sums.items())}
 
 
-class RecordCollectives(TorchDispatchMode):
-    """Record the collectives that this process calls within the context, of any process group."""
+class Logs:
+    """What a simulated rank has done, by step and phase."""
 
-    def __init__(self, log: CollectiveLog) -> None:
-        super().__init__()
-        self._log = log
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a collective and call it."""
-        if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a DTensor takes itself apart first; it finds its layout with fake tensors
-        if (collective := collective_of(func, args, kwargs or {})) is not None:
-            self._log.note(collective)
-        return func(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        self.memory = MemoryLog()
+        self.phases = Phases(self.memory.enter)
+        self.collectives = CollectiveLog(self.phases)
+        self.waits = WaitLog(self.phases)

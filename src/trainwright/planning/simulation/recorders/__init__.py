@@ -1,1 +1,0 @@
-"""Records of a simulated or a real run: the device's memory, collectives, and waits of the host."""
