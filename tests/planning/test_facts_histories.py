@@ -9,6 +9,7 @@ import pytest
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import constraints_of, make_plan
+from trainwright.planning.trace.traced import parameters_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
 
@@ -20,7 +21,8 @@ def test_a_plan_has_the_sizes_of_the_model() -> None:
     workload = facts_of(recipe).workload
     model = HistoryModel(HistoryShape((9, 9), 5, 64, 4, 4, "transition", "rotary", steps=120), seed=0)
     blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
-    assert workload.facts.blocks == blocks
+    planned = (parameter for block in parameters_of(workload.model)[1:-1] for parameter in block)
+    assert sum(parameter.numel for parameter in planned) == blocks
     assert workload.tokens == 64 * 120 and workload.steps == recipe.train.max_steps
 
 

@@ -15,6 +15,7 @@ import importlib
 import logging
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +31,7 @@ Quantization = Literal["nf4", "int8"]
 
 _BLOCK = 64  # elements of NF4 per scale, and scales per second-level scale, as in the paper
 _SCALES_BLOCK = 256
-_AT_A_TIME = 2**20  # elements to quantize at once, which takes about 20 bytes each
+_AT_A_TIME = 2**20  # elements to quantize at once, which takes about 20 bytes each where there are data
 _ALIGNMENT = 4  # bytes, so that the bits can be viewed as any compute dtype
 
 
@@ -83,9 +84,10 @@ class NF4Linear(QuantizedLinear):
     scales: torch.Tensor
 
     def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
+        flat = weight.reshape(-1)
         parts = [
             _functional().quantize_4bit(part, blocksize=_BLOCK, quant_type="nf4")
-            for part in weight.reshape(-1).split(_AT_A_TIME)
+            for part in ([flat] if flat.is_meta else flat.split(_AT_A_TIME))
         ]
         self._keep_scales(torch.cat([state.absmax for _, state in parts]))
         return torch.cat([bits.reshape(-1) for bits, _ in parts])
@@ -219,6 +221,7 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
     return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 
 
+@cache
 def _functional() -> Any:
     """Return bitsandbytes.functional; its import also registers the operators."""
     # It logs that it found no kernels on the Hub; none are requested.

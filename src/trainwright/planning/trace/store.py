@@ -61,6 +61,8 @@ def ship(file: Path, values: Mapping[str, Any]) -> None:
     with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
         for key, value in {_VERSIONS: versions(), **values}.items():
             archive.writestr(key, json.dumps(value, separators=(",", ":")))
+    _opened.cache_clear()
+    _shipped.cache_clear()
 
 
 def shipped() -> dict[str, Any]:
