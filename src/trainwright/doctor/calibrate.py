@@ -86,7 +86,7 @@ class Measuring:
     def __init__(
         self,
         device: str,
-        cases_of: Callable[[World], Cases],
+        cases_of: Callable[[ProcessSetting, World], Cases],
         effort: Effort,
         stopping: Stopping,
         say: Callable[[str], None] = lambda text: None,
@@ -118,7 +118,8 @@ class Measuring:
             _environment(OMP_NUM_THREADS=setting.threads),
         ):
             output = Path(work) / "samples.json"
-            entry = functools.partial(measure, self._cases_of, self._device, ends, effort, output)
+            cases_of = functools.partial(self._cases_of, setting)
+            entry = functools.partial(measure, cases_of, self._device, ends, effort, output)
             try:
                 launch(entry, processes=count, logs=Path(work) / "logs", stopping=self._stopping)
             except TrainwrightError as error:
@@ -129,7 +130,7 @@ class Measuring:
         return measurements
 
 
-def _cases(world: World) -> Cases:
+def _cases(setting: ProcessSetting, world: World) -> Cases:
     from trainwright.doctor.calibrate_cases import operation_cases
     from trainwright.doctor.calibrate_passes import pass_cases
     from trainwright.doctor.calibrate_worker import collective_cases

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from trainwright.doctor.calibrate import Measuring, ProcessSetting, now
 from trainwright.doctor.calibrate_cases import (
     KINDS,
@@ -104,8 +102,8 @@ def settings_of(cores: int) -> list[ProcessSetting]:
     return list(dict.fromkeys(some))
 
 
-def _cases(request: Mapping[str, Any], world: World) -> Cases:
-    """Return the cases of every setting, the most important first in case time runs out.
+def _cases(request: Mapping[str, Any], setting: ProcessSetting, world: World) -> Cases:
+    """Return the cases of a setting, the most important first in case time runs out.
 
     They are the model's own products, its block, and one or two sizes of the other operations of a step.
     """
@@ -119,7 +117,7 @@ def _cases(request: Mapping[str, Any], world: World) -> Cases:
             for few in (tokens, max(_FEWEST[kind], tokens // 4)):
                 cases += products_of((few, wide, narrow), precision, device)
         # The factors of a step depend little on how the cores are shared.
-        if not number and world.size == 1 and torch.get_num_threads() == request["cores"]:
+        if not number and world.size == 1 and setting.threads == request["cores"]:
             cases += [block_case(curve, tuple(sizes)) for curve, sizes in request["block"]]
     small, large = _ELEMENTS[kind]
     for precision in ("fp32", "bf16"):

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from trainwright.planning.trace.values import operands
+
 _MOST = 2**20  # elements of a value that is remembered
 _MOST_FLOATS = 2**17  # among them what all ranks tell each other about a step
 _MADE = {"arange", "zeros", "ones", "full", "scalar_tensor", "eye", "linspace", "tril_indices", "triu_indices"}
@@ -59,7 +61,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
     schema = func._schema
     if not inputs and schema.name.rpartition("::")[2] not in _MADE:
         return
-    if not all(_small(result_tensor) for result_tensor in _results(out)):
+    if not all(_small(result_tensor) for result_tensor in operands((out,), {})):
         return _forget(schema, args)
     if schema.name == "aten::cat":
         _complete(inputs)
@@ -77,7 +79,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
         except (RuntimeError, NotImplementedError):  # no such kernel on the CPU
             return _forget(schema, args)
     shared = {one.value.untyped_storage()._cdata: one.valid for one in entries if one is not None}
-    for result_tensor, value in zip(_results(out), _results(result), strict=True):
+    for result_tensor, value in zip(operands((out,), {}), operands((result,), {}), strict=True):
         if isinstance(result_tensor, FakeTensor):
             result_tensor._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
 
@@ -120,15 +122,9 @@ def _forget(schema: Any, args: tuple[Any, ...]) -> None:
         return
     for argument, value in zip(schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            for tensor in _results(value):
+            for tensor in operands((value,), {}):
                 if isinstance(tensor, FakeTensor) and (old := _known(tensor)) is not None:
                     old.valid[0] = False
-
-
-def _results(out: Any) -> list[torch.Tensor]:
-    if isinstance(out, torch.Tensor):
-        return [out]
-    return [one for one in out if isinstance(one, torch.Tensor)] if isinstance(out, (list, tuple)) else []
 
 
 def _small(tensor: torch.Tensor) -> bool:
@@ -168,7 +164,7 @@ def _filled(shape: tuple[int, ...], filler: Any) -> Any:
 def exchanged(kind: str, args: tuple[Any, ...], ranks: int) -> None:
     """Set the value of what a collective has filled, if that of its input is known: the other ranks have the same."""
     if kind == "all_reduce":
-        for tensor in _results(args[0]):
+        for tensor in operands(args[:1], {}):
             if (value := known(tensor)) is not None:
                 with _disable_current_modes():
                     remember(tensor, value * ranks)
