@@ -132,7 +132,7 @@ def products_of(shape: Shape, precision: str, device: torch.device, held_out: bo
     sizes = {"forward": shape, "input": (tokens, narrow, wide), "weight": (wide, narrow, tokens)}
     return [
         CalibrationCase(
-            f"product/{precision}/{layout}", size, partial(_product, precision, layout, shape, device), held_out
+            f"product/{precision}/{layout}", size, partial(product, precision, layout, shape, device), held_out
         )
         for layout, size in sizes.items()
     ]
@@ -169,7 +169,7 @@ def attention_of(
     amount = sum(lengths) * heads * channels
 
     def case(direction: str) -> CalibrationCase:
-        build = partial(_attention, precision, direction, lengths, (heads, channels), device, dense)
+        build = partial(attention, precision, direction, lengths, (heads, channels), device, dense)
         return CalibrationCase(f"attention/{precision}/{direction}", (length,), build, held_out, amount)
 
     return [case("forward"), case("backward")]
@@ -193,7 +193,7 @@ def unequal_lengths(sequences: int, length: int) -> tuple[int, ...]:
     return tuple(length + round(0.1 * length * index / max(1, sequences - 1)) for index in spread)
 
 
-def _random(shape: tuple[int, ...], precision: str, device: torch.device) -> torch.Tensor:
+def random_numbers(shape: tuple[int, ...], precision: str, device: torch.device) -> torch.Tensor:
     """Return random numbers: a GPU's power, and so its clock, depends on the bits that change.
 
     They are repeated, as generating all of them takes longer than the timed operation.
@@ -207,14 +207,15 @@ def _some_random(precision: str, device: torch.device) -> torch.Tensor:
     return torch.randn(2**16, device=device).to(DTYPES[precision])
 
 
-def _product(precision: str, layout: str, shape: Shape, device: torch.device) -> Run:
+def product(precision: str, layout: str, shape: Shape, device: torch.device) -> Run:
+    """Return a product of a linear module of a shape (tokens, output width, input width)."""
     m, n, k = shape
     if layout == "forward":
-        run = partial(F.linear, _random((m, k), precision, device), _random((n, k), precision, device))
+        run = partial(F.linear, random_numbers((m, k), precision, device), random_numbers((n, k), precision, device))
     else:
-        grad = _random((m, n), precision, device)
+        grad = random_numbers((m, n), precision, device)
         first, right = (grad, (n, k)) if layout == "input" else (grad.t(), (m, k))
-        run = partial(torch.mm, first, _random(right, precision, device))
+        run = partial(torch.mm, first, random_numbers(right, precision, device))
     return partial(_in_tf32, run) if precision == "tf32" else run
 
 
@@ -228,7 +229,7 @@ def _in_tf32(run: Run) -> None:
 
 
 def _traffic(precision: str, kind: str, elements: int, device: torch.device) -> Run:
-    x, y = (_random((elements // _ROW, _ROW), precision, device) for _ in range(2))
+    x, y = (random_numbers((elements // _ROW, _ROW), precision, device) for _ in range(2))
     runs: dict[str, Run] = {
         "copy": lambda: x.clone(),
         "elementwise": lambda: (x * y, x + y),
@@ -237,18 +238,21 @@ def _traffic(precision: str, kind: str, elements: int, device: torch.device) -> 
     return runs[kind]
 
 
-def _attention(
+def attention(
     precision: str,
     direction: str,
     lengths: Sequence[int],
     shape: tuple[int, int],
     device: torch.device,
-    dense: bool,
+    dense: bool = False,
 ) -> Run:
+    """Return causal attention within sequences. ``shape``: heads, size of a head; ``dense``: as in ``attention_of``."""
     heads, channels = shape
     tokens, scale = sum(lengths), channels**-0.5
     # The order in memory in which projections return them.
-    query, key, value = (_random((1, tokens, heads, channels), precision, device).transpose(1, 2) for _ in range(3))
+    query, key, value = (
+        random_numbers((1, tokens, heads, channels), precision, device).transpose(1, 2) for _ in range(3)
+    )
     boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     if device.type == "cpu":
         if direction == "forward":
@@ -274,7 +278,7 @@ def _attention(
 
 
 def _update(elements: int, device: torch.device) -> Run:
-    weight, gradient, first, second = (_random((elements,), "fp32", device) for _ in range(4))
+    weight, gradient, first, second = (random_numbers((elements,), "fp32", device) for _ in range(4))
     numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
     numbers |= {"amsgrad": False, "maximize": False}
     step = torch.ones((), device=device)
@@ -286,8 +290,8 @@ def _loss(precision: str, logits: int, device: torch.device) -> Run:
     from trainwright.models.linear_losses import Head, linear_cross_entropy
 
     # The minimum width of hidden states: the products are measured separately.
-    hidden = _random((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
-    weight = _random((_LOSS_ROW, _LEAST_WIDTH), precision, device)
+    hidden = random_numbers((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
+    weight = random_numbers((_LOSS_ROW, _LEAST_WIDTH), precision, device)
     targets = torch.zeros(len(hidden), dtype=torch.int64, device=device)
     return lambda: linear_cross_entropy(Head(hidden, weight, None), targets)
 

@@ -1,21 +1,27 @@
-"""Run the kernels of a traced block in a row, on numbers without meaning: a step of a model without its modules.
+"""Run the kernels of a traced block in a row, on random numbers: a step of a model without its modules.
 
 ``transformers`` is not imported, which alone takes longer than the whole quick measurement.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 
-from trainwright.doctor.calibrate_cases import CalibrationCase, Run, unequal_lengths
+from trainwright.doctor.calibrate_cases import (
+    DTYPES,
+    CalibrationCase,
+    Run,
+    attention,
+    product,
+    random_numbers,
+    unequal_lengths,
+)
 from trainwright.machine.measured.kernels import KINDS, Kernel, MeasuredBlock
-from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
 
 _CHANNELS = 64  # of a head of attention
+_CPU = torch.device("cpu")
 
 
 def block_case(curve: str, sizes: tuple[float, ...]) -> CalibrationCase:
@@ -27,12 +33,7 @@ def block_case(curve: str, sizes: tuple[float, ...]) -> CalibrationCase:
 def replay(block: MeasuredBlock, backward: bool) -> Run:
     """Return a function that runs the kernels. Each reads tensors of its own, as large as those of the model."""
     lengths = unequal_lengths(block.sequences, block.length)
-    runs = [
-        run
-        for kernel in block.kernels
-        for _ in range(kernel.launches)
-        for run in _runs(kernel, lengths, backward=backward)
-    ]
+    runs = [_run(kernel, lengths, backward=backward) for kernel in block.kernels for _ in range(kernel.launches)]
 
     def run_all() -> None:
         for run in runs:
@@ -41,48 +42,29 @@ def replay(block: MeasuredBlock, backward: bool) -> Run:
     return run_all
 
 
-def _runs(kernel: Kernel, lengths: tuple[int, ...], *, backward: bool) -> Iterator[Run]:
-    kind, dtype = KINDS[kernel.kind], {4: torch.float32, 2: torch.bfloat16}.get(kernel.width, torch.float32)
+def _run(kernel: Kernel, lengths: tuple[int, ...], *, backward: bool) -> Run:
+    kind, precision = KINDS[kernel.kind], "bf16" if kernel.width == 2 else "fp32"
     if kind == "product":
-        yield _product(kernel, dtype, backward)
-    elif kind == "attention":
-        yield _attention(kernel, lengths, dtype, backward)
-    else:
-        read, written = (
-            max(1, round(size / kernel.launches / dtype.itemsize)) for size in (kernel.read, kernel.written)
-        )
-        if kind == "reduction":
-            yield partial(torch.sum, _ones(dtype, written, max(1, read // written)), -1)
-        elif kind == "copy":
-            yield _ones(dtype, written).clone
-        else:
-            other = _ones(dtype, written) if 2 * read >= 3 * written else 1.5
-            yield partial(torch.mul, _ones(dtype, written), other)
+        return _product(kernel, precision, backward)
+    if kind == "attention":  # with as many heads as its FLOPs need
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        heads = round(kernel.flops / kernel.launches / (2 * (5 if backward else 2) * pairs * _CHANNELS))
+        return attention(precision, "backward" if backward else "forward", lengths, (max(1, heads), _CHANNELS), _CPU)
+    width = DTYPES[precision].itemsize
+    read, written = (max(1, round(size / kernel.launches / width)) for size in (kernel.read, kernel.written))
+    first = random_numbers((written,), precision, _CPU)
+    if kind == "reduction":
+        return partial(torch.sum, random_numbers((written, max(1, read // written)), precision, _CPU), -1)
+    if kind == "copy":
+        return first.clone
+    return partial(torch.mul, first, first.clone() if 2 * read >= 3 * written else 1.5)
 
 
-def _product(kernel: Kernel, dtype: torch.dtype, backward: bool) -> Run:
-    """Return a product with a matrix that is transposed as in training."""
-    batch = (kernel.times,) if kernel.times > 1 else ()
-    first, second = _ones(dtype, *batch, kernel.m, kernel.k), _ones(dtype, *batch, kernel.k, kernel.n)
-    if not kernel.weights and backward:  # of a weight's gradient: dy^T @ x
-        first = _ones(dtype, *batch, kernel.k, kernel.m).mT
-    elif not backward:  # x @ W^T
-        second = _ones(dtype, *batch, kernel.n, kernel.k).mT
-    return partial(torch.matmul, first, second)
-
-
-def _attention(kernel: Kernel, lengths: tuple[int, ...], dtype: torch.dtype, backward: bool) -> Run:
-    """Return attention of a pack with as many heads as the kernel's FLOPs need."""
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    heads = max(1, round(kernel.flops / kernel.launches / (2 * (5 if backward else 2) * pairs * _CHANNELS)))
-    query, key, value = (_ones(dtype, 1, sum(lengths), heads, _CHANNELS).transpose(1, 2) for _ in range(3))
-    boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    scale = _CHANNELS**-0.5
+def _product(kernel: Kernel, precision: str, backward: bool) -> Run:
+    m, n, k = kernel.m, kernel.n, kernel.k
+    if kernel.times > 1:
+        first, second = (random_numbers((kernel.times, *shape), precision, _CPU) for shape in ((m, k), (k, n)))
+        return partial(torch.bmm, first, second)
     if not backward:
-        return partial(flash_forward, query, key, value, boundaries, scale)
-    output, logsumexp = flash_forward(query, key, value, boundaries, scale)
-    return partial(flash_backward, torch.ones_like(output), query, key, value, output, logsumexp, boundaries, scale)
-
-
-def _ones(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.full(shape, 0.01, dtype=dtype)
+        return product(precision, "forward", (m, n, k), _CPU)
+    return product(precision, *(("input", (m, k, n)) if kernel.weights else ("weight", (k, m, n))), _CPU)
