@@ -41,6 +41,7 @@ from trainwright.engine.task import Measured
 from trainwright.errors import TrainingError
 from trainwright.machine.usage.counters import Counters
 from trainwright.machine.usage.sample import OwnProcess
+from trainwright.parallel.strategy import averaged
 from trainwright.parallel.world import StopRequested
 from trainwright.utils import heartbeat, text
 from trainwright.utils.paths import write_file
@@ -132,7 +133,8 @@ class Trainer:
             self._train()
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.phase("export", self.progress.step)
-            unchecked = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+            with averaged(self.strategy):
+                unchecked = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
             if unchecked is not None:
                 self.events.emit(Notice(message=unchecked))
         except NothingSaved as error:
@@ -165,7 +167,8 @@ class Trainer:
                 if self.world.is_main:
                     with suppress(OSError):
                         directory.mkdir(parents=True, exist_ok=True)
-                export(self.task, self.strategy, target, step, None)
+                with averaged(self.strategy):
+                    export(self.task, self.strategy, target, step, None)
             except TrainingError as error:
                 self.events.emit(Fault(kind="export", rank=0, detail=str(error).partition("; ")[0], action="continue"))
                 continue
@@ -374,6 +377,10 @@ class Trainer:
         Raises:
             StopRequested: on every rank; what was interrupted stays pending.
         """
+        with averaged(self.strategy):
+            return self._evaluate_weights()
+
+    def _evaluate_weights(self) -> bool:
         step, progress, improved = self.progress.step, self.progress, False
         if progress.pending == EVALUATION and self.task.validation is not None:
             self.events.announce(self._with_compiling("evaluating"), step)

@@ -85,6 +85,8 @@ def facts_of(recipe: Recipe) -> Facts:
         fresh=recipe.model.config is not None,
         most_batch_tokens=lengths.max_batch_tokens(train.global_batch_size),
         optimizer=recipe.optimizer.name,
+        momentum=recipe.optimizer.momentum > 0,
+        averages=recipe.optimizer.ema_decay is not None,
         lengths=lengths.spread() if data.pack_length is not None else (),
         batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
         max_length=data.max_length,
@@ -94,7 +96,7 @@ def facts_of(recipe: Recipe) -> Facts:
         # A model that is initialized at random has no trained weights to adapt.
         takes_adapters=recipe.model.config is None
         and configuration.get("model_type") not in (MODEL_TYPE, OWN)
-        and needs.trainable is None,
+        and recipe.model.trained_patterns is None,
     )
     _check(workload, data, assumptions)
     return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
@@ -111,6 +113,8 @@ def _of_own_model(recipe: Recipe, model: TaskModel) -> Facts:
             target_fraction=model.target_fraction,
             steps=train.max_steps,
             optimizer=recipe.optimizer.name,
+            momentum=recipe.optimizer.momentum > 0,
+            averages=recipe.optimizer.ema_decay is not None,
             batch_tokens=train.global_batch_size * model.tokens,
             texts=False,
             takes_adapters=False,
@@ -295,6 +299,8 @@ def full_rows(recipe: Recipe) -> Facts:
         longest_document=sequence,
         max_length=sequence,
         optimizer=recipe.optimizer.name,
+        momentum=recipe.optimizer.momentum > 0,
+        averages=recipe.optimizer.ema_decay is not None,
         deterministic=train.deterministic,
         tf32=train.tf32,
         attention=recipe.model.attention,

@@ -114,6 +114,10 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
             keys = f"model.adapter.{key}", "model.adapter.type"
             yield Contradiction(keys, f"{why}; set model.adapter.type, for instance to lora")
         return
+    for key in ("trainable", "frozen"):
+        if getattr(recipe.model, key):
+            why = "an adapter trains its own matrices; choose the modules with model.adapter.targets"
+            yield Contradiction((f"model.{key}", "model.adapter.type"), why)
     if recipe.model.save_dtype != "auto":
         yield Contradiction(
             ("model.save_dtype", "model.adapter.type"),
@@ -215,10 +219,17 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     read = OPTIMIZERS.get(optimizer.name).reads
-    for key in ("momentum", "betas", "eps", "options"):
+    for key in ("momentum", "nesterov", "betas", "eps", "options"):
         if key in optimizer.changed() and key not in read:
             why = f"has no effect with optimizer {optimizer.name}; remove it or choose another optimizer"
             yield Contradiction((f"optimizer.{key}", "optimizer.name"), why)
+    if optimizer.nesterov and not optimizer.momentum:
+        yield Contradiction(
+            ("optimizer.nesterov", "optimizer.momentum"), "needs a momentum; set it to 0.9, or remove it"
+        )
+    if optimizer.ema_decay is not None and OPTIMIZERS.get(optimizer.name).averages:
+        why = f"{optimizer.name} averages the weights itself; remove it"
+        yield Contradiction(("optimizer.ema_decay", "optimizer.name"), why)
     schedule = SCHEDULES.get(optimizer.schedule)
     decays = schedule.in_decay_steps
     if not decays and "decay_steps" in optimizer.changed():

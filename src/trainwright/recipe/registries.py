@@ -122,6 +122,12 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
     {
         "adamw": "trainwright.recipe.optimizer_spec:ADAMW",
         "muon": "trainwright.recipe.optimizer_spec:MUON",
+        "sgd": "trainwright.recipe.optimizer_spec:SGD",
+        "lion": "trainwright.recipe.optimizer_spec:LION",
+        "adafactor": "trainwright.recipe.optimizer_spec:ADAFACTOR",
+        "schedule_free_adamw": "trainwright.recipe.optimizer_spec:SCHEDULE_FREE_ADAMW",
+        "adamw_8bit": "trainwright.recipe.optimizer_spec:ADAMW_8BIT",
+        "lion_8bit": "trainwright.recipe.optimizer_spec:LION_8BIT",
     },
     kind="optimizer",
     required=("summary", "implementation", "reads", "state", "whole_matrices"),

@@ -36,6 +36,7 @@ from trainwright.recipe.sections.fields import (
     Count,
     Interval,
     NotNegative,
+    Pattern,
     Positive,
     Proportion,
     Section,
@@ -53,17 +54,50 @@ def _with_summaries(schema: dict[str, Any]) -> None:
     schema["description"] = ". ".join([*(OPTIMIZERS.get(name).summary for name in OPTIMIZERS.names()), ""]).strip()
 
 
+class ParameterGroup(Section):
+    """Parameters with settings of their own."""
+
+    pattern: Pattern = Field(
+        description="Regular expression that a name of the model's parameters matches fully, such as .*embed_tokens.*"
+    )
+    learning_rate: Positive | None = Field(
+        None, description="Their peak, which follows the schedule. null: as without the group."
+    )
+    weight_decay: NotNegative | None = Field(
+        None, description="Of all of them, vectors too. null: as without the group."
+    )
+
+
 class OptimizerSection(Section):
     """Settings of the optimizer."""
 
     name: Annotated[str, Registered(OPTIMIZERS)] = Field("adamw", json_schema_extra=_with_summaries)
-    momentum: BelowOne = Field(0.95, description="Momentum coefficient of optimizers that read it: muon.")
+    momentum: BelowOne = Field(
+        0.95, description="Momentum coefficient of optimizers that read it: muon, sgd (0: none)."
+    )
+    nesterov: bool = Field(False, description="sgd: Nesterov momentum.")
     learning_rate: Positive = Field(2e-5, description="Peak learning rate of the schedule.")
     betas: tuple[BelowOne, BelowOne] = Field(
         (0.9, 0.999), description="Decay rates of the running averages of the gradient and of its square."
     )
     eps: Positive = Field(1e-8, description="Added to the denominator of the update for numerical stability.")
     weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, applied to matrices only.")
+    groups: list[ParameterGroup] = Field(
+        [], description="Learning rates and weight decays by the names of parameters; of several that match, the last."
+    )
+    layer_decay: Proportion | None = Field(
+        None,
+        description="Layer-wise decay: block i of n has learning_rate times layer_decay to the power n - i, "
+        "counted from 0, the embeddings n + 1, and what follows the blocks learning_rate itself. null: one rate.",
+    )
+    loraplus_ratio: Positive | None = Field(
+        None, description="LoRA+: the learning rate of the matrices B in units of learning_rate (arXiv 2402.12354)."
+    )
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="Also average the weights: after every step the average moves by 1 - ema_decay of the way to them. "
+        "The average is evaluated, answers prompts and is exported; it is saved with checkpoints. null: no average.",
+    )
     options: dict[str, Any] = Field({}, description="Keys of an optimizer of your own, which gets them as they are.")
     schedule: Annotated[str, Registered(SCHEDULES)] = Field(
         "cosine",

@@ -48,7 +48,7 @@ class FsdpMemory(StrategyMemory):
         own, trained = sum(unit.own for unit in every), sum(unit.own_trained for unit in every)
         return {
             "parameters": FP32 * trained + self.inventory.width * (own - trained),
-            "optimizer state": FP32 * optimizer_state(self.inventory, self.optimizer, self.choice.shards),
+            "optimizer state": optimizer_state(self.inventory, self.optimizer, self.choice.shards),
         }
 
     def flow(self) -> Flow:

@@ -106,7 +106,7 @@ class TracedModel:
         return cls(
             text,
             adapter,
-            None if needs.trainable is None else tuple(needs.trainable[0]),
+            recipe.model.trained_patterns,
             needs.last_block,
             "hidden" if hidden else "objective" if needs.of_losses else "cross_entropy",
             **reference,
