@@ -70,12 +70,15 @@ class ScheduleSpec:
         reads: which of ``power`` and ``cycles`` of the section, and of the numbers of steps ``warmup`` and ``total``.
         in_decay_steps: whether the progress is that of the last ``decay_steps``, before which the rate is at its peak.
         falls: whether the rate ever leaves its peak.
+        on_plateau: whether the rate is reduced when the validation loss no longer falls, by ``plateau_factor`` and
+            ``plateau_patience`` of the section.
     """
 
     factor: Callable[..., float]
     reads: tuple[str, ...] = ()
     in_decay_steps: bool = False
     falls: bool = True
+    on_plateau: bool = False
 
 
 ADAMW = OptimizerSpec(
@@ -175,6 +178,7 @@ CONSTANT = ScheduleSpec(lambda progress: 1.0, falls=False)
 LINEAR = ScheduleSpec(lambda progress: 1.0 - progress)
 COSINE = ScheduleSpec(lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)))
 WARMUP_STABLE_DECAY = ScheduleSpec(LINEAR.factor, in_decay_steps=True)
+REDUCE_ON_PLATEAU = ScheduleSpec(CONSTANT.factor, on_plateau=True)
 POLYNOMIAL = ScheduleSpec(lambda progress, power: (1.0 - progress) ** power, reads=("power",))
 COSINE_RESTARTS = ScheduleSpec(lambda progress, cycles: COSINE.factor(progress * cycles % 1.0), reads=("cycles",))
 

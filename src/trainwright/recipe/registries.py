@@ -144,6 +144,7 @@ SCHEDULES: Registry[ScheduleSpec] = Registry(
         "polynomial": "trainwright.recipe.optimizer_spec:POLYNOMIAL",
         "cosine_restarts": "trainwright.recipe.optimizer_spec:COSINE_RESTARTS",
         "inverse_sqrt": "trainwright.recipe.optimizer_spec:INVERSE_SQRT",
+        "reduce_on_plateau": "trainwright.recipe.optimizer_spec:REDUCE_ON_PLATEAU",
     },
     kind="schedule",
     required=("factor", "reads", "in_decay_steps", "falls"),

@@ -106,10 +106,13 @@ class OptimizerSection(Section):
         "(1 + cos(pi p)) / 2 (cosine), as in transformers, to final_learning_rate_ratio after the last step. "
         "warmup_stable_decay falls linearly in its last decay_steps, polynomial by (1 - p) to the power of power, "
         "cosine_restarts as cosine, in cycles equal parts that each begin at the peak, and inverse_sqrt by "
-        "sqrt((w + 1) / (k + 1)).",
+        "sqrt((w + 1) / (k + 1)). reduce_on_plateau multiplies the rate by plateau_factor when the validation loss has "
+        "not fallen by 1e-4 of itself in more than plateau_patience evaluations, as torch's ReduceLROnPlateau.",
     )
     power: Positive = Field(2.0, description="Exponent of the schedule polynomial.")
     cycles: Count = Field(2, description="Number of cycles of the schedule cosine_restarts.")
+    plateau_factor: BelowOne = Field(0.1, description="Factor of the schedule reduce_on_plateau.")
+    plateau_patience: Count = Field(10, description="Evaluations that the schedule reduce_on_plateau waits.")
     warmup_steps: Steps = Field(
         0,
         description="Linear warm-up steps w: a whole number, or a fraction (below 1) of all steps. Step k, "
@@ -163,10 +166,32 @@ class CheckpointSection(Section):
     )
 
 
+class EarlyStoppingSection(Section):
+    """When a run ends before its last step."""
+
+    patience: Count = Field(3, description="Evaluations in a row without an improvement that end the run.")
+    min_delta: NotNegative = Field(0.0, description="What counts as an improvement: more than this.")
+    metric: Text = Field("loss", description="Metric of evaluations, such as loss, perplexity or one of metrics.")
+    greater_is_better: bool | None = Field(
+        None, description="null: of all metrics except perplexity and those whose name ends with loss or nll."
+    )
+
+    @property
+    def sign(self) -> float:
+        """Return the factor that makes a better value a lower one."""
+        lower = self.metric == "perplexity" or self.metric.endswith(("loss", "nll"))
+        return 1.0 if (lower if self.greater_is_better is None else not self.greater_is_better) else -1.0
+
+
 class EvaluateSection(Section):
     """When to evaluate on the validation rows, and which prompts to answer."""
 
     every: Count | None = Field(None, description="Evaluate every N steps. null: only before and after training.")
+    early_stopping: EarlyStoppingSection | None = Field(
+        None,
+        description="End the run when evaluations no longer improve: final/ has the weights of then, and "
+        "checkpoint.keep_best the best ones. null: train all steps.",
+    )
     prompts: list[Text] = Field(
         [], description="Prompts that the model answers at every evaluation; the answers are shown."
     )

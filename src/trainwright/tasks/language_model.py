@@ -173,6 +173,7 @@ class LanguageModelTask:
         self._without_adapter = False  # whether the start is the model without its adapter
         self.base = None if self._adapter is None else self._adapter.identity
         self._lm = self._wrapped(model)
+        self._lm.embedding_noise = recipe.train.neftune_noise_alpha or 0.0
         self.module: nn.Module = self._lm
         self.start: str | None = None
         if self.weights is None:  # for an empty model, a few layers were checked when the run was prepared
@@ -201,7 +202,13 @@ class LanguageModelTask:
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         """Return the module to train, around the model with its adapter."""
-        return CausalLM(model, packed=self._packed, z_loss=self._z_loss(), attention=self._recipe.model.attention)
+        return CausalLM(
+            model,
+            packed=self._packed,
+            z_loss=self._z_loss(),
+            label_smoothing=self._label_smoothing(),
+            attention=self._recipe.model.attention,
+        )
 
     def blocks(self) -> list[nn.Module]:
         """Return the repeated units of the module, in order."""
@@ -234,6 +241,9 @@ class LanguageModelTask:
         return Sampling(max_new_tokens=self._recipe.evaluate.max_new_tokens)
 
     def _z_loss(self) -> float:
+        return 0.0
+
+    def _label_smoothing(self) -> float:
         return 0.0
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
