@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
 
 
-def workload(tmp_path: Path, adapter: str = "none", **unlearn: Any) -> Workload:
+def workload(tmp_path: Path, adapter: str = "none", trainable: list[str] | None = None, **unlearn: Any) -> Workload:
     for name in ("forget", "retain"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} " + "a" * 74}) + "\n")
     config = {
@@ -41,7 +41,7 @@ def workload(tmp_path: Path, adapter: str = "none", **unlearn: Any) -> Workload:
     recipe = Recipe.model_validate(
         {
             "task": "unlearn",
-            "model": {"config": config, "tokenizer": "bytes", "adapter": adapter},
+            "model": {"config": config, "tokenizer": "bytes", "adapter": adapter, "trainable": trainable},
             "data": {**{name: str(tmp_path / f"{name}.jsonl") for name in ("forget", "retain")}, "max_length": 128},
             "train": {"max_steps": 5, "global_batch_size": 4},
             "unlearn": unlearn,

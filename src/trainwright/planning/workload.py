@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.trace.batch import BatchShape
@@ -14,6 +14,16 @@ from trainwright.recipe.strategy_spec import StrategySpec, spec_of
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Recompute = Literal["none", "full", "selective"] | int
+
+
+class OptimizerState(NamedTuple):
+    """What decides the bytes of an optimizer's state: its name, whether its momentum is more than 0, and whether there
+    is an average of the weights beside it.
+    """
+
+    name: str
+    momentum: bool = True
+    average: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,8 @@ class Workload:
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
     the model can be trained with an adapter. ``deterministic``: only deterministic kernels are used.
     ``attention``: of the recipe's model. ``tf32``: fp32 products are computed in TF32. ``copies_state``:
-    checkpoints are written from a copy of the state in the host's memory.
+    checkpoints are written from a copy of the state in the host's memory. ``momentum``: the optimizer's is more than
+    0. ``averages``: an average of the weights is kept beside them.
     """
 
     model: TracedModel
@@ -59,6 +70,13 @@ class Workload:
     deterministic: bool = False
     tf32: bool = False
     attention: str = "auto"
+    momentum: bool = True
+    averages: bool = False
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """What decides the bytes of the optimizer's state."""
+        return OptimizerState(self.optimizer, self.momentum, self.averages)
 
     @property
     def facts(self) -> ModelFacts:

@@ -48,7 +48,7 @@ class FsdpMemory(StrategyMemory):
         local, trained = sum(unit.local for unit in every), sum(unit.local_trained for unit in every)
         return {
             "parameters": FP32 * trained + self.inventory.width * (local - trained),
-            "optimizer state": FP32 * optimizer_state(self.inventory, self.optimizer, self.choice.shards),
+            "optimizer state": optimizer_state(self.inventory, self.optimizer, self.choice.shards),
         }
 
     def flow(self) -> Flow:

@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 from trainwright.parallel.matrix_owners import is_matrix
 from trainwright.planning.trace.units import ModelTrace, TracedParameter
+from trainwright.planning.workload import OptimizerState
+from trainwright.recipe.optimizer_spec import StatePart
 from trainwright.recipe.registries import OPTIMIZERS
+
+_FP32 = 4
 
 
 class Weight(NamedTuple):
@@ -115,14 +119,26 @@ class Inventory:
 
 
 @lru_cache(maxsize=256)
-def optimizer_state(inventory: Inventory, optimizer: str, shards: int = 1) -> int:
-    """Return the optimizer-state elements on the fullest of ``shards`` ranks that share each parameter's rows."""
-    spec = OPTIMIZERS.get(optimizer)
-    matrices = [weight for weight in inventory.trainable if spec.whole_matrices and weight.is_matrix]
-    in_matrices = sum(weight.local(shards) for weight in matrices)
-    elsewhere = sum(weight.local(shards) for weight in inventory.trainable) - in_matrices
-    # AdamW also has a count of steps of each parameter.
-    return in_matrices + spec.state * elsewhere + len(inventory.trainable) - len(matrices)
+def optimizer_state(inventory: Inventory, optimizer: OptimizerState, shards: int = 1) -> int:
+    """Return the bytes of optimizer state on the fullest of ``shards`` ranks that share each parameter's rows."""
+    spec, total = OPTIMIZERS.get(optimizer.name), 0
+    for weight in inventory.trainable:
+        local = weight.local(shards)
+        if callable(spec.state):
+            total += spec.state(StatePart(weight.shape or (1,), local // weight.columns, optimizer.momentum))
+        elif spec.whole_matrices and weight.is_matrix:
+            total += _FP32 * local
+        else:
+            total += _FP32 * (spec.state * local + 1)  # AdamW also has a count of steps of each parameter
+        total += _FP32 * local * optimizer.average
+    return total
+
+
+def slots(optimizer: OptimizerState) -> int:
+    """Return the fp32 elements of state for each element of a parameter that is divided anywhere."""
+    spec = OPTIMIZERS.get(optimizer.name)
+    state = spec.state(StatePart((1,), 1, optimizer.momentum)) // _FP32 if callable(spec.state) else spec.state
+    return state + optimizer.average
 
 
 def inventory(trace: ModelTrace[Any], width: int) -> Inventory:

@@ -66,7 +66,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         later = workload.trace(choice, cluster, computed(workload, choice, cluster, later=True))
     on_gpu = cluster.device != "cpu"
     parameters = inventory(trace, choice.width)
-    model = memory_model(choice.strategy)(parameters, choice, workload.optimizer, on_gpu)
+    model = memory_model(choice.strategy)(parameters, choice, workload.optimizer_state, on_gpu)
     flow, offloads = model.flow(), choice.activation_offload and on_gpu
     walk = Walk(parameters, flow, offloads)
     walk.step(trace, later, choice.gradient_accumulation_steps)
@@ -104,8 +104,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     if excess := sum(map(excess_when_pinned, pinned)):
         host["rounding of pinned memory"] = excess
     if workload.copies_state:
-        elements = parameters.trained + optimizer_state(parameters, workload.optimizer)
-        host[COPY] = -(-FP32 * elements // choice.num_processes)
+        state = FP32 * parameters.trained + optimizer_state(parameters, workload.optimizer_state)
+        host[COPY] = -(-state // choice.num_processes)
     optimizer = Peak()
     optimizer.note(Allocated(gradients=step), 0)
     moment = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total).parts()

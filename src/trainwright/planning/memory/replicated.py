@@ -24,7 +24,7 @@ class ReplicatedMemory(StrategyMemory):
         return {
             "parameters": inventory.numel * width,
             "master weights": inventory.trained * FP32 if width < FP32 else 0,
-            "optimizer state": FP32 * optimizer_state(inventory, self.optimizer),
+            "optimizer state": optimizer_state(inventory, self.optimizer),
         }
 
     def flow(self) -> Flow:

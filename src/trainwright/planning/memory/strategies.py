@@ -10,7 +10,7 @@ from functools import cache
 from trainwright.errors import RequestError
 from trainwright.planning.memory.inventory import Inventory
 from trainwright.planning.memory.walk import Flow
-from trainwright.planning.workload import Choice
+from trainwright.planning.workload import Choice, OptimizerState
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import spec_of
@@ -27,7 +27,7 @@ class StrategyMemory(ABC):
 
     inventory: Inventory
     choice: Choice
-    optimizer: str
+    optimizer: OptimizerState
     on_gpu: bool
 
     @abstractmethod

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
-from trainwright.planning.memory.inventory import Inventory, Weight
+from trainwright.planning.memory.inventory import Inventory, Weight, slots
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow, largest
 
-_SLOTS = 2  # AdamW's two moments; no other optimizer's state is partitioned
 # Number of gradient elements that DeepSpeed's engine copies and all-reduces at a time (runtime/engine.py).
 _ALL_REDUCED = 5 * 10**8
 # DeepSpeed's stage3_max_reuse_distance: parameters used again within this number of elements stay gathered.
@@ -50,7 +49,7 @@ class ZeroMemory(StrategyMemory):
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
-        return _lasting(self.inventory, self._stage, self.choice.shards)
+        return _lasting(self.inventory, self._stage, self.choice.shards, slots(self.optimizer))
 
     def flow(self) -> Flow:
         """Return the memory flow of gathered parameters and gradients through a step."""
@@ -288,7 +287,7 @@ def _largest_vector(inventory: Inventory) -> int:
 
 
 @lru_cache(maxsize=64)
-def _lasting(inventory: Inventory, stage: int, shards: int) -> Mapping[str, int]:
+def _lasting(inventory: Inventory, stage: int, shards: int, states: int) -> Mapping[str, int]:
     """Return the bytes held between steps, by purpose."""
     width, trained = inventory.width, inventory.trained
     if stage < 3:
@@ -296,7 +295,7 @@ def _lasting(inventory: Inventory, stage: int, shards: int) -> Mapping[str, int]
         return {
             "parameters": inventory.numel * width,
             "master weights": local * FP32,
-            "optimizer state": local * FP32 * _SLOTS,
+            "optimizer state": local * FP32 * states,
             "gradients": trained * FP32 if stage == 1 and width < FP32 else 0,
         }
     local = sum(-(-w.numel // shards) for w in inventory.trainable)
@@ -305,7 +304,7 @@ def _lasting(inventory: Inventory, stage: int, shards: int) -> Mapping[str, int]
     return {
         "parameters": (local + frozen + persistent) * width,
         "master weights": local * FP32 if width < FP32 else 0,
-        "optimizer state": local * FP32 * _SLOTS,
+        "optimizer state": local * FP32 * states,
         "gradients": local * FP32,
         "gradient buckets": bucket(inventory) * FP32,
     }

@@ -23,7 +23,7 @@ class Update:
     """Predict the time of a process's update of ``trainable`` of the model's ``parameters``.
 
     ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalized``: shapes of
-    the matrices that Muon updates.
+    the matrices that Muon updates. ``relative``: seconds of an update relative to AdamW's.
     """
 
     choice: Choice
@@ -33,6 +33,7 @@ class Update:
     matrices: int
     width: int
     orthogonalized: tuple[tuple[int, int], ...]
+    relative: float = 1.0
 
     @property
     def width_between_steps(self) -> int:
@@ -54,7 +55,7 @@ class Update:
         norm = self._norm(self.owned)
         clip = self._traffic("elementwise", 2 * self.width_between_steps * self.owned)
         curve = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"]
-        update = curve.seconds(self.owned)
+        update = self.relative * curve.seconds(self.owned)
         return norm + clip + update + self._casts() + self._orthogonalizing()
 
     def _orthogonalizing(self) -> float:

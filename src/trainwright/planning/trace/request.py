@@ -100,7 +100,7 @@ class TracedModel:
         return cls(
             text,
             adapter,
-            None if needs.trainable is None else tuple(needs.trainable[0]),
+            recipe.model.trained_patterns,
             needs.last_block,
             "hidden" if hidden else "objective" if needs.of_losses else "cross_entropy",
             **reference,
@@ -140,6 +140,10 @@ def _adapter_text(section: AdapterSection) -> str:
     values = section.model_dump(include=_OF_ADAPTER)
     if section.start_from is None:
         values |= {"rank": section.rank or RANK, "targets": section.targets or "all-linear"}
+    if section.decomposes:
+        values["initialization"] = section.initialization
+    if section.layers is not None:
+        values["layers"] = section.layers
     return canonical(values)
 
 

@@ -48,8 +48,13 @@ class TrainSection(Section):
     )
     global_batch_size: Count = Field(
         16,
-        description="Examples per optimizer step, over all processes and gradient accumulation, packed or not. It "
-        "does not depend on the number of processes.",
+        description="Examples (or packs, see batch_unit) per optimizer step, over all processes and gradient "
+        "accumulation, packed or not. It does not depend on the number of processes.",
+    )
+    batch_unit: Literal["examples", "packs"] = Field(
+        "examples",
+        description="What global_batch_size counts. packs: a step has the examples, in the order of the epoch, that "
+        "fit into so many packs of data.pack_length tokens. No step depends on the number of processes.",
     )
     initial_batch_size: Count | None = Field(
         None,
@@ -105,6 +110,20 @@ class TrainSection(Section):
         None,
         description="A loss more than this many standard deviations above the mean of previous steps is a spike: the "
         "update of its step is skipped, or what faults.on_loss_spike says. null: no loss is a spike.",
+    )
+    max_loss: Positive | None = Field(
+        None,
+        description="End the run with exit code 4, before the update, if the loss of max_loss_steps steps in a row is "
+        "above this. null: no limit.",
+    )
+    max_loss_steps: Count = Field(
+        3, description="Number of steps with a loss above max_loss, in a row, that end the run."
+    )
+    neftune_noise_alpha: Positive | None = Field(
+        None,
+        description="NEFTune: in training, add noise to the embeddings of a sequence of L tokens and H numbers each, "
+        "uniform in +-alpha / sqrt(L * H) (arXiv 2310.05914; 5 is usual). As with dropout, losses are the same on any "
+        "number of processes at the same micro-batch size.",
     )
     profile: ProfileSection | None = Field(
         None,
