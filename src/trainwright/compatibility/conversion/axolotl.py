@@ -7,6 +7,7 @@ from typing import Any
 
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Setting
+from trainwright.compatibility.conversion.reading import shown
 from trainwright.compatibility.conversion.table import Rule
 
 _ALPACA = "{instruction}\n\n### Input:\n{input}"
@@ -47,6 +48,19 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.refuse(setting, "builds the prompts of the rows in a way of its own; write them as turns")
 
 
+def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Leave out rows that are too long, unless they are texts, which are split."""
+    types = [one.value for key, one in conversion.settings.items() if key.startswith("datasets[") and key.endswith("type")]
+    if any(str(kind).startswith(("completion", "pretrain")) for kind in types) or conversion.is_on("pretraining_dataset"):
+        conversion.take(setting, "data.long_documents", "auto", computed="texts are split")
+    elif str(setting.value) == "truncate":
+        conversion.take(setting, "data.long_documents", "cut")
+    elif setting.value in (None, "drop"):
+        conversion.take(setting, "data.long_documents", "drop")
+    else:
+        conversion.take(setting, "data.long_documents", "cut", "rows that are cut are counted and shown")
+
+
 def _own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], kind: dict[str, Any]) -> None:
     """Set the prompt of one's own format, where the text around the fields is written as it is."""
     known = {"format", "no_input_format", "system_prompt", "system_format", "field_output", "field_instruction"}
@@ -84,11 +98,18 @@ def field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     conversion.add("taken", setting, f"data.prompt: {{{setting.value}}}")
 
 
+def batch_size(conversion: Conversion, setting: Setting, rule: Rule, packing: str) -> None:
+    """Take the rows of a process and a step, from which Axolotl computes the accumulation."""
+    one = setting._replace(value=1)
+    conversion.settings[setting.key] = setting
+    functions.global_batch_size(conversion, one, rule, micro=setting.key, packing=packing)
+
+
 def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Accept tokens that padding and templates do not need; added ones are not possible."""
     values = setting.value if isinstance(setting.value, dict) else {}
     if added := values.get("additional_special_tokens"):
-        conversion.refuse(setting, f"adds the tokens {functions.shown(added)} to the vocabulary")
+        conversion.refuse(setting, f"adds the tokens {shown(added)} to the vocabulary")
     elif values.get("eos_token"):
         end = "the end of an answer is the one of the chat template, or else the tokenizer's own"
         conversion.drop(setting, f"{end}; padding is not read", differs=True)
@@ -96,7 +117,16 @@ def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None
         conversion.drop(setting, "padding is not read")
 
 
-_HARMLESS = ("liger", "cut_cross_entropy", "moe_kernels", "kernels", "expert_parallel", "lm_eval", "llm_compressor")
+_HARMLESS = (
+    "swanlab",
+    "liger",
+    "cut_cross_entropy",
+    "moe_kernels",
+    "kernels",
+    "expert_parallel",
+    "lm_eval",
+    "llm_compressor",
+)
 _OTHERS = {
     "kd": ("trains against a teacher", "distillation"),
     "spectrum": ("trains the layers with the largest signal-to-noise ratio only", None),

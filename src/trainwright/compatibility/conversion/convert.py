@@ -213,6 +213,7 @@ def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
     for problem in tree.problems:
         conversion.refuse(Setting("", "", None, problem.origin), problem.message)
     conversion.settings = {setting.key: setting for setting in written}
+    _add_program(conversion)
     _add_defaults(conversion)
     before, after = (load(f"{_FUNCTIONS}.{name}", "a function of conversions") for name in _AROUND)
     before(conversion)
@@ -306,6 +307,18 @@ def _named(setting: Setting, tool: Table) -> Setting:
     return setting if alias is None else setting._replace(key=alias, pattern=alias)
 
 
+def _add_program(conversion: Conversion) -> None:
+    """Add the program that a file without a command is for, if the file or its folder is named after it."""
+    key = f"{LAUNCHER}.program"
+    rule = conversion.tool.rules.get(key)
+    if rule is not None and key not in conversion.settings:
+        words = [word for part in reversed(conversion.file.absolute().parts[-3:]) for word in re.split(r"\W|_", part)]
+        program = next((word for word in words if word in rule.values), None)
+        if program is not None:
+            origin = Origin(f"the name of {conversion.file}")
+            conversion.settings[key] = Setting(key, key, program, origin, is_default=True)
+
+
 def _add_defaults(conversion: Conversion) -> None:
     """Add what the tool does without a key. Later sets replace earlier ones, and may depend on them."""
     for when, values in conversion.tool.defaults:
@@ -351,9 +364,11 @@ def _validate(conversion: Conversion) -> None:
     try:
         checked(conversion.recipe(), Origin(str(conversion.file)))
     except RequestError as error:
+        has_others = bool(conversion.failures)
         for line in str(error).splitlines():
             where, _, message = line.partition(": ")
-            conversion.refuse(Setting("", "", None, Origin(where)), message)
+            if not (has_others and ": is missing." in message):  # it follows from the others
+                conversion.refuse(Setting("", "", None, Origin(where)), message)
 
 
 def files_named(conversion: Conversion, setting: Setting) -> Path | None:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.accelerate.reading import AccelerateConfig, read
+from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.compatibility.conversion.convert import Conversion, Setting, files_named
 from trainwright.compatibility.conversion.reading import LAUNCHER, Code
@@ -57,6 +57,9 @@ def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None
         _translated(conversion, setting, lambda: interpret(_config(setting, values)))
         return
     path = files_named(conversion, setting)
+    if path is not None and _stage(path) == 0:
+        conversion.take(setting, "parallel.strategy", "ddp", computed="stage 0")
+        return
     if path is not None:
         _translated(conversion, setting, lambda: interpret(read(path)))
         return
@@ -93,6 +96,14 @@ def fsdp(conversion: Conversion, setting: Setting, rule: Rule, options: str) -> 
 def _deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     return {"zero_stage": (zero if isinstance(zero, dict) else {}).get("stage", 0)}
+
+
+def _stage(path: Path) -> Any:
+    try:
+        zero = read_json(path).get("zero_optimization")
+    except RequestError:  # said when the file is translated
+        return None
+    return zero.get("stage", 0) if isinstance(zero, dict) else None
 
 
 def _config(setting: Setting, values: dict[str, Any]) -> AccelerateConfig:
@@ -292,6 +303,15 @@ def targets(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.refuse(setting, "adapts the part of the model that reads images", "vision")
     else:
         conversion.take(setting, key, names)
+
+
+def dora(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the magnitudes of the weights, too."""
+    if setting.is_on:
+        conversion.values.pop("model.adapter.type", None)
+        conversion.take(setting, "model.adapter.type", "dora")
+    else:
+        conversion.drop(setting, "asks for nothing")
 
 
 def expand_pattern(conversion: Conversion, setting: Setting, pattern: str, key: str) -> None:

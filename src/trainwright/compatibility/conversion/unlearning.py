@@ -21,10 +21,10 @@ def template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     if setting.is_on:
         conversion.drop(setting, "is what is done")
         return
-    parts = {key: conversion.value(f"model.template_args.{key}") or "" for key in ("user", "asst")}
-    for role in parts:
-        for end in ("start_tag", "end_tag"):
-            parts[f"{role}_{end}"] = str(conversion.value(f"model.template_args.{role}_{end}") or "")
+    parts = {
+        name: str(conversion.value(f"model.template_args.{name}") or "")
+        for name in ("user_start_tag", "user_end_tag", "asst_start_tag", "asst_end_tag")
+    }
     system = str(conversion.value("model.template_args.system_prompt_with_special_tokens") or "")
 
     def quoted(text: str) -> str:

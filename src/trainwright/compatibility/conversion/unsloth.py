@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Setting
 from trainwright.compatibility.conversion.table import Rule
@@ -22,8 +20,11 @@ def quantization(conversion: Conversion, setting: Setting, rule: Rule, full: str
         conversion.drop(setting, "asks for nothing")
 
 
-def rank(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+def rank(conversion: Conversion, setting: Setting, rule: Rule, full: str, others: str) -> None:
     """Train an adapter of this rank."""
+    if conversion.is_on(full) or conversion.is_on(others):
+        conversion.refuse(setting, "makes an adapter, beside full_finetuning: Unsloth trains all weights then")
+        return
     conversion.take(setting, "model.adapter.rank", setting.value)
     conversion.take(setting, "model.adapter.type", "lora")
 
