@@ -39,6 +39,10 @@ def set_sources(conversion: Conversion) -> None:
             if "data.mixing" not in conversion.values:
                 conversion.take(setting, "data.mixing", "concatenate", computed="one after another")
     conversion.values.setdefault("task", ("sft", Setting("", "", None, Origin("default"), is_default=True)))
+    is_unlearning = conversion.values["task"][0] == "unlearn"  # which measures forget rows, and trains on them
+    if "data.validation" not in conversion.values and not is_unlearning:
+        default = Setting("validation rows", "", None, Origin("default"), is_default=True)
+        conversion.take(default, "data.validation", None)
     validation = conversion.values.get("data.validation")
     if validation is not None and validation[0] is None and "evaluate.every" in conversion.values:
         conversion.drop(conversion.values.pop("evaluate.every")[1], "there are no validation rows")
