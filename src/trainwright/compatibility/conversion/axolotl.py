@@ -50,8 +50,9 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Leave out rows that are too long, unless they are texts, which are split."""
-    types = [one.value for key, one in conversion.settings.items() if key.startswith("datasets[") and key.endswith("type")]
-    if any(str(kind).startswith(("completion", "pretrain")) for kind in types) or conversion.is_on("pretraining_dataset"):
+    kinds = [one.value for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+    are_texts = any(str(kind).startswith(("completion", "pretrain")) for kind in kinds)
+    if are_texts or conversion.is_on("pretraining_dataset"):
         conversion.take(setting, "data.long_documents", "auto", computed="texts are split")
     elif str(setting.value) == "truncate":
         conversion.take(setting, "data.long_documents", "cut")

@@ -202,8 +202,8 @@ def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
         rows.append((name, str(count.total()), *shares, str(count["aside"])))
     yield from table(rows)
     yield ""
-    yield "as they are: every key is taken or has no effect on the training. harmlessly: something is done in another way"
-    yield "with the same training. with a number: the file does not have it. Shares are without files of other kinds."
+    yield "as they are: every key is taken or has no effect on the training here; harmlessly: something is done in another"
+    yield "way; with a number: one that the file does not have. Shares are without the files aside, of other kinds of training."
     if aside:
         yield f"aside: {', '.join(f'{kind} {count}' for kind, count in aside.most_common())}"
     if blocking:

@@ -23,7 +23,7 @@ FAILED: tuple[Status, ...] = ("needs", "not possible", "unknown")
 
 _FUNCTIONS = "trainwright.compatibility.conversion"
 _AROUND = ("functions:read_launcher", "sources:set_sources")
-_OFF = (None, False, 0, "", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 _OFF_WORDS = ("none", "false", "no", "null", "off")
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -122,7 +122,8 @@ class Conversion:
                     other = f"{earlier[1].key} on line {earlier[1].origin.line}, which means {shown(earlier[0])}"
                     self.refuse(setting, f"means {key}: {shown(value)}, and contradicts {other}; remove one of the two")
                     return
-            self.values[key] = (value, setting)
+            if earlier is None or earlier[0] != value or earlier[1].is_default:
+                self.values[key] = (value, setting)
             text = f"{key}: {shown('null' if value is None else value)}"
         text += f" ({computed})" if computed else ""
         text += f"; {note}" if note else ""
@@ -296,8 +297,9 @@ def _word(value: Any) -> str:
 
 def _overruled(setting: Setting, tool: Table) -> Iterator[str]:
     rule = tool.rule(setting.pattern)
-    if rule is not None and rule.over and setting.is_on and rule.values.get(_word(setting.value)) != NULL:
-        yield from rule.over
+    if rule is not None and rule.over and setting.is_on:
+        ours = rule.values.get(_word(setting.value))
+        yield from () if isinstance(ours, dict) and "drop" in ours else rule.over
 
 
 def _named(setting: Setting, tool: Table) -> Setting:

@@ -221,7 +221,7 @@ def schedule_arguments(conversion: Conversion, setting: Setting, rule: Rule, sch
         conversion.refuse(setting, "is not a mapping of arguments")
     for name, value in values.items():
         if name == "min_lr":
-            ratio = float(value) / float(conversion.value(rate))
+            ratio = float(f"{float(value) / float(conversion.value(rate)):.9g}")
             key = "optimizer.final_learning_rate_ratio"
             conversion.take(setting, key, ratio, computed=f"{value:g} / {rate}")
         elif name in ("min_lr_rate", "min_lr_ratio"):

@@ -43,7 +43,8 @@ def compose(path: Path, root: Path, overrides: Sequence[str]) -> Tree:
     Raises:
         RequestError: a file is missing or wrong, or an override is malformed.
     """
-    values, groups = {}, {}
+    values: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:

@@ -296,8 +296,10 @@ def _evaluate(node: ast.AST, constants: dict[str, Any]) -> Any:
         return constants[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_evaluate(item, constants) for item in node.elts]
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        return {key.value: _evaluate(value, constants) for key, value in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else Code("a key") for key in node.keys]
+        if not any(isinstance(key, Code) for key in keys):
+            return {key: _evaluate(value, constants) for key, value in zip(keys, node.values, strict=True)}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _evaluate(node.operand, constants)
         return -value if isinstance(value, int | float) else Code(ast.unparse(node))

@@ -90,7 +90,7 @@ def names() -> list[str]:
 @cache
 def table(name: str) -> Table:
     """Return the table of a tool."""
-    document = _read(name)
+    document = read_document(name)
     rules: dict[str, Rule] = {}
     defaults: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for included in document.get("include", []):
@@ -109,19 +109,17 @@ def table(name: str) -> Table:
     return Table(document["name"], document["source"], recognized, rules, tuple(defaults))
 
 
-def _read(name: str) -> dict[str, Any]:
+def read_document(name: str) -> dict[str, Any]:
+    """Return a table as its file has it."""
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _rule(written: Any) -> Rule:
     if isinstance(written, str):
         return Rule(to=written)
-    written = dict(written)
-    arguments = written.pop("with", {})
-    return Rule(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in written.items()},
-        arguments=arguments,
-    )
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in written.items()}
+    fields["arguments"] = fields.pop("with", {})
+    return Rule(**fields)
 
 
 def _keys_under(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def _keys_under(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _under(rule: Rule, prefix: str) -> Rule:
     """Return a rule that names keys below a prefix."""
-    changes = {
+    changes: dict[str, Any] = {
         "arguments": {name: prefix + key for name, key in rule.arguments.items()},
         "over": tuple(prefix + key for key in rule.over),
         "needs": _keys_under(rule.needs, prefix),

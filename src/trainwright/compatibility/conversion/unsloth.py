@@ -62,9 +62,7 @@ def mapped(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     elif "apply_chat_template" in body:
         conversion.drop(setting, "rows are written by the chat template", differs=True)
     else:
-        conversion.refuse(
-            setting, f"changes the rows of {Path(conversion.file).name} in the script; write them to a file"
-        )
+        conversion.refuse(setting, "changes the rows by a function of the script; write them to a file")
 
 
 def preference(conversion: Conversion, setting: Setting, rule: Rule) -> None:
