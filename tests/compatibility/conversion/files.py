@@ -206,7 +206,8 @@ def write_hydra(folder: Path) -> Path:
         "model/small.yaml": "model_args: {pretrained_model_name_or_path: owner/small, torch_dtype: bfloat16}\n"
         "template_args: {apply_chat_template: true, system_prompt: Be kind.}\n",
         "trainer/finetune.yaml": "handler: FinetuneTrainer\nargs: {per_device_train_batch_size: 4, "
-        "learning_rate: 1e-5, num_train_epochs: 10, optim: paged_adamw_32bit, bf16: true, seed: 0, output_dir: '${out}'}\n",
+        "learning_rate: 1e-5, num_train_epochs: 10, optim: paged_adamw_32bit, bf16: true, seed: 0, "
+        "output_dir: '${out}'}\n",
         "trainer/NPO.yaml": "defaults:\n  - finetune\nhandler: NPO\nmethod_args: {beta: 0.2, alpha: 1.0, gamma: 1.0}\n",
         "data/unlearn.yaml": "defaults:\n  - datasets@forget: tofu_forget\n  - datasets@retain: tofu_retain\n"
         "anchor: forget\n",

@@ -146,7 +146,7 @@ def test_unsloth_is_read_and_not_run(tmp_path: Path) -> None:
     assert recipe(of(tmp_path, answers, name="unsloth.py"), tmp_path)["data"]["targets"] == "answers"
     made = files.UNSLOTH.replace("tokenizer.apply_chat_template(row, tokenize=False)", "row[0]")
     (failure,) = failures(of(tmp_path, made, name="unsloth.py"))
-    assert "unsloth.py:31: map.argument_0: changes the rows by a function of the script" in failure
+    assert "unsloth.py:29: map.argument_0: changes the rows by a function of the script" in failure
 
 
 def test_open_unlearning_is_composed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 from trainwright.compatibility.conversion.table import NULL, Rule, names, table
+from trainwright.data.rows.chat_templates import template_of
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import OBSERVERS
 from trainwright.recipe.schema import recipe_model
@@ -72,6 +73,8 @@ def test_every_key_that_a_table_sets_is_one_of_the_recipe_and_may_have_its_value
     assert rows
     for key, values in rows:
         check(key, *values)
+        if key == "model.chat_template":
+            assert all(template_of(value) for value in values)
 
 
 @pytest.mark.parametrize("name", _TABLES)

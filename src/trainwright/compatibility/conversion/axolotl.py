@@ -87,6 +87,15 @@ def _own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], 
     conversion.take(setting, "model.chat_template", "plain")
 
 
+def messages(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the column of the turns, which only types of turns read."""
+    kind = str(conversion.value(setting.key.removesuffix("field_messages") + "type"))
+    if kind.startswith(("chat_template", "sharegpt", "None")) or conversion.is_on("rl"):
+        conversion.take(setting, "@train.columns.messages", setting.value)
+    else:
+        conversion.drop(setting, f"has no effect with type: {kind}")
+
+
 def field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Use a column in the prompt in place of the field that it is."""
     name = setting.pattern.rpartition("_")[2]

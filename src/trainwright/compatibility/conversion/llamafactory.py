@@ -37,3 +37,10 @@ def precision(conversion: Conversion, setting: Setting, rule: Rule, fp16: str, p
         functions.precision(conversion, setting, rule, fp16)
     else:
         conversion.take(setting, "train.mixed_precision", "auto", computed="that of the model's files, if it has one")
+
+
+def system(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Begin conversations with a text in place of the template's own."""
+    conversion.values.pop("data.system", None)
+    if setting.is_on:
+        conversion.take(setting, "data.system", setting.value)

@@ -6,9 +6,8 @@ from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Setting
 from trainwright.compatibility.conversion.table import Rule
 
-_TEMPLATES = {"chatml": "chatml", "zephyr": "zephyr", "mistral": "mistral", "llama": "llama2", "vicuna": "vicuna"}
-_TEMPLATES |= {"alpaca": "alpaca", "gemma": "gemma", "llama-3": "llama3", "llama3": "llama3", "phi-3": "phi3"}
-_TEMPLATES |= {"qwen-2.5": "qwen", "qwen2.5": "qwen", "phi-4": "phi4"}
+_TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
+_OWN = ("unsloth", "alpaca", "vicuna", "vicuna_old", "vicuna old")  # texts that no tokenizer brings
 _LOSSES = {"KTOTrainer": "kto", "ORPOTrainer": "orpo", "CPOTrainer": "cpo"}
 
 
@@ -32,7 +31,9 @@ def rank(conversion: Conversion, setting: Setting, rule: Rule, full: str, others
 def template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the template that is named, or the tokenizer's own of a later family."""
     name = _TEMPLATES.get(str(setting.value))
-    if name is None:
+    if setting.value in _OWN:
+        conversion.refuse(setting, "writes texts of its own around the turns; write them as model.chat_template")
+    elif name is None:
         functions.chat_template(conversion, setting, rule)
     else:
         conversion.take(setting, "model.chat_template", name)
