@@ -70,3 +70,11 @@ def test_a_file_of_no_tool_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("a: 1\n")
     done = trainwright("recipe", "from", "other.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "other.yaml: has the keys of no tool that is known" in done.stderr
+
+
+def test_code_that_a_file_names_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("open('executed', 'w').close()\nRows = None\n")
+    (tmp_path / "axolotl.yaml").write_text(files.AXOLOTL.replace("owner/chats", "evil:Rows"))
+    for words in (["axolotl.yaml"], ["--check", "."]):
+        trainwright("recipe", "from", *words, cwd=tmp_path)
+        assert not (tmp_path / "executed").exists()

@@ -12,7 +12,7 @@ import typer
 
 from trainwright.cli.command import command
 from trainwright.errors import RequestError
-from trainwright.utils.text import plural, say, table
+from trainwright.utils.text import plural, quoted, say, table
 
 if TYPE_CHECKING:
     from trainwright.compatibility.conversion.convert import Conversion, Line, Numbers
@@ -70,13 +70,15 @@ def convert(
     unknown or not possible, nothing is written, and the command ends with 2. Nothing in the file is executed.
     """
     from trainwright.compatibility.conversion.convert import Numbers
+    from trainwright.recipe.extensions import trusting
 
     numbers = Numbers(processes, rows, examples_per_pack)
-    if check:
-        for line in _checked(source, numbers):
-            say(line)
-        return
-    conversion = _one(source, values or [], numbers, accelerate_config)
+    with trusting(False):  # a file may name code as the source of its rows
+        if check:
+            for line in _checked(source, numbers):
+                say(line)
+            return
+        conversion = _one(source, values or [], numbers, accelerate_config)
     is_written = partly or not conversion.failures
     text = _recipe_text(conversion) if is_written else ""
     if is_written and output is not None:
@@ -118,7 +120,7 @@ def _one(source: Path, values: list[str], numbers: Numbers, accelerate_config: P
             tree,
             f"{LAUNCHER}.accelerate_config",
             str(accelerate_config),
-            Origin(f"--accelerate-config {accelerate_config}"),
+            Origin(f"--accelerate-config {quoted(str(accelerate_config))}"),
         )
     return convert(tree, tool, numbers)
 
