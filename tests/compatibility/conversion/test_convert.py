@@ -130,7 +130,7 @@ def test_torchtune(tmp_path: Path) -> None:
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert values["model"]["adapter"] == {"type": "lora", "rank": 8, "alpha": 16, "targets": targets}
     assert values["optimizer"]["weight_decay"] == 0.01  # of torch's AdamW
-    assert values["optimizer"]["max_grad_norm"] is None
+    assert values["optimizer"]["max_grad_norm"] is None and values["data"]["validation"] is None
     assert values["data"]["targets"] == "all" and values["data"]["train"] == "tatsu-lab/alpaca"
     assert values["data"]["prompt"].endswith("### Input:\n{input}\n\n### Response:\n")
 
