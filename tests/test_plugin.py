@@ -18,7 +18,7 @@ from tests.support.runs import events
 from tests.support.unlearning import write_rows
 
 PACKAGE = Path(__file__).parent / "plugin"
-NAMES = ("focal", "at_once", "sgd", "square_root", "sums", "bounded_ascent", "length_ratio", "losses", "by_hand")
+NAMES = ("focal", "at_once", "heavy_ball", "square_root", "sums", "bounded_ascent", "length_ratio", "losses", "by_hand")
 ON_SUMS = ("data.train=sums", "data.limit=null", "train.max_steps=2", "checkpoint.every=null")
 
 
@@ -115,7 +115,7 @@ def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(i
 
 def test_an_optimizer_and_a_schedule_are_the_same_everywhere_and_resume(installed: Path, tmp_path: Path) -> None:
     """By ddp and fsdp on two processes, and resumed, as by one process; the rates and the first step by hand."""
-    asked = ("optimizer.name=sgd", "optimizer.schedule=square_root", "optimizer.options.nesterov=true")
+    asked = ("optimizer.name=heavy_ball", "optimizer.schedule=square_root", "optimizer.options.nesterov=true")
     asked = (*asked, "optimizer.momentum=0.9", "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0")
     asked = (*asked, *ON_SUMS, "train.max_steps=4", "data.validation=null", "train.mixed_precision=no")
     file = recipe(tmp_path, "sft", model={"dropout": 0.0})
@@ -139,8 +139,10 @@ def test_an_optimizer_and_a_schedule_are_the_same_everywhere_and_resume(installe
     train("stopped", "parallel.num_processes=1", "--until", "step 2", code=75)
     run(installed, tmp_path, "train", "--resume", "stopped")
     assert of_steps(tmp_path / "stopped", "loss") == losses
-    state = {name: _state_bytes(installed, tmp_path, file, f"optimizer.name={name}") for name in ("sgd", "adamw")}
-    assert state["sgd"] == pytest.approx(state["adamw"] / 2, rel=0.01)
+    state = {
+        name: _state_bytes(installed, tmp_path, file, f"optimizer.name={name}") for name in ("heavy_ball", "adamw")
+    }
+    assert state["heavy_ball"] == pytest.approx(state["adamw"] / 2, rel=0.01)
 
 
 def test_an_attention_kernel_is_chosen_by_its_name_and_computes_the_same(installed: Path, tmp_path: Path) -> None:
@@ -174,12 +176,15 @@ def _state_bytes(installed: Path, cwd: Path, file: str, *words: str) -> float:
     [
         (("optimizer.momentum=0.5",), "optimizer.momentum: has no effect with optimizer adamw"),
         (("optimizer.options.nesterov=true",), "optimizer.options: has no effect with optimizer adamw"),
-        (("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"), "optimizer.betas: has no effect with optimizer sgd"),
         (
-            ("optimizer.name=sgd", "parallel.strategy=zero2", "parallel.num_processes=2"),
+            ("optimizer.name=heavy_ball", "optimizer.betas=[0.8, 0.9]"),
+            "optimizer.betas: has no effect with optimizer heavy_ball",
+        ),
+        (
+            ("optimizer.name=heavy_ball", "parallel.strategy=zero2", "parallel.num_processes=2"),
             "use parallel.strategy ddp or fsdp",
         ),
-        (("optimizer.name=sgdd",), "did you mean sgd?"),
+        (("optimizer.name=heavy_bal",), "did you mean heavy_ball?"),
         (("optimizer.schedule=square_rot",), "did you mean square_root?"),
     ],
 )

@@ -14,9 +14,10 @@ from typing import Any
 
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
-from trainwright.planning.facts import architecture_of
+from trainwright.planning.facts import configuration_of
 from trainwright.planning.memory.peak import Memory, memory_of
-from trainwright.planning.workload import Choice, Workload, adapter_of
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import ModelSection
 
 FAMILIES = (
@@ -182,7 +183,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
     passes = max(steps.count(step) for step in steps)  # packs that are not full make more than were asked for
     section = ModelSection.model_validate(case.model)
     workload = Workload(
-        architecture=architecture_of(section),
+        model=TracedModel.of(configuration_of(section)).adapted(section.adapter),
         row_tokens=-(-tokens // rows) if case.pack else max(lengths),
         global_batch_rows=rows * passes * case.processes,
         packed=case.pack is not None,
@@ -191,8 +192,6 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         fresh=True,
         most_batch_tokens=max(sum(lengths) for lengths in _steps(found)) if case.pack else None,
         batch_documents=() if case.pack else _longest_first(found),
-        adapter=adapter_of(section),
-        quantization=section.adapter.quantization,
         evaluates=False,
     )
     choice = Choice(

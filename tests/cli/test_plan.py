@@ -123,7 +123,7 @@ def test_what_cannot_be_planned_is_refused(
 def test_a_model_that_cannot_be_packed_is_planned_on_padded_rows() -> None:
     plan = json.loads(shown("--model", "mosaicml/mpt-7b", "--on", "8xH100", "--json"))
     assert plan["workload"]["packed"] is False and plan["workload"]["row_tokens"] == 2048
-    assert plan["workload"]["architecture"]["alibi"] is True
+    assert plan["workload"]["facts"]["family"] == "mpt"
     with pytest.raises(RequestError, match=r"data\.pack_length: .* \(ALiBi\); set it to null"):
         shown("--model", "mosaicml/mpt-7b", "--on", "8xH100", "data.pack_length=2048")
 

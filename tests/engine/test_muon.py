@@ -89,5 +89,5 @@ def test_all_else_goes_by_adamw_as_asked_and_vectors_are_not_decayed(name: str) 
 def test_muon_takes_no_embedding_and_no_head() -> None:
     made = parameters()
     optimizer = Muon(made.items(), section())
-    orthogonal = {id(p) for group in optimizer.param_groups if group["muon"] for p in group["params"]}
+    orthogonal = {id(p) for group in optimizer.param_groups if group["kind"] for p in group["params"]}
     assert {name for name, parameter in made.items() if id(parameter) in orthogonal} == set(MATRICES)

@@ -20,7 +20,8 @@ from trainwright.models.gpt.variants import VARIANTS
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.truncate_config import cut_config
 from trainwright.models.weights import load_empty
-from trainwright.planning.architectures.configured import from_config
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.trace.traced import model_facts
 from trainwright.recipe.sections.model import ModelSection
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -129,10 +130,9 @@ def test_its_blocks_are_found_and_cut(section: ModelSection) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_plans_know_its_size(variant: str) -> None:
-    architecture = from_config({"model_type": "gpt", "variant": variant, "vocab_size": 50257})
-    assert architecture is not None
+    facts = model_facts(TracedModel.of({"model_type": "gpt", "variant": variant, "vocab_size": 50257}))
     model = skeleton(GPTConfig(variant=variant))
-    assert architecture.parameters().total == sum(p.numel() for p in model.parameters())
+    assert facts.total == sum(p.numel() for p in model.parameters())
 
 
 def test_gpt2_has_124_million_parameters() -> None:

@@ -26,7 +26,7 @@ from trainwright.models.load import check_adapter, load_config, load_model, load
 from trainwright.models.resolve_model import resolve
 from trainwright.models.truncate_config import parameter_count
 from trainwright.models.weights import load_empty
-from trainwright.planning.facts import architecture_of
+from trainwright.planning.facts import configuration_of
 from trainwright.recipe.sections.model import ModelSection
 
 Change = Callable[[Path], object]
@@ -56,7 +56,7 @@ def refusals(model: Path) -> list[str]:
     """What is said where the model is planned, looked at and loaded; empty where it is taken."""
     section, said = ModelSection(name=str(model)), []
     for look in (
-        lambda: architecture_of(section),
+        lambda: configuration_of(section),
         lambda: load_empty(section, 0),
         lambda: load_model(section, torch.float32),
     ):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from trainwright.models import linear_losses as module
-from trainwright.models.linear_losses import Head, linear_cross_entropy, token_statistics
+from trainwright.models.linear_losses import Head, Terms, linear_cross_entropy, token_statistics
 
 
 def plain(
@@ -71,11 +71,30 @@ def test_a_z_loss_is_the_square_of_the_log_sum_exp(softcap: float | None, monkey
     monkeypatch.setattr(module, "CHUNK_BYTES", 50 * 500 * 4)
     hidden, weight, offset, targets = leaves()
     assert offset is not None
-    total = linear_cross_entropy(Head(hidden, weight, offset, softcap, 0.7), targets, z_loss=0.1)
+    total = linear_cross_entropy(Head(hidden, weight, offset, softcap, 0.7), targets, terms=Terms(z_loss=0.1))
     logits = F.linear(hidden, weight, offset) * 0.7
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     expected = F.cross_entropy(logits, targets, reduction="sum") + 0.1 * logits.logsumexp(1).square().sum()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
+    got = torch.autograd.grad(total, [hidden, weight, offset])
+    want = torch.autograd.grad(expected, [hidden, weight, offset])
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_label_smoothing_is_that_of_torch(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 50 * 500 * 4)
+    hidden, weight, offset, targets = leaves()
+    assert offset is not None
+    smoothed = Terms(z_loss=0.1, label_smoothing=0.2)
+    total = linear_cross_entropy(Head(hidden, weight, offset, softcap, 0.7), targets, terms=smoothed)
+    logits = F.linear(hidden, weight, offset) * 0.7
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.2)
+    expected = expected + 0.1 * logits.logsumexp(1).square().sum()
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
     got = torch.autograd.grad(total, [hidden, weight, offset])
     want = torch.autograd.grad(expected, [hidden, weight, offset])

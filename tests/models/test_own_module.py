@@ -17,10 +17,13 @@ from tests.support.slow import slow_but
 from tests.support.training import Case, train
 from trainwright.data.stream.batch import collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.machine.describe import parse_machine
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.load import load_model
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.planning.facts import facts_of
+from trainwright.planning.memory.peak import memory_of
+from trainwright.planning.workload import Choice
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
 
@@ -73,15 +76,17 @@ def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) ->
 
 def test_a_plan_counts_the_logits_of_all_positions_and_every_parameter() -> None:
     config = "model.config={hidden: 32, layers: 3, vocab_size: 20000}"
-    plans = {}
+    plans, peaks = {}, {}
     for name in ("Logits", "Hidden"):
         fixed = ("parallel.num_processes=1", "train.micro_batch_size=8", "data.max_length=512", ON_ROWS)
         facts = facts_of(load_recipe(TINY, [*BASE, of(name), config, *fixed]))
-        plans[name] = facts.workload.architecture
+        plans[name] = facts.workload.facts
         model = Logits(20000, layers=3)
-        assert plans[name].parameters().total == sum(parameter.numel() for parameter in model.parameters())
+        assert plans[name].total == sum(parameter.numel() for parameter in model.parameters())
         assert plans[name].layers == 3
-    assert plans["Logits"].whole_logits and not plans["Hidden"].whole_logits
+        choice = Choice("single", 1, 8, 1, "no")
+        peaks[name] = memory_of(facts.workload, choice, parse_machine("1xH100")).phases["forward"]
+    assert peaks["Logits"] > peaks["Hidden"]  # with all logits at once
 
 
 def test_recomputing_its_blocks_changes_no_loss(runs: Runs) -> None:

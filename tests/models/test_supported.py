@@ -17,7 +17,7 @@ from trainwright.errors import RequestError
 from trainwright.models.configuration import config_from
 from trainwright.models.resolve_model import check_directory
 from trainwright.models.supported import check_supported
-from trainwright.planning.facts import architecture_of, check_model
+from trainwright.planning.facts import check_model, configuration_of
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -65,7 +65,7 @@ def test_others_are_refused_by_what_they_are(config: dict[str, Any], what: str, 
         lambda: check_supported(config, f"model.name: {tmp_path}"),
         lambda: config_from(tmp_path),
         lambda: check_model(section),
-        lambda: architecture_of(section),
+        lambda: configuration_of(section),
     ):
         with pytest.raises(RequestError) as raised:
             look()
@@ -99,7 +99,7 @@ def test_models_without_attention_can_be_asked_and_are_not_trained(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2}))
     section = ModelSection(name=str(tmp_path))
     assert config_from(tmp_path).model_type == kind
-    for look in (lambda: check_model(section), lambda: architecture_of(section)):
+    for look in (lambda: check_model(section), lambda: configuration_of(section)):
         with pytest.raises(RequestError) as raised:
             look()
         assert (

@@ -12,14 +12,16 @@ import pytest
 
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.output import summary, table, words
 from trainwright.planning.plan import RunPlan, make_plan
-from trainwright.planning.workload import AdapterShape, Choice, Workload
+from trainwright.planning.trace.catalog import find_model
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Choice, Workload
+from trainwright.recipe.sections.model import AdapterSection
 
-SMALL = Workload(find_model("meta-llama/Llama-3.2-1B").architecture(), row_tokens=2048, global_batch_rows=16)
+SMALL = Workload(TracedModel.of(find_model("meta-llama/Llama-3.2-1B").config), row_tokens=2048, global_batch_rows=16)
 ONE = Choice("single", 1, 1, 16, "bf16")
 H100 = parse_machine("1xH100")
 
@@ -46,12 +48,13 @@ def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:
 
 
 def test_a_run_is_of_all_kinds_that_it_is_of() -> None:
-    lora = replace(SMALL, adapter=AdapterShape("lora", 8))
+    lora = replace(SMALL, model=SMALL.model.adapted(AdapterSection(type="lora", rank=8)))
+    qlora = replace(SMALL, model=SMALL.model.adapted(AdapterSection(type="lora", rank=8, quantization="nf4")))
     nodes = parse_machine("2x8xH100")
     spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1, offload_parameters=True)
     assert classes_of(SMALL, ONE, H100) == ("dense",)
     assert classes_of(lora, ONE, H100) == ("LoRA",)
-    assert classes_of(replace(lora, quantization="nf4"), spread, nodes) == ("QLoRA", "offload", "several nodes")
+    assert classes_of(qlora, spread, nodes) == ("QLoRA", "offload", "several nodes")
     assert classes_of(replace(SMALL, row_tokens=32_768), ONE, parse_machine("1xMI300X")) == (
         "dense",
         "long context",

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.planning.facts import Facts, architecture_named, facts_of, full_rows
-from trainwright.planning.workload import ALL_LINEAR, AdapterShape
+from trainwright.planning.facts import Facts, configuration_named, facts_of, full_rows
 from trainwright.recipe.schema import Recipe
 
 CONFIG = {
@@ -41,7 +40,7 @@ def recipe(tmp_path: Path, **sections: dict[str, Any]) -> Recipe:
 
 def test_a_fresh_model_has_the_tokenizers_vocabulary(tmp_path: Path) -> None:
     workload, assumptions, _ = facts_of(recipe(tmp_path))
-    assert workload.architecture.vocabulary == 259
+    assert workload.facts.vocabulary == 259
     assert (workload.row_tokens, workload.global_batch_rows, workload.packed) == (80, 12.0, False)
     assert workload.steps == 5
     assert "examples of 80 tokens" in assumptions[0]
@@ -90,40 +89,36 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "adapter", "quantization"),
+    ("written", "adapter"),
     [
-        ("none", None, "none"),
-        ("lora", AdapterShape("lora", 16, ALL_LINEAR), "none"),
-        (
-            {"type": "dora", "rank": 4, "targets": ["q_proj", "v_proj"]},
-            AdapterShape("dora", 4, ("query", "value")),
-            "none",
-        ),
-        ({"type": "qlora", "dropout": 0.1}, AdapterShape("lora", 16, ALL_LINEAR, 0.1), "nf4"),
+        ("none", {}),
+        ("lora", {"type": "lora", "quantization": "none"}),
+        ({"type": "dora", "rank": 4, "targets": ["q_proj"]}, {"type": "dora", "rank": 4, "targets": ["q_proj"]}),
+        ({"type": "qlora", "dropout": 0.1}, {"type": "lora", "dropout": 0.1, "quantization": "nf4"}),
     ],
 )
-def test_adapters(tmp_path: Path, written: Any, adapter: AdapterShape | None, quantization: str) -> None:
-    workload = facts_of(recipe(tmp_path, model={"adapter": written})).workload
-    assert (workload.adapter, workload.quantization) == (adapter, quantization)
+def test_adapters(tmp_path: Path, written: Any, adapter: dict[str, Any]) -> None:
+    model = facts_of(recipe(tmp_path, model={"adapter": written})).workload.model
+    assert adapter.items() <= dict(model.adapter_section).items() and bool(adapter) == bool(model.adapter)
 
 
 def test_known_models_need_no_file() -> None:
     asked = {"task": "sft", "model": {"name": "meta-llama/Llama-3.1-8B"}, "data": {"train": "pydoc"}}
     workload = full_rows(Recipe.model_validate(asked)).workload
-    assert workload.architecture.parameters().total == 8_030_261_248
+    assert workload.facts.total == 8_030_261_248
     assert workload.row_tokens == workload.longest == 1024
 
 
 def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, "vocab_size": 100}))
-    assert architecture_named(str(file)) == architecture_named(str(tmp_path))
+    assert configuration_named(str(file)) == configuration_named(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers, num_attention_heads, intermediate_size"),
+        ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers, num_attention_heads are missing"),
         ("[]", "JSON object"),
         ("{", "JSON"),
         ("[" * 100_000, "nested more than"),
@@ -133,12 +128,12 @@ def test_a_configuration_that_says_too_little_is_refused(tmp_path: Path, content
     file = tmp_path / "config.json"
     file.write_text(content)
     with pytest.raises(RequestError, match=complaint):
-        architecture_named(str(file))
+        configuration_named(str(file))
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(RequestError, match=r"meta-llama/Llama-3\.1-8B"):
-        architecture_named("meta-llama/Lama-3.1-8B")
+        configuration_named("meta-llama/Lama-3.1-8B")
 
 
 def full(tmp_path: Path, **more: Any) -> Facts:

@@ -20,7 +20,7 @@ def test_a_plan_has_the_sizes_of_the_model() -> None:
     workload = facts_of(recipe).workload
     model = HistoryModel(HistoryShape((9, 9), 5, 64, 4, 4, "transition", "rotary", steps=120), seed=0)
     blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
-    assert workload.architecture.parameters().blocks == blocks
+    assert workload.facts.blocks == blocks
     assert workload.tokens == 64 * 120 and workload.steps == recipe.train.max_steps
 
 

@@ -9,10 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.planning.simulation.test_matrix import ARCHITECTURES
-from trainwright.engine.optimizer import is_matrix
-from trainwright.planning.architectures.configured import from_config
+from trainwright.machine.describe import parse_machine
+from trainwright.parallel.matrix_owners import is_matrix
 from trainwright.planning.memory.inventory import inventory
-from trainwright.planning.memory.strategies import orthogonalized
+from trainwright.planning.memory.micro_batch import micro_batch
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Choice, Workload
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3"])
@@ -21,9 +23,9 @@ def test_matrices_are_those_of_the_model(kind: str) -> None:
     sizes = dict(ARCHITECTURES[kind])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    updated = Counter(tuple(sorted(p.shape)) for name, p in model.named_parameters() if is_matrix(name, p))
-    architecture = from_config({"model_type": kind, **sizes})
-    assert architecture is not None
-    planned = orthogonalized(inventory(architecture, 4, True))
+    updated = Counter(tuple(sorted(p.shape)) for name, p in model.named_parameters() if is_matrix(name, p.dim()))
+    workload, choice = Workload(TracedModel.of({"model_type": kind, **sizes}), 256, 1), Choice("single", 1, 1, 1, "no")
+    trace = workload.trace(choice, parse_machine("1xH100"), micro_batch(workload, choice))
+    planned = inventory(trace, 4).matrices
     assert Counter(tuple(sorted(shape)) for shape in planned) == updated
-    assert all("bias" not in name for name, p in model.named_parameters() if is_matrix(name, p))
+    assert all("bias" not in name for name, p in model.named_parameters() if is_matrix(name, p.dim()))

@@ -12,7 +12,6 @@ from trainwright.machine.measured.calibration import Calibration, Curve, TimedSa
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
 from trainwright.machine.measured.quick import Shapes, covers, for_block, sequences_of_block
 from trainwright.machine.processor import Processor
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
 from trainwright.planning.output import summary, table, words
@@ -20,6 +19,8 @@ from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis, basis_of, block_seconds, model_of, shapes_of, way_of
 from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.trace.catalog import find_model
+from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Workload
 
 SMALL = "HuggingFaceTB/SmolLM2-135M"
@@ -33,7 +34,9 @@ def of_cores(count: int = 2, *instructions: str) -> Cluster:
 
 
 def work(rows: int = 8, tokens: int = 512) -> Workload:
-    return Workload(find_model(SMALL).architecture(), row_tokens=tokens, global_batch_rows=rows, document_tokens=128.0)
+    return Workload(
+        TracedModel.of(find_model(SMALL).config), row_tokens=tokens, global_batch_rows=rows, document_tokens=128.0
+    )
 
 
 def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flags: tuple[str, ...] = AMX) -> RunPlan:

@@ -9,12 +9,13 @@ from functools import lru_cache
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.trace.catalog import find_model
+from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Recompute, Workload
 
-ARCHITECTURE = find_model("HuggingFaceTB/SmolLM2-135M").architecture()
-PARAMETERS = ARCHITECTURE.parameters().total
+MODEL = TracedModel.of(find_model("HuggingFaceTB/SmolLM2-135M").config)
+PARAMETERS, LAYERS, HIDDEN = 134_515_008, 30, 576
 PROCESSES = 4
 SHARD = 1 / PROCESSES
 BUCKET = 2**24 / PARAMETERS  # DeepSpeed's, elements of it for each parameter
@@ -49,7 +50,7 @@ def predicted(strategy: str, precision: str, passes: int) -> Memory:
         mixed_precision=precision,  # type: ignore[arg-type]
         activation_checkpointing="full",
     )
-    workload = Workload(ARCHITECTURE, row_tokens=256, global_batch_rows=16)
+    workload = Workload(MODEL, row_tokens=256, global_batch_rows=16)
     return memory_of(workload, choice, parse_machine("4xA100-80GB"))
 
 
@@ -84,12 +85,12 @@ def test_a_backward_pass_ends_with_its_gradients(strategy: str, precision: str) 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_activations_in_the_hosts_memory_are_not_on_the_device(recompute: Recompute) -> None:
     choice = Choice("single", 1, 8, 1, "bf16", activation_checkpointing=recompute)
-    workload = Workload(ARCHITECTURE, row_tokens=1024, global_batch_rows=8)
+    workload = Workload(MODEL, row_tokens=1024, global_batch_rows=8)
     plain, moved = (
         memory_of(workload, replace(choice, activation_offload=offload), parse_machine("1xA100-80GB"))
         for offload in (False, True)
     )
-    inputs = ARCHITECTURE.layers * 8 * 1024 * ARCHITECTURE.hidden * 2
+    inputs = LAYERS * 8 * 1024 * HIDDEN * 2
     assert "activations" not in plain.host
     if recompute == "none":
         assert moved.host["activations"] > 10 * inputs
@@ -109,7 +110,7 @@ def rounded(size: int) -> int:
 
 def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
     choice = Choice("fsdp", PROCESSES, 1, 1, "bf16", offload_parameters=True)
-    workload = Workload(ARCHITECTURE, row_tokens=64, global_batch_rows=4)
+    workload = Workload(MODEL, row_tokens=64, global_batch_rows=4)
     host = memory_of(workload, choice, parse_machine("4xA100-80GB")).host
     matrices = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
     block = [*matrices, (576, 1), (576, 1)]
@@ -122,7 +123,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_in_pinned_memory_are_rounded_up(recompute: Recompute) -> None:
     choice = Choice("single", 1, 7, 1, "bf16", activation_checkpointing=recompute, activation_offload=True)
-    host = memory_of(Workload(ARCHITECTURE, row_tokens=1024, global_batch_rows=7), choice, parse_machine("1xH100")).host
+    host = memory_of(Workload(MODEL, row_tokens=1024, global_batch_rows=7), choice, parse_machine("1xH100")).host
     output = 2 * 7 * 1024 * 576
     if recompute == "full":
         assert host["rounding of pinned memory"] == 30 * (rounded(output) - output)
@@ -133,6 +134,6 @@ def test_activations_in_pinned_memory_are_rounded_up(recompute: Recompute) -> No
 @pytest.mark.parametrize("on", ["1xA100-80GB", "1xRTX4090"])
 def test_an_optimizer_step_of_a_gpu_has_the_gradients(on: str) -> None:
     choice = Choice("single", 1, 1, 2, "bf16", activation_checkpointing="full")
-    memory = memory_of(Workload(ARCHITECTURE, row_tokens=64, global_batch_rows=2), choice, parse_machine(on))
+    memory = memory_of(Workload(MODEL, row_tokens=64, global_batch_rows=2), choice, parse_machine(on))
     between = memory.phases["checkpoint"]
     assert memory.phases["optimizer"] == pytest.approx(between + 4 * PARAMETERS, rel=0.01)

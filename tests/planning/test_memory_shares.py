@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import Memory, memory_of
-from trainwright.planning.workload import AdapterShape, Choice, Workload
+from trainwright.planning.trace.catalog import find_model
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Choice, Workload
+from trainwright.recipe.sections.model import AdapterSection
 
-ARCHITECTURE = find_model("HuggingFaceTB/SmolLM2-135M").architecture()
-PARAMETERS = ARCHITECTURE.parameters().total
-WORKLOAD = Workload(ARCHITECTURE, row_tokens=512, global_batch_rows=16)
+MODEL = TracedModel.of(find_model("HuggingFaceTB/SmolLM2-135M").config)
+PARAMETERS, LAYERS, HIDDEN, INTERMEDIATE = 134_515_008, 30, 576, 1536
+WORKLOAD = Workload(MODEL, row_tokens=512, global_batch_rows=16)
 
 
 def predicted(strategy: Any, processes: int, workload: Workload = WORKLOAD, **changed: Any) -> Memory:
@@ -35,9 +37,9 @@ def test_hybrid_sharding_divides_by_the_ranks_that_share_a_copy(processes: int, 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero2"])
 def test_frozen_weights_have_neither_gradients_nor_masters_nor_moments(strategy: str) -> None:
-    adapter = AdapterShape(kind="lora", rank=8, targets=("q_proj", "v_proj"))
+    adapter = AdapterSection(type="lora", rank=8, targets=["q_proj", "v_proj"])
     processes = 1 if strategy == "single" else 4
-    parts = predicted(strategy, processes, replace(WORKLOAD, adapter=adapter)).parts
+    parts = predicted(strategy, processes, replace(WORKLOAD, model=MODEL.adapted(adapter))).parts
     for name in ("master weights", "optimizer state", "gradients"):
         assert parts.get(name, 0) < 0.2 * PARAMETERS, name
 
@@ -47,8 +49,7 @@ def test_what_blocks_keep_grows_with_the_blocks_and_the_tokens() -> None:
     long = predicted("single", 1, replace(WORKLOAD, row_tokens=1024))
     recomputed = predicted("single", 1, activation_checkpointing="full")
     # Of every token and block at least its input, the queries, keys and values, and the three of the product.
-    a = ARCHITECTURE
-    least = 2 * 2 * 512 * a.layers * (a.hidden + 3 * a.intermediate)
+    least = 2 * 2 * 512 * LAYERS * (HIDDEN + 3 * INTERMEDIATE)
     for phase in ("forward", "backward"):
         grown = long.phases[phase] - plain.phases[phase]
         assert grown >= least, phase

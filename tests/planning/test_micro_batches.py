@@ -8,12 +8,14 @@ import pytest
 
 from trainwright.data.tokens.lengths import Lengths
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalog import find_model
-from trainwright.planning.memory.peak import memory_of, micro_batch
+from trainwright.planning.memory.micro_batch import micro_batch
+from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.step_time.batch import typical_batch
+from trainwright.planning.trace.catalog import find_model
+from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 
-MODEL = find_model("SmolLM2-135M").architecture()
+MODEL = TracedModel.of(find_model("SmolLM2-135M").config)
 TWO_PASSES = Choice("single", 1, 1, 2, "no")
 
 

@@ -6,7 +6,10 @@ import sys
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.planning.architectures.catalog import _by_id, find_model, known_model
+from trainwright.planning.trace.catalog import _by_id, find_model, known_model
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.trace.traced import model_facts
+from trainwright.planning.trace.units import ModelFacts
 
 # As Hugging Face shows them for each repository, from the headers of its safetensors files; where those store
 # a tied head twice (Qwen3), or a vision tower of 416,866,032 with its projector (Gemma 3), without these.
@@ -134,6 +137,10 @@ PUBLISHED = {
 }
 
 
+def facts(name: str) -> ModelFacts:
+    return model_facts(TracedModel.of(find_model(name).config))
+
+
 @pytest.mark.parametrize(
     ("name", "active"),  # billions that a token goes through, as the authors say
     [
@@ -149,12 +156,12 @@ PUBLISHED = {
 )
 def test_active_parameters_are_about_those_published(name: str, active: float) -> None:
     """Some count the embedding, and some do not."""
-    assert find_model(name).architecture().parameters().active == pytest.approx(active * 1e9, rel=0.13)
+    assert facts(name).active == pytest.approx(active * 1e9, rel=0.13)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_published(name: str) -> None:
-    assert find_model(name).architecture().parameters().total == PUBLISHED[name]
+    assert facts(name).total == PUBLISHED[name]
 
 
 def test_every_entry_is_an_architecture() -> None:
@@ -162,7 +169,7 @@ def test_every_entry_is_an_architecture() -> None:
     assert len(models) > 100
     assert len({model.id.lower() for model in models}) == len(models)
     for model in models:
-        assert model.architecture().parameters().total > 1e7
+        assert facts(model.id).total > 1e7
 
 
 @pytest.mark.parametrize(
@@ -187,13 +194,10 @@ def test_a_model_is_found_by_the_names_people_use(written: str, found: str) -> N
 
 
 def test_what_differs_in_an_instruct_variant_is_kept() -> None:
-    base, instruct = find_model("Qwen2.5-7B").architecture(), find_model("Qwen2.5-7B-Instruct").architecture()
+    base, instruct = facts("Qwen2.5-7B"), facts("Qwen2.5-7B-Instruct")
     assert (base.positions, instruct.positions) == (131072, 32768)
-    assert base.parameters() == instruct.parameters()
-    assert (find_model("Qwen3-8B").architecture().positions, find_model("Qwen3-8B-Base").architecture().positions) == (
-        40960,
-        32768,
-    )
+    assert base.total == instruct.total
+    assert (facts("Qwen3-8B").positions, facts("Qwen3-8B-Base").positions) == (40960, 32768)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_models_of_unlearning_benchmarks_are_planned_like_those_they_were_traine
 ) -> None:
     found = find_model(name)
     assert found.id == name
-    assert found.architecture().parameters() == find_model(published).architecture().parameters()
+    assert facts(name).total == facts(published).total
 
 
 def test_an_unknown_model_is_refused_with_the_nearest() -> None:
@@ -231,8 +235,10 @@ def test_another_organisation_is_not_taken_for_the_original() -> None:
 
 def test_looking_up_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from trainwright.planning.architectures.catalog import find_model\n"
-        "find_model('llama-3.1-8b').architecture().parameters()\n"
+        "import sys; from trainwright.planning.trace.catalog import find_model\n"
+        "from trainwright.planning.trace.request import TracedModel\n"
+        "from trainwright.planning.trace.traced import model_facts\n"
+        "model_facts(TracedModel.of(find_model('llama-3.1-8b').config))\n"
         "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

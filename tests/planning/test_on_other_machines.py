@@ -24,7 +24,7 @@ TESTS = (
     *sorted(str(file) for file in Path(__file__).parent.glob("test_*.py")),
     *(str(ROOT / "tests" / name) for name in ("machine", "run/accelerate", "cli/test_plan.py", "cli/test_setup.py")),
 )
-_LEFT_OUT = ("test_on_other_machines.py", "test_traced.py", "test_architecture.py")
+_LEFT_OUT = ("test_on_other_machines.py",)
 
 
 # One of each kind of processor, and all with GPUs.

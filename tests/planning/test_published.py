@@ -12,6 +12,8 @@ from tests.support.published_figures import CLASSES, class_of, figures, half_of,
 from tests.support.published_table import HALVES, by_class, compared, errors, median, summarize
 from trainwright.planning.errors import FILE
 
+pytestmark = pytest.mark.slow  # it traces some thirty models
+
 _KINDS = {"allocated", "reserved", "nvidia-smi", "unspecified"}
 
 
@@ -47,17 +49,19 @@ def test_what_is_checked_is_enough(checked: list[Compared]) -> None:
     assert sum("tokens_per_second_per_device" in one for one in measured) >= 60
     assert sum("memory_gib" in one for one in measured) >= 40
     assert sum(one.figure["outcome"] == "oom" for one in checked) >= 25
+    assert sum(one.other is None and one.missing is None for one in checked) >= 40
 
 
 def test_hardly_any_figure_cannot_be_planned(mended: list[Compared], checked: list[Compared]) -> None:
     missing = [one.figure["id"] for one in [*mended, *checked] if one.missing is not None]
     assert len(missing) <= 0.2 * len([*mended, *checked]), missing
-    assert all(one.tokens_per_second > 0 and one.memory_gib > 0 for one in mended if one.missing is None)
+    planned = [one for one in mended if one.missing is None and one.other is None]
+    assert all(one.tokens_per_second > 0 and one.memory_gib > 0 for one in planned)
 
 
 def test_speeds_are_those_that_were_measured(mended: list[Compared]) -> None:
     found = errors(one.speed for one in mended)
-    assert len(found) >= 100
+    assert len(found) >= 40
     assert (median(found) or 0) <= 0.2
     assert found[int(0.8 * len(found))] <= 0.5
 
@@ -68,7 +72,8 @@ def test_a_summary_counts_every_run_once(mended: list[Compared], checked: list[C
         whole = classes.pop("all")
         assert whole == summarize(found)
         assert sum(one.runs for one in classes.values()) == whole.runs == len(found)
-        assert whole.ran + whole.ran_out + whole.unplanned == whole.runs
+        others = sum(one.other is not None for one in found)
+        assert whole.ran + whole.ran_out + whole.unplanned + others == whole.runs
     assert HALVES == ("mend", "check")
 
 

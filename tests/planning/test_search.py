@@ -12,7 +12,6 @@ from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
-from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.output import table
@@ -20,15 +19,20 @@ from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
-from trainwright.planning.workload import AdapterShape, Choice, Workload
+from trainwright.planning.trace.catalog import find_model
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.loading import recipe_of
+from trainwright.recipe.sections.model import AdapterSection
 from trainwright.recipe.strategy_spec import spec_of
 
 SMALL, LARGE, HUGE = "HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
 
 
 def work(name: str, rows: int = 64, tokens: int = 2048, **more: Any) -> Workload:
-    return Workload(find_model(name).architecture(), row_tokens=tokens, global_batch_rows=rows, **more)
+    adapter = AdapterSection.model_validate(more.pop("adapter", {}))
+    model = TracedModel.of(find_model(name).config).adapted(adapter)
+    return Workload(model, row_tokens=tokens, global_batch_rows=rows, **more)
 
 
 def plan(
@@ -292,7 +296,7 @@ def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
 
 def test_a_quantized_base_fits_where_nothing_else_does() -> None:
     assert not plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"}).fits
-    adapted = plan(LARGE, "1xRTX4090", rows=8, adapter=AdapterShape("lora", 16), quantization="nf4")
+    adapted = plan(LARGE, "1xRTX4090", rows=8, adapter={"type": "qlora", "rank": 16})
     assert adapted.fits and adapted.chosen.choice.strategy == "single"
 
 

@@ -9,18 +9,21 @@ from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.step_time.rates import Group, Rates, nominal_setting, rates_of
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time
-from trainwright.planning.workload import AdapterShape, Choice, Workload
+from trainwright.planning.step_time.work import Pricing
+from trainwright.planning.trace.catalog import find_model
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.trace.units import Operation
+from trainwright.planning.workload import Choice, Workload
+from trainwright.recipe.sections.model import AdapterSection
 
 H100 = parse_machine("8xH100")
 NODES = parse_machine("4x8xH100@8x400Gb")
 
 
-def llama(**changed: Any) -> Architecture:
+def llama(**changed: Any) -> TracedModel:
     config = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -31,24 +34,26 @@ def llama(**changed: Any) -> Architecture:
         "vocab_size": 256,
         "tie_word_embeddings": True,
     }
-    found = from_config({**config, **changed})
-    assert found is not None
-    return found
+    return TracedModel.of({**config, **changed})
 
 
-LARGE = llama(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-)
+def large(layers: int = 32) -> TracedModel:
+    return llama(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
 
 
-def workload(architecture: Architecture = LARGE, **changed: Any) -> Workload:
-    made = Workload(architecture, row_tokens=4096, global_batch_rows=64, batch_tokens=64 * 4096)
+LARGE = large()
+
+
+def workload(model: TracedModel = LARGE, **changed: Any) -> Workload:
+    made = Workload(model, row_tokens=4096, global_batch_rows=64, batch_tokens=64 * 4096)
     return replace(made, **changed)
 
 
@@ -84,7 +89,7 @@ def test_operations_of_documents_in_packs_are_those_inside_documents() -> None:
 
 def test_operations_of_an_adapter_leave_out_the_gradients_of_what_is_frozen() -> None:
     full = workload(llama(), row_tokens=32, global_batch_rows=1, batch_tokens=32)
-    lora = replace(full, adapter=AdapterShape("lora", 4, ("query", "down")))
+    lora = replace(full, model=full.model.adapted(AdapterSection(type="lora", rank=4, targets=["q_proj", "down_proj"])))
     frozen = 2 * 32 * (2 * BLOCK + 256 * 64)
     added = 6 * 32 * 2 * 4 * ((64 + 64) + (64 + 176))
     assert model_operations(full) - model_operations(lora) == frozen - added
@@ -209,7 +214,7 @@ def test_offloading_costs_time() -> None:
 def test_activations_are_copied_while_others_are_computed() -> None:
     """Only those of one block are waited for."""
     made = choice(activation_offload=True, activation_checkpointing="full")
-    few, many = (timed(made, workload(replace(LARGE, layers=layers))).parts["offload"] for layers in (16, 32))
+    few, many = (timed(made, workload(large(layers))).parts["offload"] for layers in (16, 32))
     assert few == pytest.approx(many, rel=0.01) and few > 0
 
 
@@ -225,7 +230,7 @@ def test_tf32_multiplies_at_the_rate_of_the_datasheet() -> None:
 
 
 def test_a_frozen_model_is_faster_to_train() -> None:
-    lora = timed(work=workload(adapter=AdapterShape("lora", 16)))
+    lora = timed(work=workload(LARGE.adapted(AdapterSection(type="lora", rank=16))))
     assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.85
     assert lora.parts["optimizer"] < timed().parts["optimizer"] / 5
 
@@ -306,3 +311,33 @@ def test_power_bounds_what_a_card_sustains() -> None:
     weaker = replace(H100, card=replace(H100.card, watts=350))
     slower = timed(cluster=weaker).parts["matrix products"] / timed().parts["matrix products"]
     assert 1.3 < slower < 2.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "openai-community/gpt2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("google/gemma-2-2b", "mistralai/Mixtral-8x7B-v0.1", "EleutherAI/pythia-1b", "tiiuae/falcon-7b")
+        ),
+    ],
+)
+def test_what_a_device_computes_of_any_family_is_within_what_such_steps_reach(name: str) -> None:
+    work = Workload(TracedModel.of(find_model(name).config), row_tokens=1024, global_batch_rows=64)
+    time = timed(choice(), work)
+    computed = time.seconds - time.parts["communication"] - time.parts["launches"]
+    assert time.peak is not None and 0.08 < time.operations / time.peak / computed < 0.6
+
+
+def test_products_that_are_counted_together_are_priced_by_their_flops() -> None:
+    setting = nominal_setting(H100, 1)
+    pricing = Pricing(setting, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
+    flops = 2 * 4096**3
+
+    def products(launches: int, flops: int) -> float:
+        one = Operation("product", "w", launches, 4096, 4096, 4096, 1, flops, 0, 0, 2)
+        return pricing.work([one], backward=False).products
+
+    assert products(4, 4 * flops) == pytest.approx(4 * products(1, flops))
+    assert products(4, 2 * flops) == pytest.approx(2 * products(1, flops))  # the sizes are those of the largest

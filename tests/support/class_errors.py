@@ -23,7 +23,7 @@ _ABOUT = (
 
 def class_errors(found: Sequence[Compared]) -> dict[str, Any]:
     """Of all figures, those that were mended on and those that only check."""
-    planned = [one for one in found if one.missing is None]
+    planned = [one for one in found if one.missing is None and one.other is None]
     kinds = sorted({kind for one in planned for kind in one.kinds})
     classes = {kind: _of([one for one in planned if kind in one.kinds]) for kind in kinds}
     return {"about": _ABOUT, "classes": {"all": _of(planned), **classes, "CPU": _of_cpu()}}

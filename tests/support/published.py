@@ -3,49 +3,47 @@
     python -m tests.support.published          the table of the half that is mended on, by run, with its sources
     python bench/plan_published.py             both halves, by class
 
-The engine planned for is this one, and the figures are of others: what their programs do in another way (bf16 weights
-without masters, all logits at once) is told to the model of memory and time (planning/stack.py).
+The program that is planned for is this one. Of a run of another program, the speed or the memory is compared only where
+that program does what this one does, or where the difference is small: ``differences`` says what it does in another way
+(docs/planning.md).
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from tests.support.published_figures import architecture_of
+from tests.support.published_figures import config_of
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.errors import Interval, classes_of, errors_of
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.search import Verdict
-from trainwright.planning.stack import Attention, Stack
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
-from trainwright.planning.workload import ALL_LINEAR, AdapterShape, Choice, Quantization, Target, Workload
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Choice, Workload
+from trainwright.recipe.sections.model import AdapterSection
 
 # Of what comes and goes in a step, that torch's allocator reserves beyond what is live.
 _HELD = 0.15
-_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
-_ATTENTION: dict[str, Attention] = {"flash1": 1, "flash3": 3, "aotriton": "early", "math": "math"}
-# Programs on transformers, whose models give logits in fp32, and on PEFT since it keeps adapters in fp32 (0.11, 2024),
-# under autocast.
+# Programs on transformers, and on PEFT since it keeps adapters in fp32 (0.11, 2024), under autocast.
 _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
-# Programs that compile more than the blocks.
-_COMPILE_ALL = {"torchtitan", "torchtune", "nanoGPT", "PyTorch", "ml-engineering", "llm.c", "fms-fsdp", "torchao"}
-# Programs that switch FSDP's sums off for all micro-batches of a step but the last (kempnerforge/training/grad.py).
-_SUM_UNSHARDED = {"KempnerForge"}
-_TARGETS: dict[str, tuple[Target, ...]] = {
-    "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
-    "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
-}  # fmt: skip
+# Bytes of a logit and its gradient where all logits exist at once, in fp32 too; and the part of what was measured below
+# which they do not matter.
+_LOGIT, _SMALL = 10, 0.03
+_OTHER_OPERATIONS = ("updates_in_backward", "saves_inputs", "caches_keys", "keeps_outputs", "keeps_routes")
+What = Literal["speed", "memory"]
 
 
 @dataclass(frozen=True)
 class Compared:
     """What is predicted of a figure; ``speed`` and ``memory``: over measured, None where it was not published or is
     not comparable. ``verdict``: by the errors that plans of its ``kinds`` have had. ``missing``: why it cannot be
-    planned, with nothing else.
+    planned, with nothing else. ``other``: what its program does in another way, of a run of which nothing is compared.
     """
 
     figure: dict[str, Any]
@@ -56,6 +54,7 @@ class Compared:
     verdict: Verdict | None = None
     kinds: tuple[str, ...] = ()
     missing: str | None = None
+    other: str | None = None
 
     @property
     def is_refused(self) -> bool:
@@ -74,15 +73,18 @@ def compare(figure: dict[str, Any]) -> Compared:
         cluster = parse_machine(figure["on"])
     except RequestError as problem:
         return Compared(figure, missing=str(problem).partition(";")[0])
-    if architecture_of(figure) is None:
+    if config_of(figure) is None:
         return Compared(figure, missing=f"{figure['model']}: no such model in the catalog")
+    speed, held = _comparable(figure, "speed"), _comparable(figure, "memory")
+    if not (speed or held or (figure["outcome"] == "oom" and not any(differences(figure, "memory")))):
+        return Compared(
+            figure, other=", ".join(dict.fromkeys([*differences(figure, "speed"), *differences(figure, "memory")]))
+        )
     workload, choice = _workload(figure, cluster.devices), _choice(figure, cluster.devices)
-    stack = _stack(figure)
-    time = step_time(workload, choice, cluster, rates_of(cluster), stack)
-    memory = memory_of(workload, choice, cluster, stack)
+    time = step_time(workload, choice, cluster, rates_of(cluster))
+    memory = memory_of(workload, choice, cluster)
     each, measured = time.tokens_per_second / cluster.devices, figure["measured"]
     told = _counted(memory, measured.get("memory_kind"))
-    speed, held = measured.get("tokens_per_second_per_device"), measured.get("memory_gib")
     return Compared(
         figure,
         each,
@@ -92,6 +94,13 @@ def compare(figure: dict[str, Any]) -> Compared:
         _verdict(memory.total, cluster.usable_bytes, errors_of(workload, choice, cluster).memory),
         classes_of(workload, choice, cluster),
     )
+
+
+def _comparable(figure: dict[str, Any], what: What) -> float | None:
+    """What was measured, if the program that was measured does what this one does."""
+    key = {"speed": "tokens_per_second_per_device", "memory": "memory_gib"}[what]
+    measured: float | None = figure["measured"].get(key)
+    return measured if measured and not any(differences(figure, what)) else None
 
 
 def _counted(memory: Memory, kind: str | None) -> float:
@@ -115,77 +124,76 @@ def _verdict(needed: int, usable: int, errors: Interval) -> Verdict:
     return "too large" if low > usable else "close" if high > usable else "fits"
 
 
+def differences(figure: dict[str, Any], what: What) -> Iterator[str]:
+    """Yield what the program that was measured does in another way, as far as it changes its speed or its memory."""
+    adapter, strategy, on_peft = figure["adapter"], figure["strategy"], figure["stack"] in _ON_PEFT
+    yield from (key for key in _OTHER_OPERATIONS if figure.get(key))
+    if figure.get("fused"):
+        yield "fused kernels"
+    if figure.get("attention") in ("math", "flash1", "aotriton"):
+        yield "attention"
+    if figure.get("experts", "grouped") != "grouped" or (on_peft and "expert" in json.dumps(config_of(figure))):
+        yield "experts"
+    if max(figure.get("expert_parallel") or 1, figure.get("sequence_parallel") or 1) > 1:
+        yield "dimensions of the mesh"
+    if figure["stack"] == "torchtitan" and figure["activation_checkpointing"] == "selective":
+        yield "selective recomputation of every second product"
+    if adapter is None and not figure["master_weights"]:
+        yield "weights that are trained in half precision"
+    if adapter is None and figure["optimizer_states"] != "fp32":
+        yield "optimizer states"
+    if what == "speed":
+        if figure.get("sorted_rows"):
+            yield "order of rows"
+        return
+    if adapter is None and on_peft and figure["optimizer"] == "adamw":
+        yield "an optimizer that updates all weights at once"
+    if strategy.startswith("zero"):
+        yield "DeepSpeed's default buckets"
+    if strategy == "fsdp" and on_peft:
+        yield "FSDP1, which reduces in half precision and holds inputs"
+    if adapter is not None and on_peft and figure["activation_checkpointing"] != "full":
+        yield "inputs of adapters in fp32"
+    if adapter is not None and adapter.get("quantization") and figure["stack"] == "torchtune" and strategy == "fsdp":
+        yield "sharded scales"
+    if (
+        figure["loss"] != "chunked"
+        and _logits(figure) > _SMALL * figure["measured"].get("memory_gib", math.inf) * 2**30
+    ):
+        yield "all logits at once"
+
+
+def _logits(figure: dict[str, Any]) -> float:
+    vocabulary = (config_of(figure) or {}).get("vocab_size", 50_000)
+    return float(_LOGIT * vocabulary * figure["micro_batch_size"] * figure["sequence_length"])
+
+
 def _workload(figure: dict[str, Any], devices: int) -> Workload:
-    adapter = figure["adapter"]
-    accumulation = figure.get("gradient_accumulation_steps") or 1
+    accumulation, adapter = figure.get("gradient_accumulation_steps") or 1, figure["adapter"]
+    config = config_of(figure)
+    assert config is not None, figure["id"]
+    model = TracedModel.of(config)
     return Workload(
-        architecture=_architecture(figure),
+        model=model if adapter is None else model.adapted(_adapter(adapter)),
         row_tokens=figure["sequence_length"] // (figure.get("sequence_parallel") or 1),
         global_batch_rows=figure["micro_batch_size"] * accumulation * devices,
         packed=figure["packed"],
         document_tokens=figure.get("mean_length"),
-        adapter=None if adapter is None else _adapter(adapter),
-        quantization=_quantization(adapter or {}),
         evaluates=False,
     )
 
 
-def _adapter(adapter: dict[str, Any]) -> AdapterShape:
-    kind = "dora" if adapter["type"] == "dora" else "lora"
-    return AdapterShape(kind, adapter["rank"], _targets(adapter["targets"]), adapter.get("dropout") or 0.0)
-
-
-def _quantization(adapter: dict[str, Any]) -> Quantization:
-    kind: Quantization = adapter.get("quantization") or "none"
-    return "nf4_single" if kind == "nf4" and not adapter.get("double_quantization") else kind
-
-
-def _stack(figure: dict[str, Any]) -> Stack:
-    """What the program that was measured does in another way than this one."""
-    kept = 4 if figure["master_weights"] else 2
-    # Accelerate has FSDP reduce in the precision that is computed in (utils/dataclasses.py, set_mixed_precision).
-    narrow = not figure["master_weights"] or (figure["strategy"] == "fsdp" and figure["stack"] in _ON_PEFT)
-    exchanged = figure.get("exchanged") or ("bf16" if narrow else "fp32")
-    return Stack(
-        kept=kept,
-        state=_BYTES[figure.get("optimizer_states") or "fp32"],
-        exchanged=_BYTES[exchanged],
-        loss="widened" if figure["loss"] == "fused" and figure["stack"] in _ON_PEFT else figure["loss"],
-        updates_in_backward=bool(figure.get("updates_in_backward")),
-        fused=bool(figure.get("fused")),
-        compiles_loss=bool(figure.get("compile")) and figure.get("compiles_loss", figure["stack"] in _COMPILE_ALL),
-        attention=_ATTENTION.get(figure.get("attention") or "", 2),
-        bucket=5 * 10**8 if figure["strategy"].startswith("zero") else 2**24,  # DeepSpeed's own default
-        sorted_rows=figure.get("sorted_rows"),
-        saves_inputs=bool(figure.get("saves_inputs")),
-        expert_linears=bool(figure.get("expert_linears")) or figure["stack"] in _ON_PEFT,
-        wide_adapters=figure["stack"] in _ON_PEFT,
-        foreach=figure["optimizer"] == "adamw" and figure["stack"] in _ON_PEFT,
-        alternates=figure["stack"] == "torchtitan",
-        sums_unsharded=figure["stack"] in _SUM_UNSHARDED,
-        cuts_scales=figure["stack"] == "torchtune",
-        caches_keys=bool(figure.get("caches_keys")),
-        keeps_outputs=bool(figure.get("keeps_outputs")),
-        keeps_routes=bool(figure.get("keeps_routes")),
-        fetches_ahead=False,
-        grows_chunks=False,
-        experts=figure.get("experts", "grouped"),
-        expert_parallel=figure.get("expert_parallel") or 1,
-        sequence_parallel=figure.get("sequence_parallel") or 1,
-        holds_inputs=figure["stack"] in _ON_PEFT and figure.get("fsdp", 1) == 1,
+def _adapter(adapter: dict[str, Any]) -> AdapterSection:
+    renamed = {"output_proj": "o_proj"}
+    targets = adapter["targets"]
+    return AdapterSection(
+        type="dora" if adapter["type"] == "dora" else "lora",
+        rank=adapter["rank"],
+        targets="all-linear" if isinstance(targets, str) else [renamed.get(name, name) for name in targets],
+        dropout=adapter.get("dropout") or 0.0,
+        quantization=adapter.get("quantization") or "none",
+        double_quantization=bool(adapter.get("double_quantization")),
     )
-
-
-def _architecture(figure: dict[str, Any]) -> Architecture:
-    made = architecture_of(figure)
-    assert made is not None, figure["id"]
-    return made
-
-
-def _targets(names: str | list[str]) -> tuple[Target, ...]:
-    if isinstance(names, str):
-        return ALL_LINEAR
-    return tuple(target for name in names for target in _TARGETS[name])
 
 
 def _choice(figure: dict[str, Any], devices: int) -> Choice:

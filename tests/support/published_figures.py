@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,7 @@ from urllib.parse import urlsplit
 
 from trainwright.errors import RequestError
 from trainwright.machine.catalog import find_card
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.catalog import known_model
-from trainwright.planning.architectures.configured import from_config
+from trainwright.planning.trace.catalog import known_model
 
 Half = Literal["mend", "check"]
 Figure = dict[str, Any]
@@ -64,25 +63,25 @@ def class_of(figure: Figure) -> str:
     if "class" in figure:
         return str(figure["class"])
     adapter = figure["adapter"] or {}
-    architecture = architecture_of(figure)
     holds = {
         "other vendors": _vendor(figure) != "NVIDIA",
         "several nodes": _NODES.match(figure["on"]) is not None,
         "offload": any(figure[key] for key in ("offload_parameters", "offload_optimizer", "activation_offload")),
         "long context": figure["sequence_length"] >= _LONG and (figure["mean_length"] or _LONG) >= _LONG,
-        "MoE": bool(architecture.experts) if architecture else any("expert" in key for key in figure.get("config", ())),
+        "MoE": any("expert" in key for key in config_of(figure) or ()),
         "QLoRA": adapter.get("quantization") in _QUANTIZED,
         "LoRA": bool(adapter),
     }
     return next((name for name, held in holds.items() if held), "dense")
 
 
-def architecture_of(figure: Figure) -> Architecture | None:
-    """None for a model of a family that is not known."""
+def config_of(figure: Figure) -> Mapping[str, Any] | None:
+    """The configuration of the model; None for one that is not known."""
     if "config" in figure:
-        return from_config(figure["config"], figure["id"])
+        config: dict[str, Any] = figure["config"]
+        return config
     model = known_model(figure["model"])
-    return None if model is None else model.architecture()
+    return None if model is None else model.config
 
 
 def _vendor(figure: Figure) -> str:

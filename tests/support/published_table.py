@@ -65,10 +65,10 @@ def compared(half: Half) -> list[Compared]:
 
 def summarize(found: Iterable[Compared]) -> Summary:
     found = list(found)
-    planned = [one for one in found if one.missing is None]
+    planned = [one for one in found if one.missing is None and one.other is None]
     ran = [one for one in planned if one.figure["outcome"] == "ran"]
     speed, memory = errors(one.speed for one in planned), errors(one.memory for one in planned)
-    measured = sum(key in one.figure["measured"] for one in planned for key in _MEASURED)
+    measured = sum(key in one.figure["measured"] for one in found for key in _MEASURED)
     return Summary(
         runs=len(found),
         speed=speed,
@@ -79,7 +79,7 @@ def summarize(found: Iterable[Compared]) -> Summary:
         ran_out=len(planned) - len(ran),
         accepted=sum(one.is_accepted for one in planned),
         close=sum(one.verdict == "close" for one in planned),
-        unplanned=len(found) - len(planned),
+        unplanned=sum(one.missing is not None for one in found),
     )
 
 
@@ -114,8 +114,8 @@ def print_runs() -> None:
 
 def _line(one: Compared) -> str:
     measured = one.figure["measured"]
-    if one.missing is not None:
-        return f"{one.figure['id']:<58}  {one.missing}"
+    if (why := one.missing or one.other) is not None:
+        return f"{one.figure['id']:<58}  {why}"
     wrong = " (it ran)" if one.is_refused else " (out of memory)" if one.is_accepted else ""
     return (
         f"{one.figure['id']:<58}{one.tokens_per_second:>10,.0f}"

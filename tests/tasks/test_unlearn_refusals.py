@@ -50,8 +50,8 @@ def recipe(tmp_path: Path) -> Path:
         (("unlearn.objective=task_vector", "unlearn.alpha=1"), "unlearn.alpha: what is learned from retain rows"),
         (("unlearn.objective=wga", "unlearn.reference=some/model"), "unlearn.reference: wga uses no reference model"),
         (("unlearn.reference=base",), "unlearn.reference: without an adapter to start from"),
-        (("unlearn.trainable=['(']",), "unlearn.trainable: ( is not a regular expression"),
-        (("unlearn.trainable=['.*']", "model.adapter=lora"), "unlearn.trainable: an adapter trains its own matrices"),
+        (("model.trainable=['(']",), "model.trainable[0]: expected a regular expression: missing )"),
+        (("unlearn.trainable=['.*']", "model.adapter=lora"), "model.trainable: an adapter trains its own matrices"),
         (("evaluate.metrics=[rouge_l]",), "evaluate.metrics: unlearning has no validation rows"),
         (("task=sft", "unlearn=null"), "data.forget: has no effect with task sft"),
         (("data.forget=nowhere.jsonl",), "data.forget: no file nowhere.jsonl"),
@@ -83,13 +83,13 @@ def test_a_layer_that_is_not_there_says_how_many_there_are(recipe: Path) -> None
 
 
 def test_a_pattern_that_matches_nothing_shows_a_name(recipe: Path) -> None:
-    text = refused(recipe, "unlearn.trainable=['layers.*down']", prepared=True)
-    assert "unlearn.trainable: layers.*down matches none of the" in text
+    text = refused(recipe, "model.trainable=['layers.*down']", prepared=True)
+    assert "model.trainable: layers.*down matches none of the" in text
     assert "model.layers." in text
 
 
 def test_what_only_later_blocks_have_cannot_be_trained_by_an_earlier_one(recipe: Path) -> None:
-    asked = ("unlearn.objective=rmu", "unlearn.layer=0", r"unlearn.trainable=['model\.layers\.1\..*']")
+    asked = ("unlearn.objective=rmu", "unlearn.layer=0", r"model.trainable=['model\.layers\.1\..*']")
     assert "it only matches parameters after unlearn.layer 0" in refused(recipe, *asked, prepared=True)
 
 

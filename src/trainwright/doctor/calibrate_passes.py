@@ -19,12 +19,12 @@ from trainwright.doctor.calibrate_fits import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, ProcessRates
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.operations import BatchShape
 from trainwright.planning.step_time.basis import MIXED, llama, on_cpu
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.step_time.work import DeviceWork
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class SmallModel:
         }
 
     @property
-    def architecture(self) -> Architecture:
-        """The model's architecture."""
+    def traced(self) -> TracedModel:
+        """The model, to be traced."""
         return llama(**self.config)
 
     @property
@@ -184,16 +184,16 @@ def _fitted(
 
 
 def _priced(model: SmallModel, precision: str, setting: ProcessRates) -> DeviceWork:
-    run, pricing = on_cpu(model.architecture, model.batch, precision, setting)
+    trace, pricing = on_cpu(model.traced, model.batch, precision, setting)
     loss = DeviceWork(loss=pricing.logits(model.batch.targets * _VOCABULARY))
-    return sum((pricing.pass_and_back(part) for part in (run.embedding, *run.blocks, run.head)), loss)
+    return sum((pricing.pass_and_back(unit) for unit in trace.in_order()), loss)
 
 
 def _sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, machine: Machine) -> float:
     """Return the seconds of a step of the model without the optimizer."""
     count, tokens = setting.processes, model.batch.tokens
     workload = Workload(
-        model.architecture,
+        model.traced,
         row_tokens=tokens,
         global_batch_rows=float(count),
         document_tokens=model.length,

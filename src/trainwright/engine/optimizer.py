@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from trainwright.engine.parameter_groups import parameter_groups
+from trainwright.errors import RequestError
 from trainwright.parallel.matrix_exchange import MatrixExchange
-from trainwright.parallel.matrix_owners import ITERATIONS
+from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES
@@ -28,22 +30,54 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
     """Return the function with which a strategy makes the recipe's optimizer over its parameters.
 
     `Strategy.step` sets the learning rate of each step. Raises RequestError if an optimizer of one's own cannot be
-    imported.
+    imported; the function, if a key of the recipe has no effect on its parameters.
     """
     entry_point, described = OPTIMIZERS.get(section.name).implementation, OPTIMIZERS.describe(section.name)
     make = load(entry_point, f"{described}: its implementation {entry_point}")
-    return lambda named: make(named, section)
+
+    def create(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        optimizer: Optimizer = make(named, section)
+        key = next((key for key in _OF_GROUPS if key in section.changed()), None)
+        if key is not None and any("rate" not in group for group in optimizer.param_groups):
+            raise RequestError(
+                f"optimizer.{key}: {described} does not use trainwright.engine.parameter_groups, so it "
+                "would have no effect; remove it or choose another optimizer"
+            )
+        return optimizer if section.ema_decay is None else with_average(optimizer, section.ema_decay)
+
+    return create
+
+
+_OF_GROUPS = ("groups", "layer_decay", "loraplus_ratio")
+
+
+def with_average(optimizer: Optimizer, decay: float) -> Optimizer:
+    """Return the optimizer with an ``average`` in the state of every parameter, which begins at its first value."""
+    first: dict[nn.Parameter, torch.Tensor] = {}  # optimizers begin their state where there is none
+
+    def updated() -> Iterator[nn.Parameter]:
+        return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    def before(*_: Any) -> None:
+        first.update({p: p.detach().clone() for p in updated() if "average" not in optimizer.state.get(p, {})})
+
+    @torch.no_grad()
+    def after(*_: Any) -> None:
+        for parameter in updated():
+            state = optimizer.state[parameter]
+            if "average" not in state:
+                state["average"] = first.pop(parameter)
+            state["average"].lerp_(parameter, 1 - decay)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return optimizer
 
 
 def adamw(named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> Optimizer:
     """Return torch's AdamW. Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful."""
-    parameters = [parameter for _, parameter in named]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
     return AdamW(
-        [group for group in groups if group["params"]],
+        parameter_groups(named, section),
         lr=section.learning_rate,
         betas=section.betas,
         eps=section.eps,
@@ -93,7 +127,6 @@ def steps_of(value: int | float, max_steps: int) -> int:
 # Coefficients of the quintic Newton-Schulz iteration.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _LIKE_ADAMW = 0.2
-_EMBEDDINGS = ("wte", "wpe", "lm_head", "head", "positions", "score")
 
 
 class Muon(Optimizer):
@@ -104,19 +137,12 @@ class Muon(Optimizer):
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
-        parameters = list(named)
-        matrices = [parameter for name, parameter in parameters if is_matrix(name, parameter)]
-        others = [parameter for name, parameter in parameters if not is_matrix(name, parameter)]
-        groups = [
-            {"params": matrices, "weight_decay": section.weight_decay, "muon": True},
-            {"params": [p for p in others if p.dim() >= 2], "weight_decay": section.weight_decay, "muon": False},
-            {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, "muon": False},
-        ]
-        super().__init__([group for group in groups if group["params"]], {"lr": section.learning_rate})
+        groups = parameter_groups(named, section, lambda name, parameter: is_matrix(name, parameter.dim()))
+        super().__init__(groups, {"lr": section.learning_rate})
         self.exchange: MatrixExchange | None = None
         self._momentum = section.momentum
         self._adamw: AdamW | None = None
-        if plain := [group for group in self.param_groups if not group["muon"]]:
+        if plain := [group for group in self.param_groups if not group["kind"]]:
             self._adamw = AdamW(plain, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True)
             self._adamw.state = self.state  # one shared state to save; the groups are already shared
 
@@ -127,7 +153,7 @@ class Muon(Optimizer):
         if self._adamw is not None and any(p.grad is not None for g in self._adamw.param_groups for p in g["params"]):
             self._adamw.step()
         for group in self.param_groups:
-            if group["muon"]:
+            if group["kind"]:
                 for parameter, update in self._updates(group["params"]):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
@@ -153,14 +179,6 @@ class Muon(Optimizer):
         grad, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
         assert grad is not None
         return grad.lerp(momentum, self._momentum)
-
-
-def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a weight matrix of a block, and not an embedding or the head."""
-    parts = name.split(".")
-    if parameter.dim() != 2 or parts[-1].endswith("bias"):  # experts have a bias each
-        return False
-    return not any("embed" in part or part in _EMBEDDINGS for part in parts)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ decides as an uninterrupted one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -45,6 +46,20 @@ class LossStatistics:
         self.mean += weight * above
         self.variance = (1 - weight) * (self.variance + weight * above * above)
         return False
+
+
+@dataclass
+class Patience:
+    """The best value of a series that should fall, and the number of values since then."""
+
+    best: float | None = None
+    since: int = 0
+
+    def add(self, value: float, limit: Callable[[float], float]) -> int:
+        """Add a value, the best if it is below ``limit`` of the best before; return the number since the best."""
+        better = self.best is None or value < limit(self.best)
+        self.best, self.since = (value, 0) if better else (self.best, self.since + 1)
+        return self.since
 
 
 @dataclass
@@ -89,6 +104,9 @@ class TrainingProgress:
     noise: Noise = field(default_factory=Noise)  # for train.gradient_noise_scale
     non_finite: int = 0  # number of consecutive steps that were skipped because their numbers are not finite
     left_out: list[int] = field(default_factory=list)  # steps whose global batches are not trained on
+    stopping: Patience = field(default_factory=Patience)  # for evaluate.early_stopping
+    plateau: Patience = field(default_factory=Patience)  # for the schedule reduce_on_plateau
+    rate: float = 1.0  # the part of the learning rate that it has left
     pending: str | None = None  # what a stop interrupted after the step: EVALUATION, or GENERATION alone
 
     @classmethod

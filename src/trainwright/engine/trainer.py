@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from trainwright.engine.policies.base import (
     WrongNumbers,
     check_skips,
 )
-from trainwright.engine.policies.builtin import MAX_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
+from trainwright.engine.policies.builtin import MAX_IN_A_ROW, GradientNoise, LossLimit, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers
@@ -41,9 +41,14 @@ from trainwright.engine.task import Measured
 from trainwright.errors import TrainingError
 from trainwright.machine.usage.counters import Counters
 from trainwright.machine.usage.sample import OwnProcess
+from trainwright.parallel.strategy import averaged
 from trainwright.parallel.world import StopRequested
+from trainwright.recipe.registries import SCHEDULES
 from trainwright.utils import heartbeat, text
 from trainwright.utils.paths import write_file
+
+# torch's ReduceLROnPlateau: a loss has to fall by this part of itself.
+_THRESHOLD = 1e-4
 
 
 class _StepResult(NamedTuple):
@@ -87,14 +92,14 @@ class Trainer:
         self._save_requested = False  # until it is saved: the reports of a pass that is not the step's own are not used
         self._first_step = 0  # the step at which this launch began
         self._halving, self._replay = Halving(self.training), Replay(self.training)
-        ours = (LossScale, GradientNoise, LossSpikes, NonFinite, Stragglers)
+        ours = (LossScale, GradientNoise, LossLimit, LossSpikes, NonFinite, Stragglers)
         self._added = [policy(self.training) for policy in self.policies]
         self._policies = [self._halving, self._replay, *(policy(training) for policy in ours), *self._added]
         self._checkpointing = Checkpointing(
             self.training, self.checkpoints, self._policies, lambda: self._replay.trusted_before
         )
         self._passes = StepPasses(
-            self.training, self._halving, self._replay, self._policies, self._requests, self.schedule
+            self.training, self._halving, self._replay, self._policies, self._requests, self._learning_rate
         )
         self._answers = AnswerFiles(self.checkpoints.directory.parent, self.events)
         self._measured = RunMeasurements(self.world.device, self.world.local_size)
@@ -114,6 +119,12 @@ class Trainer:
         """Return whether the step after which the run ends has been taken, and later ones are left."""
         return self.stop_after is not None and self.stop_after <= self.progress.step < self.max_steps
 
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether evaluations have not improved for as long as the recipe allows."""
+        early = self.training.recipe.evaluate.early_stopping
+        return early is not None and self.progress.stopping.since >= early.patience
+
     def newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies, the same on every rank, or None. Raises RequestError."""
         return self._checkpointing.newest()
@@ -132,7 +143,8 @@ class Trainer:
             self._train()
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.phase("export", self.progress.step)
-            unchecked = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+            with averaged(self.strategy):
+                unchecked = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
             if unchecked is not None:
                 self.events.emit(Notice(message=unchecked))
         except NothingSaved as error:
@@ -165,7 +177,8 @@ class Trainer:
                 if self.world.is_main:
                     with suppress(OSError):
                         directory.mkdir(parents=True, exist_ok=True)
-                export(self.task, self.strategy, target, step, None)
+                with averaged(self.strategy):
+                    export(self.task, self.strategy, target, step, None)
             except TrainingError as error:
                 self.events.emit(Fault(kind="export", rank=0, detail=str(error).partition("; ")[0], action="continue"))
                 continue
@@ -182,7 +195,7 @@ class Trainer:
         if self.is_over:  # a restart after the last checkpoint
             raise StopRequested
         self.events.announce(self._with_compiling("taking the first step"))
-        while self.progress.step < self.max_steps:
+        while self.progress.step < self.max_steps and not self._is_stopped:
             try:
                 result = self._step()
                 last = self.progress.step == self.max_steps
@@ -201,6 +214,7 @@ class Trainer:
             if result.stop:
                 raise StopRequested
             improved = self._evaluate()
+            last = last or self._is_stopped
             if last or improved or result.save:
                 self._save_requested = False
                 self._checkpointing.save(required=False, wait=last)
@@ -257,7 +271,7 @@ class Trainer:
             self._replay.check(step, functools.partial(self._passes.repeat, step, gradients.batch))
         heartbeat.phase("metrics", step)
         metrics = self._metrics(step, gradients)
-        learning_rate = self.schedule(step)
+        learning_rate = self._learning_rate(step)
         self._checkpointing.before_update()
         heartbeat.phase("optimizer", step)
         self.updating()
@@ -281,6 +295,11 @@ class Trainer:
             policy.after(step)
         reports = gradients.reports
         return _StepResult(any(rank.stop for rank in reports), bool(reports[0].save), [r.written for r in reports])
+
+    def _learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step: the schedule's, and what is left of it on a plateau."""
+        left = max(self.progress.rate, self.training.recipe.optimizer.final_learning_rate_ratio)
+        return self.schedule(step) * (left if self.progress.rate < 1.0 else 1.0)
 
     def _rewind(self, fault: RewindRequested) -> None:
         """Go back to the newest checkpoint that verifies and, if asked to, leave out the batch of the step that failed.
@@ -374,6 +393,10 @@ class Trainer:
         Raises:
             StopRequested: on every rank; what was interrupted stays pending.
         """
+        with averaged(self.strategy):
+            return self._evaluate_weights()
+
+    def _evaluate_weights(self) -> bool:
         step, progress, improved = self.progress.step, self.progress, False
         if progress.pending == EVALUATION and self.task.validation is not None:
             self.events.announce(self._with_compiling("evaluating"), step)
@@ -396,6 +419,7 @@ class Trainer:
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step
+            self._follow(step, metrics)
         if progress.pending is not None:
             progress.pending = GENERATION
             heartbeat.phase("generation", step)
@@ -405,6 +429,35 @@ class Trainer:
                 self.events.emit(Generate(step=step, prompt=prompt, text=text))
             progress.pending = None
         return improved and self.training.recipe.checkpoint.keep_best is True
+
+    def _follow(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Decide by the metrics of an evaluation whether the run ends, and whether the learning rate is reduced.
+
+        Raises:
+            TrainingError: evaluations do not have the metric.
+        """
+        progress, recipe = self.progress, self.training.recipe
+        early, optimizer = recipe.evaluate.early_stopping, recipe.optimizer
+        if early is not None and early.metric not in metrics:
+            raise TrainingError(
+                f"evaluate.early_stopping.metric: evaluations have no {early.metric}; they have {', '.join(metrics)}"
+            )
+        if not step:
+            return
+        if early is not None:
+            value, delta = early.sign * metrics[early.metric], early.min_delta
+            progress.stopping.add(value, lambda best: best - delta)
+            if self._is_stopped:
+                message = (
+                    f"the run ends at step {step}: {early.metric} has not improved in the last "
+                    f"{text.plural(early.patience, 'evaluation')} (evaluate.early_stopping)"
+                )
+                self.events.emit(Notice(message=message))
+        if SCHEDULES.get(optimizer.schedule).on_plateau:
+            since = progress.plateau.add(metrics["loss"], lambda best: best - _THRESHOLD * abs(best))
+            if since > optimizer.plateau_patience:
+                progress.rate, progress.plateau.since = progress.rate * optimizer.plateau_factor, 0
+                self.events.emit(Notice(message=f"the learning rate is reduced to {self._learning_rate(step):.3g}"))
 
     def _with_compiling(self, what: str) -> str:
         """Return ``what`` in words that add the compilation, if there is one at this step."""

@@ -17,6 +17,7 @@ from trainwright.inference.finding import UnloadedModel
 from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
+from trainwright.models.freezing import freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements
@@ -57,6 +58,8 @@ def load(unloaded: UnloadedModel, dtype: torch.dtype, device: torch.device) -> L
         tokenizer = load_tokenizer(unloaded.section)
         model = load_model(unloaded.section, dtype, unloaded.seed, tokenizer)
         attach_adapter(model, unloaded.section, unloaded.seed)
+        if unloaded.section.trained_patterns is not None:
+            freeze(model, unloaded.section)  # a checkpoint has what is trained
         lm = CausalLM(model, packed=False)
         if unloaded.checkpoint is not None:
             _fill(lm, Checkpoint.open(unloaded.checkpoint, verify=False))
@@ -115,7 +118,7 @@ def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
     with checkpoint.reader() as read, torch.no_grad():
         for name, parameter in lm.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(read(f"model.{name}", Shard.full(parameter)))
+                parameter.copy_(read.weights(name, Shard.full(parameter)))
         for name, buffer in lm.named_buffers():
             if name in persistent:
                 buffer.copy_(read(f"model.{name}", Shard.full(buffer)))

@@ -23,6 +23,7 @@ from trainwright.models.attention.packs import UnpackableError, register
 from trainwright.models.attention.sequences import Sequences
 from trainwright.models.linear_losses import (
     Head,
+    Terms,
     linear_cross_entropy,
     shared_gradient,
     standardized_log_likelihood,
@@ -50,10 +51,21 @@ class CausalLM(nn.Module):
         model: on its device, with loaded weights.
         packed: whether batches are packs; sets the attention implementation of the model.
         attention: of the recipe, ``model.attention``.
-        z_loss: coefficient for losses to minimize, see ``linear_cross_entropy``.
+        z_loss, label_smoothing: of losses to minimize, see ``linear_losses.Terms``.
+
+    Attributes:
+        embedding_noise: the alpha of NEFTune; 0: no noise. It is of passes in training mode with gradients.
     """
 
-    def __init__(self, model: PreTrainedModel, *, packed: bool, z_loss: float = 0.0, attention: str = "auto") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        packed: bool,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+        attention: str = "auto",
+    ) -> None:
         super().__init__()
         self.model = model
         self.packed = packed
@@ -62,7 +74,8 @@ class CausalLM(nn.Module):
         elif attention != "auto":
             _attend_padded(model, attention)
         self._head = _head_settings(model)
-        self._z_loss = z_loss
+        self._terms = Terms(z_loss, label_smoothing)
+        self.embedding_noise = 0.0
 
     @property
     def config(self) -> Any:
@@ -80,7 +93,7 @@ class CausalLM(nn.Module):
             each, correct = token_statistics(head, batch.targets)
             return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
         if objective is None:
-            return linear_cross_entropy(head, batch.targets, z_loss=self._z_loss)
+            return linear_cross_entropy(head, batch.targets, terms=self._terms)
         return objective_at(head, batch.targets, objective, batch)
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
@@ -105,11 +118,35 @@ class CausalLM(nn.Module):
         shared = nullcontext(lambda: None) if head is None else shared_gradient(self.model.get_input_embeddings(), head)
         with shared as head_weight:
             padded = padded_batch(batch) if needs_padding(like) else batch
-            hidden = self._hidden(padded)[:, : batch.input_ids.shape[1]]
+            with self._noisy(padded):
+                hidden = self._hidden(padded)[:, : batch.input_ids.shape[1]]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
             hidden = hidden.index_select(0, batch.target_index)
         return Head(hidden, head_weight(), getattr(head, "bias", None), **self._head)
+
+    @contextmanager
+    def _noisy(self, batch: Batch) -> Iterator[None]:
+        """Add noise to the embeddings of a sequence of L tokens: uniform in +-alpha / sqrt(L * H) (NEFTune, arXiv
+        2310.05914).
+
+        From the default generator, which is seeded for every micro-batch: on any number of processes the same.
+        """
+        if not (self.embedding_noise and self.training and torch.is_grad_enabled()):
+            yield
+            return
+        lengths = batch.lengths_by_token().to(batch.input_ids.device)
+
+        def add(_module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+            size = self.embedding_noise / (lengths * hidden.shape[-1]).sqrt()
+            noise = torch.empty_like(hidden, dtype=torch.float32).uniform_(-1.0, 1.0)
+            return hidden + (noise * size[..., None]).to(hidden.dtype)
+
+        handle = self.model.get_input_embeddings().register_forward_hook(add)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """Return the last hidden states [B, L, H] after the final norm."""

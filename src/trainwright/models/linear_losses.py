@@ -107,19 +107,32 @@ class Head(NamedTuple):
     logit_scale: float = 1.0
 
 
+class Terms(NamedTuple):
+    """Terms of the loss of every target beside its cross-entropy.
+
+    ``z_loss`` times the squared log-sum-exp of the logits is added. ``label_smoothing`` is the part of the target's
+    probability that is spread evenly over the vocabulary (arXiv 1512.00567, section 7), as in torch's cross_entropy.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+NO_TERMS = Terms()
+
+
 def linear_cross_entropy(
-    head: Head, targets: torch.Tensor, *, target_weights: torch.Tensor | None = None, z_loss: float = 0.0
+    head: Head, targets: torch.Tensor, *, target_weights: torch.Tensor | None = None, terms: Terms = NO_TERMS
 ) -> torch.Tensor:
     """Compute the summed cross-entropy of N targets from ``hidden`` [N, H] @ ``weight`` [V, H]^T (+ ``bias`` [V]).
 
-    ``target_weights`` [N], fp32, multiply the losses of the targets and get no gradient. ``z_loss`` times the squared
-    log-sum-exp of the logits is added to the loss of every target.
+    ``target_weights`` [N], fp32, multiply the losses of the targets and get no gradient.
 
     Returns:
         The sum in nats, fp32 scalar, which the caller divides by a weight.
     """
     total: torch.Tensor = _LinearCrossEntropy.apply(
-        head.hidden, head.weight, head.bias, targets, head, target_weights, z_loss
+        head.hidden, head.weight, head.bias, targets, head, target_weights, terms
     )
     return total
 
@@ -180,7 +193,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         head: Head,
         target_weights: torch.Tensor | None,
-        z_loss: float,
+        terms: Terms,
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad
         total = hidden.new_zeros((), dtype=at_least_fp32(hidden))
@@ -191,7 +204,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = None if target_weights is None else target_weights[part]
             for rows in row_blocks(logits[:count]):
                 each = None if weights is None else weights[rows]
-                total += _loss_to_gradient(logits[rows], targets[part][rows], head, each, z_loss)
+                total += _loss_to_gradient(logits[rows], targets[part][rows], head, each, terms)
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
@@ -268,21 +281,26 @@ def _loss_to_gradient(
     targets: torch.Tensor,
     head: Head,
     weights: torch.Tensor | None,
-    z_loss: float,
+    terms: Terms,
 ) -> torch.Tensor:
     """Return the summed loss of some rows of a head's logits, and overwrite the logits with its gradient."""
     softcap, logit_scale = head.softcap, head.logit_scale
+    z_loss, smoothing = terms
     columns = targets[:, None]
     work = _finished_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
     chosen = work.gather(1, columns)[:, 0]
+    if smoothing:
+        chosen = (1 - smoothing) * chosen + smoothing * work.mean(1)
     # In place from here: probabilities, then the gradient.
     scale = _to_probabilities(work)
     losses = scale[:, 0] - chosen
     if z_loss:
         losses += z_loss * scale[:, 0].square()
         work *= 1 + 2 * z_loss * scale
-    work.scatter_add_(1, columns, work.new_full((), -1.0).expand_as(columns))
+    work.scatter_add_(1, columns, work.new_full((), smoothing - 1.0).expand_as(columns))
+    if smoothing:
+        work -= smoothing / work.shape[1]
     if slope is not None:
         work *= slope
     if logit_scale != 1.0:

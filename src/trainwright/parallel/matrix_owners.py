@@ -9,8 +9,18 @@ from functools import lru_cache
 # Iterations of Newton-Schulz, of three products each (engine/optimizer.py).
 ITERATIONS = 5
 
+_EMBEDDINGS = ("wte", "wpe", "lm_head", "head", "positions", "score")
+
 # The matrices of every rank in a round, by their index.
 Round = tuple[tuple[int, ...], ...]
+
+
+def is_matrix(name: str, dimensions: int) -> bool:
+    """Return whether a parameter is a weight matrix of a block, and not an embedding or the head."""
+    parts = name.split(".")
+    if dimensions != 2 or parts[-1].endswith("bias"):  # experts have a bias each
+        return False
+    return not any("embed" in part or part in _EMBEDDINGS for part in parts)
 
 
 def operations(rows: int, columns: int) -> int:

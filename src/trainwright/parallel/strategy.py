@@ -12,7 +12,7 @@ Losses are already divided by the weight of the global batch, so gradients are *
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -132,6 +132,27 @@ class Independent(Strategy, Protocol):
         """Let the other ranks finish the step with gradients to be discarded; called where the passes failed."""
 
 
+@runtime_checkable
+class Averaging(Strategy, Protocol):
+    """A strategy that can run the average of its weights, if its optimizer has one."""
+
+    def exchange_averages(self) -> None:
+        """Exchange weights and averages; every rank must call this, and once more before training goes on."""
+
+
+@contextmanager
+def averaged(strategy: Strategy) -> Iterator[None]:
+    """Provide the averages in place of the weights, if there are any; every rank must enter."""
+    if not isinstance(strategy, Averaging):
+        yield
+        return
+    strategy.exchange_averages()
+    try:
+        yield
+    finally:
+        strategy.exchange_averages()
+
+
 _METHODS = tuple(name for name, member in vars(Strategy).items() if callable(member) and not name.startswith("_"))
 
 
@@ -154,12 +175,37 @@ def build_strategy(setup: Setup) -> Strategy:
     return strategy
 
 
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rate of every group: its part of ``learning_rate`` (engine/parameter_groups.py)."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("rate", 1.0)
+
+
+# Elements that are exchanged at a time.
+_EXCHANGED = 2**22
+
+
+@torch.no_grad()
+def exchange_averages(optimizer: Optimizer) -> None:
+    """Exchange every parameter with its average, if the optimizer has one."""
+    for parameter, state in optimizer.state.items():
+        if (average := state.get("average")) is not None:
+            for one, other in zip(_pieces(parameter), _pieces(average), strict=True):
+                kept = one.clone()
+                one.copy_(other)
+                other.copy_(kept)
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor.detach().view(-1).split(_EXCHANGED)
+
+
 def create_optimizer_state(optimizer: Optimizer) -> None:
     """Make the state of every parameter, if there is none yet: a step with zero gradients at a learning rate of 0."""
     if any(optimizer.state.values()):
         return
+    set_learning_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -26,7 +26,7 @@ def tokens_of(written: str, workload: Workload) -> float:
     if match is None:
         raise RequestError(f"--tokens {written}: use a number such as 300B, or 20x for 20 tokens per parameter")
     number, unit = float(match[1]), match[2].upper()
-    tokens = number * (workload.architecture.parameters().total if unit == "X" else _UNITS[unit])
+    tokens = number * (workload.facts.total if unit == "X" else _UNITS[unit])
     if tokens < 1:
         raise RequestError(f"--tokens {written}: the budget must be above zero")
     return tokens
@@ -42,7 +42,7 @@ def cost(plan: RunPlan, tokens: float, price: float | None) -> dict[str, float]:
 
     Empty if nothing fits.
     """
-    time, size = plan.chosen.time, plan.workload.architecture.parameters().total
+    time, size = plan.chosen.time, plan.workload.facts.total
     if not plan.fits or time is None:
         return {}
     assert plan.workload.steps is not None
@@ -63,7 +63,7 @@ def words(plan: RunPlan, tokens: float, price: float | None) -> Iterator[str]:
     figures = cost(plan, tokens, price)
     if not figures:
         return
-    size, steps = plan.workload.architecture.parameters().total, plan.workload.steps
+    size, steps = plan.workload.facts.total, plan.workload.steps
     unit = "GPU hours" if plan.cluster.device == "cuda" else "hours of the machine"
     each = figures["tokens_per_parameter"]
     yield f"{tokens:.3g} tokens, {each:.3g} per parameter ({size:,} parameters), in {steps:,} steps"

@@ -221,13 +221,13 @@ def recomputations(workload: Workload, constraints: Constraints) -> tuple[Recomp
         RequestError: every n-th block is requested of fewer than n blocks.
     """
     options = constraints.options("activation_checkpointing", _RECOMPUTE)
-    checkpointing, layers = constraints.fixed.get("activation_checkpointing"), workload.architecture.layers
+    checkpointing, layers = constraints.fixed.get("activation_checkpointing"), workload.facts.layers
     if isinstance(checkpointing, int) and checkpointing > layers:
         raise RequestError(
             f"train.activation_checkpointing: the model has {layers} blocks, so there is no {checkpointing}th one; "
             "lower it, or set it to none"
         )
-    return tuple(o for o in options if not isinstance(o, int) or o <= workload.architecture.layers)
+    return tuple(o for o in options if not isinstance(o, int) or o <= workload.facts.layers)
 
 
 def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:

@@ -6,16 +6,18 @@ The schedules are those of planning/step_time/update.py, counted instead of time
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainwright.machine.describe import Cluster
 from trainwright.parallel.matrix_owners import assign, rows_of
 from trainwright.planning.memory.fsdp import ShardedUnit, units
-from trainwright.planning.memory.inventory import OUTSIDE, Inventory, inventory, partly_trained
-from trainwright.planning.memory.strategies import exchanged_width, orthogonalized
+from trainwright.planning.memory.inventory import Inventory, inventory
+from trainwright.planning.memory.matrices import exchanged_width
+from trainwright.planning.memory.micro_batch import computed
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.registries import OPTIMIZERS
 
-_WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 _REDUCED = 4  # bytes of an element whose gradient is reduced
 
 
@@ -26,29 +28,27 @@ class Count(NamedTuple):
     bytes: int = 0
 
 
-def collectives(workload: Workload, choice: Choice) -> dict[str, Count] | None:
+def collectives(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str, Count] | None:
     """Return the collectives of parameters and gradients in a step, by kind; None for a strategy that is not counted.
 
     The few bytes that ranks exchange about a step, such as its loss, are left out.
     """
     if choice.num_processes == 1:
         return {}
-    width = _WIDTHS[choice.mixed_precision]
-    full = inventory(workload.architecture, width, workload.adapter is None, workload.adapter, workload.quantization)
-    trained_inventory = partly_trained(full, workload.trained)
-    updates = _updates(trained_inventory, choice) if OPTIMIZERS.get(workload.optimizer).whole_matrices else {}
+    parameters = inventory(workload.trace(choice, cluster, computed(workload, choice, cluster)), choice.width)
+    updates = _updates(parameters, choice) if OPTIMIZERS.get(workload.optimizer).whole_matrices else {}
     if choice.spec.gathers_blocks:
-        return {**_sharded(trained_inventory, choice, width), **updates}
+        return {**_sharded(parameters, choice), **updates}
     if any(one.when == "buckets" for one in choice.spec.collectives):
-        return {"all_reduce": _buckets(trained_inventory, choice.spec.bucket_bytes), **updates}
+        return {"all_reduce": _buckets(parameters, choice.spec.bucket_bytes), **updates}
     return None
 
 
-def _sharded(inventory: Inventory, choice: Choice, width: int) -> dict[str, Count]:
+def _sharded(inventory: Inventory, choice: Choice) -> dict[str, Count]:
     """Count FSDP2's collectives: a unit is gathered as one, and its gradients are reduced as one."""
-    units_by_number, passes = units(inventory, choice.shards), choice.gradient_accumulation_steps
-    blocks = [unit for number, unit in units_by_number.items() if number != OUTSIDE]
-    everything, trained = list(units_by_number.values()), [unit for unit in units_by_number.values() if unit.trained]
+    everything, passes = units(inventory, choice.shards), choice.gradient_accumulation_steps
+    blocks, trained = everything[1:], [unit for unit in everything if unit.trained]
+    width = inventory.width
     counts: dict[str, Count] = {}
     if choice.shards > 1:
         times = passes if choice.reshard_after_forward else 1
@@ -63,7 +63,7 @@ def _sharded(inventory: Inventory, choice: Choice, width: int) -> dict[str, Coun
     return counts
 
 
-def _sum(those: list[ShardedUnit], size: str, width: int, times: int) -> Count:
+def _sum(those: Sequence[ShardedUnit], size: str, width: int, times: int) -> Count:
     return Count(times * len(those), times * width * sum(getattr(unit, size) for unit in those))
 
 
@@ -72,7 +72,7 @@ def _updates(inventory: Inventory, choice: Choice) -> dict[str, Count]:
 
     An all-to-all has the bytes that the rank receives.
     """
-    shapes, shards = orthogonalized(inventory), choice.shards
+    shapes, shards = inventory.matrices, choice.shards
     width = exchanged_width(on_gpu=True)
     numbers, sizes = Counter[str](), Counter[str]()
     for one in assign(shapes, choice.num_processes):
@@ -91,7 +91,7 @@ def _updates(inventory: Inventory, choice: Choice) -> dict[str, Count]:
 
 def _buckets(inventory: Inventory, limit: int | None) -> Count:
     """Count the buckets of parallel/replicated/replicated.py."""
-    sizes = [_REDUCED * weight.numel for weight in reversed(inventory.weights) if weight.trainable]
+    sizes = [_REDUCED * weight.numel for weight in reversed(inventory.trainable)]
     number, remaining = 0, 0
     for size in sizes:
         if limit is None or size > remaining:

@@ -69,11 +69,12 @@ def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[st
     """Return all kinds of a run: what is trained, and what makes it harder to predict."""
     if cluster.device == "cpu":
         return ("CPU",)
+    adapted, quantized = bool(workload.model.adapter), workload.model.quantization != "none"
     holds = {
-        "QLoRA": workload.adapter is not None and workload.quantization != "none",
-        "LoRA": workload.adapter is not None and workload.quantization == "none",
-        "dense": workload.adapter is None and not workload.architecture.experts,
-        "MoE": bool(workload.architecture.experts),
+        "QLoRA": adapted and quantized,
+        "LoRA": adapted and not quantized,
+        "dense": not adapted and not workload.facts.experts,
+        "MoE": bool(workload.facts.experts),
         "long context": workload.mean_length >= _LONG,
         "offload": choice.offload_parameters or choice.offload_optimizer or choice.activation_offload,
         "several nodes": choice.num_processes > cluster.devices_per_node,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,9 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.models.supported import check_packable, check_trainable, unpackable
-from trainwright.planning.architectures import traced
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.catalog import KnownModel, find_model, known_model, nearest_models
-from trainwright.planning.architectures.configured import architecture_of_config, from_config
-from trainwright.planning.architectures.families import FAMILIES
-from trainwright.planning.memory.inventory import OUTSIDE, Weight, inventory
-from trainwright.planning.operations import BatchShape
-from trainwright.planning.workload import ReferenceWork, Workload, adapter_of, quantization_of
+from trainwright.planning.trace.catalog import KnownModel, families, find_model, known_model, nearest_models
+from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.workload import Workload
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN, check_sizes
 from trainwright.utils.paths import user_path
@@ -37,6 +31,12 @@ if TYPE_CHECKING:
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
+# Keys that determine a model's size, each with its names.
+_SIZES = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+)
 
 
 class Facts(NamedTuple):
@@ -68,58 +68,53 @@ def facts_of(recipe: Recipe) -> Facts:
     if lengths.examples is not None and (remark := repeated(train.global_batch_size, lengths.examples)) is not None:
         assumptions.append(remark)
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
-    architecture = _as_planned(architecture_of(recipe.model), data, assumptions)
-    adapter = adapter_of(recipe.model)
-    return Facts(
-        Workload(
-            architecture=architecture,
-            row_tokens=fullest,
-            global_batch_rows=rows,
-            packed=data.pack_length is not None,
-            document_tokens=lengths.mean,
-            longest_document=lengths.longest,
-            target_fraction=lengths.target_fraction,
-            windows=recipe.spec.corpus,
-            adapter=adapter,
-            quantization=quantization_of(recipe.model),
-            steps=_steps(recipe, lengths),
-            evaluates=data.validation is not None,
-            copies_state=recipe.checkpoint.background is True,
-            batch_tokens=train.global_batch_size * lengths.mean,
-            fresh=recipe.model.config is not None,
-            most_batch_tokens=lengths.max_batch_tokens(train.global_batch_size),
-            optimizer=recipe.optimizer.name,
-            lengths=lengths.spread() if data.pack_length is not None else (),
-            batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
-            reference=reference_work(needs, architecture, adapted=adapter is not None),
-            trained=trained(needs, architecture, assumptions) if adapter is None else None,
-            first_blocks=None if needs.last_block is None else needs.last_block + 1,
-            max_length=data.max_length,
-            deterministic=train.deterministic,
-            tf32=train.tf32,
-            attention=recipe.model.attention,
-            # A model that is initialized at random has no trained weights to adapt.
-            takes_adapters=recipe.model.config is None
-            and architecture.family not in (MODEL_TYPE, OWN)
-            and needs.trainable is None,
-        ),
-        tuple(assumptions),
-        estimated=not lengths.exact,
+    configuration = configuration_of(recipe.model)
+    workload = Workload(
+        model=TracedModel.of(configuration, recipe),
+        row_tokens=fullest,
+        global_batch_rows=rows,
+        packed=data.pack_length is not None,
+        document_tokens=lengths.mean,
+        longest_document=lengths.longest,
+        target_fraction=lengths.target_fraction,
+        windows=recipe.spec.corpus,
+        steps=_steps(recipe, lengths),
+        evaluates=data.validation is not None,
+        copies_state=recipe.checkpoint.background is True,
+        batch_tokens=train.global_batch_size * lengths.mean,
+        fresh=recipe.model.config is not None,
+        most_batch_tokens=lengths.max_batch_tokens(train.global_batch_size),
+        optimizer=recipe.optimizer.name,
+        momentum=recipe.optimizer.momentum > 0,
+        averages=recipe.optimizer.ema_decay is not None,
+        lengths=lengths.spread() if data.pack_length is not None else (),
+        batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
+        max_length=data.max_length,
+        deterministic=train.deterministic,
+        tf32=train.tf32,
+        attention=recipe.model.attention,
+        # A model that is initialized at random has no trained weights to adapt.
+        takes_adapters=recipe.model.config is None
+        and configuration.get("model_type") not in (MODEL_TYPE, OWN)
+        and recipe.model.trained_patterns is None,
     )
+    _check(workload, data, assumptions)
+    return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
 
 
 def _of_own_model(recipe: Recipe, model: TaskModel) -> Facts:
-    train, architecture = recipe.train, from_config(model.config)
-    assert architecture is not None, "the configuration is of a known family"
+    train = recipe.train
     return Facts(
         Workload(
-            architecture=architecture,
+            model=TracedModel.of(model.config),
             row_tokens=model.tokens,
             global_batch_rows=train.global_batch_size,
             packed=False,
             target_fraction=model.target_fraction,
             steps=train.max_steps,
             optimizer=recipe.optimizer.name,
+            momentum=recipe.optimizer.momentum > 0,
+            averages=recipe.optimizer.ema_decay is not None,
             batch_tokens=train.global_batch_size * model.tokens,
             texts=False,
             takes_adapters=False,
@@ -131,23 +126,25 @@ def _of_own_model(recipe: Recipe, model: TaskModel) -> Facts:
     )
 
 
-def architecture_of(model: ModelSection) -> Architecture:
-    """Return the architecture of the model that a recipe names, from its configuration; weights are not read.
+def configuration_of(model: ModelSection) -> Mapping[str, Any]:
+    """Return the configuration of the model that a recipe names; weights are not read.
 
     Raises:
         RequestError: the configuration is incomplete, or the model cannot be found.
     """
     if model.config is not None:
         check_model(model)
-        return architecture_of_config(_with_class(_fresh(model), model), "model.config")
+        configuration = _with_class(_fresh(model), model)
+        _check_sizes_given(configuration, "model.config")
+        return configuration
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogd(model.name)) is not None:
         check_model(model)
-        return known.architecture()
+        return known.config
     file = _config_here(model.name) or _located(model) / "config.json"
     if model.is_own:
-        return architecture_of_config(_with_class(dict(read_json(file)), model), f"model.name: {file.parent}")
-    return architecture_of_file(file, f"model.name: {file.parent}")
+        return _with_class(dict(read_json(file)), model)
+    return configuration_of_file(file, f"model.name: {file.parent}")
 
 
 def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -166,6 +163,17 @@ def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
     return {**fields, "implementation": model.implementation, "source_sha256": digest}
 
 
+def _check_sizes_given(config: Mapping[str, Any], origin: str) -> None:
+    """Raise RequestError if a configuration lacks keys that determine the model's size."""
+    kind = config.get("model_type")
+    if kind is None:
+        raise RequestError(f"{origin}: model_type is missing, the name of a transformers architecture")
+    if kind in (OWN, MODEL_TYPE) or "text_config" in config:
+        return
+    if missing := [names[0] for names in _SIZES if not any(config.get(name) is not None for name in names)]:
+        raise RequestError(f"{origin}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+
+
 def check_model(model: ModelSection, pack_length: int | None = None) -> bool:
     """Raise an error if the model is not a decoder-only language model or cannot be trained on packs of
     ``pack_length``.
@@ -177,7 +185,7 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> bool:
     """
     if (config_and_origin := _at_hand(model)) is None:
         return False
-    check_trainable(config_and_origin[0], config_and_origin[1], FAMILIES)
+    check_trainable(config_and_origin[0], config_and_origin[1], families())
     _refuse_unnamed(config_and_origin[0])
     check_packable(config_and_origin[0], pack_length)
     return True
@@ -188,21 +196,6 @@ def packs(model: str, length: int) -> bool:
     path = user_path(model)
     content = _read_config(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
     return not isinstance(content, dict) or unpackable(content, length) is None
-
-
-def configuration_named(name: str) -> Mapping[str, Any]:
-    """Return the configuration of a known model, or of one in a directory or the Hugging Face cache.
-
-    Raises:
-        RequestError: there is none; the message names similar known models.
-    """
-    if (config_and_origin := _named(name)) is not None:
-        return config_and_origin[0]
-    near = nearest_models(name)
-    raise RequestError(
-        f"model.name: {name} has no configuration here{f'; did you mean {near}?' if near else ''}; use a directory "
-        "with a config.json, or a model of the catalog"
-    )
 
 
 def experts_notes(model: ModelSection) -> list[str]:
@@ -270,23 +263,23 @@ def _config_here(name: str) -> Path | None:
     return _cached_config(name)
 
 
-def architecture_named(name: str) -> Architecture:
-    """Return the architecture of a known model, a directory with a config.json, or such a file.
+def configuration_named(name: str) -> Mapping[str, Any]:
+    """Return the configuration of a known model, a directory with a config.json, or such a file.
 
     Raises:
         RequestError: the model is unknown; the message names similar ones.
     """
     path = user_path(name)
     if path.suffix == ".json":
-        return architecture_of_file(path)
+        return configuration_of_file(path)
     if path.is_dir():
-        return architecture_of_file(path / "config.json")
+        return configuration_of_file(path / "config.json")
     known = known_model(name)
     if known is None and (file := _cached_config(name)) is not None:
-        return architecture_of_file(file)
+        return configuration_of_file(file)
     resolved = known or find_model(name)
-    check_trainable(resolved.config, name, FAMILIES)
-    return resolved.architecture()
+    check_trainable(resolved.config, name, families())
+    return resolved.config
 
 
 def full_rows(recipe: Recipe) -> Facts:
@@ -298,28 +291,29 @@ def full_rows(recipe: Recipe) -> Facts:
     sequences = "one sequence" if sequence == row else f"sequences of {sequence} tokens"
     assumptions = [f"every row is full, {sequences} each"]
     workload = Workload(
-        architecture=_as_planned(architecture_named(recipe.model.name), data, assumptions),
+        model=TracedModel.of(configuration_named(recipe.model.name), recipe),
         row_tokens=row,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,
         document_tokens=sequence,
         longest_document=sequence,
         max_length=sequence,
-        adapter=adapter_of(recipe.model),
-        quantization=quantization_of(recipe.model),
         optimizer=recipe.optimizer.name,
+        momentum=recipe.optimizer.momentum > 0,
+        averages=recipe.optimizer.ema_decay is not None,
         deterministic=train.deterministic,
         tf32=train.tf32,
         attention=recipe.model.attention,
     )
+    _check(workload, data, assumptions)
     steps = train.max_steps
     if train.max_tokens is not None:
         steps = max(1, round(train.max_tokens / workload.tokens))
     return Facts(replace(workload, steps=steps), tuple(assumptions))
 
 
-def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
-    """Return the architecture that a config.json describes.
+def configuration_of_file(file: Path, where: str | None = None) -> Mapping[str, Any]:
+    """Return what a config.json describes.
 
     Raises:
         RequestError: names the file, or ``where``, and the invalid value.
@@ -328,40 +322,23 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
-    check_trainable(content, where or str(file), FAMILIES)
+    check_trainable(content, where or str(file), families())
     _refuse_unnamed(content)
-    return architecture_of_config(content, str(file))
+    _check_sizes_given(content, str(file))
+    return content
 
 
-def _as_planned(architecture: Architecture, data: DataSection, assumptions: list[str]) -> Architecture:
-    """Return the architecture as it is planned, and append to ``assumptions`` if its family is unknown.
+def _check(workload: Workload, data: DataSection, assumptions: list[str]) -> None:
+    """Append to ``assumptions`` why a model could not be traced, if so.
 
     Raises:
         RequestError: examples are longer than the model's positions.
     """
-    if architecture.family in (*FAMILIES, MODEL_TYPE):
-        check_length(data, architecture.positions)  # for unknown families it is not known whether positions are limited
-        return architecture
-    architecture, how = _unknown(architecture, data.pack_length is not None)
-    assumptions.append(how)
-    return architecture
-
-
-def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, str]:
-    """Return the architecture to plan for an unknown family, and a message about how it is planned."""
-    family, batch = architecture.family, BatchShape(1, 64, ((32, 2),), 62, packed, masked=False)
-    try:
-        if architecture.config:
-            traced.numbers(architecture.config, "none", 4, batch, input_wants=True)
-            return (
-                architecture,
-                f"{family} is not in the catalog: the memory of its blocks was traced with fake tensors",
-            )
-        reason = ""
-    except traced.TraceError as error:
-        reason = f" ({error})"
-    llama = f"{family} is not in the catalog and cannot be traced{reason}: planned as a llama of the same sizes"
-    return replace(architecture, config=""), llama
+    facts = workload.facts
+    if facts.family in (*families(), MODEL_TYPE):  # for others it is not known whether positions are limited
+        check_length(data, facts.positions or None)
+    if facts.failed:
+        assumptions.insert(0, f"{facts.family} cannot be traced ({facts.failed}): activations are planned by a bound")
 
 
 def _fresh(model: ModelSection) -> dict[str, Any]:
@@ -479,69 +456,3 @@ def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
     if lengths.examples is None or train.epochs is None:
         return None
     return max(1, -(-round(train.epochs * lengths.examples) // train.global_batch_size))
-
-
-# Parameter names of most families, by purpose.
-_IN_BLOCKS = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "query_key_value": "self_attn.qkv_proj",
-    "output": "self_attn.o_proj",
-    "query_norm": "self_attn.q_norm",
-    "key_norm": "self_attn.k_norm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "gate_up": "mlp.gate_up_proj",
-    "down": "mlp.down_proj",
-    "input_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "pre_mlp_norm": "pre_feedforward_layernorm",
-    "post_mlp_norm": "post_feedforward_layernorm",
-}
-_OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-
-
-def reference_work(needs: Needs, architecture: Architecture, *, adapted: bool) -> ReferenceWork | None:
-    """Return the model that runs or is in memory in addition, or None. ``adapted``: an adapter is trained."""
-    reference = needs.reference
-    if reference is None:
-        return None
-    if not reference.every_step:
-        # It runs once, before the first step; a model with its own weights stays in memory nevertheless.
-        return ReferenceWork(architecture.layers, 0.0, True) if reference.own_weights else None
-    last = reference.last_block
-    blocks = architecture.layers if last is None else min(last + 1, architecture.layers)
-    return ReferenceWork(blocks, reference.share, reference.own_weights or not adapted)
-
-
-def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:
-    """Return the trained parameters as ``(unit, name)`` of an inventory; None: all."""
-    last = needs.last_block
-    if last is None and needs.trainable is None:
-        return None
-    patterns, key = needs.trainable or (None, "")
-    weights = inventory(architecture, 4, True).weights
-    trained_weights = frozenset((w.unit, w.name) for w in weights if _wanted(w, patterns, last))
-    if not trained_weights:
-        assumptions.append(
-            f"all parameters assumed trainable: the parameter names of {architecture.family} are unknown, so {key} "
-            "cannot be matched"
-        )
-    return trained_weights or None
-
-
-def _wanted(weight: Weight, patterns: Sequence[str] | None, last: int | None) -> bool:
-    if last is not None and (weight.unit > last or weight.name.startswith("head")):
-        return False
-    return patterns is None or any(re.fullmatch(pattern, name) for name in _names(weight) for pattern in patterns)
-
-
-def _names(weight: Weight) -> Iterator[str]:
-    name, part = weight.name, "weight"
-    if name.endswith(".bias"):
-        name, part = name.removesuffix(".bias"), "bias"
-    if weight.unit == OUTSIDE:
-        yield f"{_OUTSIDE.get(name, name)}.{part}"
-    else:
-        yield f"model.layers.{weight.unit}.{_IN_BLOCKS.get(name, name)}.{part}"

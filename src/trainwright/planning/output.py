@@ -296,7 +296,7 @@ def draw(plan: RunPlan, file: Path) -> None:
     speeds.locator_params(axis="x", nbins=4)
     speeds.set_xlabel("tokens/s")
     axes.set_xlabel("GiB, all processes" if plan.cluster.device == "cpu" else "GiB per device")
-    axes.set_title(f"{plan.workload.architecture.family}, {plan.cluster.name}")
+    axes.set_title(f"{plan.workload.facts.family}, {plan.cluster.name}")
     axes.legend(loc="lower right", fontsize="small")
     save_chart(figure, file)
 

@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -335,9 +336,9 @@ def _impossible(constraints: Constraints, workload: Workload, cluster: Cluster) 
 
 
 def _workload_json(workload: Workload) -> dict[str, Any]:
-    values = asdict(workload)
-    values["beside"] = values.pop("reference")  # its key in plan.json
-    return {**values, "trained": None if workload.trained is None else sorted(map(list, workload.trained))}
+    model = asdict(workload.model)
+    model["configuration"], model["adapter"] = json.loads(model["configuration"]), dict(workload.model.adapter_section)
+    return {**asdict(workload), "model": model, "facts": asdict(workload.facts)}
 
 
 def _errors_json(candidate: Candidate) -> dict[str, Any]:

@@ -7,16 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
 from trainwright.models.attention.kernels import in_words
-from trainwright.models.gpt.variants import MODEL_TYPE
-from trainwright.planning.architectures.families import FAMILIES
 from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE
-from trainwright.planning.memory.peak import micro_batch
-from trainwright.planning.operations import block_kinds
-from trainwright.planning.operations.devices import device_of
-from trainwright.planning.operations.shapes import Heads
+from trainwright.planning.memory.micro_batch import micro_batch
 from trainwright.planning.search import Candidate, SearchResult
 from trainwright.planning.suggestions import Suggestion
+from trainwright.planning.trace.traced import attention_needs
 from trainwright.planning.workload import Choice, Workload
 from trainwright.utils.text import plural, size
 
@@ -51,17 +47,12 @@ def reasons_of(
 
 
 def attention_of(workload: Workload, choice: Choice, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each kernel that computes the attention of a text model, with the reasons.
-
-    Nothing is said of models whose layers are not known, and of ALiBi, which transformers computes in its own way.
-    """
-    a = workload.architecture
-    if not workload.texts or a.alibi or a.family not in (*FAMILIES, MODEL_TYPE):
+    """Yield a line for each kernel that computes the attention of a text model, with the reasons."""
+    if not workload.texts:
         return
-    device, batch = device_of(workload, choice, cluster), micro_batch(workload, choice)
-    windowed = sorted({kind.windowed for kind in block_kinds(a) if not kind.linear})
-    layers = (Heads.of(a, windowed=each).needs(device, choice.width, batch) for each in windowed)
-    yield from in_words(layers, device.limits)
+    batch = micro_batch(workload, choice)
+    request = workload.request(choice, cluster, batch)
+    yield from in_words(attention_needs(request, batch.longest), request.device.limits)
 
 
 def verdict(candidate: Candidate, best: Candidate | None) -> str:

@@ -182,9 +182,12 @@ def _recipe_to_plan(
         return load_recipe(source_of(recipe), overrides)
     if recipe is not None or model is None:
         raise RequestError("pass one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
-    from trainwright.planning.facts import architecture_named, packs
+    from trainwright.planning.facts import configuration_named, packs
+    from trainwright.planning.trace.request import TracedModel
+    from trainwright.planning.trace.traced import model_facts
 
-    length = sequence_length or min(_TOKENS, architecture_named(model).positions)
+    positions = model_facts(TracedModel.of(configuration_named(model))).positions or _TOKENS
+    length = sequence_length or min(_TOKENS, positions)
     settings = [
         "task=sft",
         f"model.name={model}",

@@ -186,10 +186,10 @@ class Evaluator:
         )
 
     def _unfit(self, choice: Choice) -> str | None:
-        adapter = self.workload.adapter
+        section = self.workload.model.adapter_section
         settings = {
-            "model.adapter.type": "none" if adapter is None else adapter.kind,
-            "model.adapter.quantization": self.workload.quantization,
+            "model.adapter.type": section.get("type", "none"),
+            "model.adapter.quantization": self.workload.model.quantization,
             "optimizer.name": self.workload.optimizer,
             **{f"train.{key}": getattr(choice, key) for key in _LIMITED},
         }

@@ -10,7 +10,8 @@ from trainwright.machine.describe import parse_machine
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.search import Candidate, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
-from trainwright.planning.workload import AdapterShape, Workload
+from trainwright.planning.workload import Workload
+from trainwright.recipe.sections.model import AdapterSection
 from trainwright.recipe.strategy_spec import spec_of
 
 # The text of a suggestion, and the evaluator and the constraints after the change.
@@ -93,16 +94,21 @@ def _adapted(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluator]]:
     workload = evaluator.workload
     if not workload.takes_adapters:
         return
-    if workload.adapter is None:
-        lora = replace(workload, adapter=AdapterShape("lora", _RANK))
-        yield "lora", f"model.adapter=lora (rank {_RANK})", _with(evaluator, lora)
-    if workload.quantization == "none":
-        adapter = workload.adapter or AdapterShape("lora", _RANK)
-        quantized = replace(workload, adapter=adapter, quantization="nf4")
-        change = f"model.adapter=qlora (4-bit base, rank {adapter.rank})"
-        if workload.adapter is not None:  # the adapter itself is unchanged
-            change = "model.adapter.quantization=nf4 (4-bit base)"
-        yield "qlora", change, _with(evaluator, quantized)
+    section = workload.model.adapter_section
+    if not section:
+        lora = AdapterSection(type="lora", rank=_RANK)
+        yield "lora", f"model.adapter=lora (rank {_RANK})", _with(evaluator, _with_adapter(workload, lora))
+    if workload.model.quantization == "none":
+        rank = section.get("rank") or _RANK
+        change = "model.adapter.quantization=nf4 (4-bit base)"  # the adapter itself is unchanged
+        if not section:
+            change = f"model.adapter=qlora (4-bit base, rank {rank})"
+        quantized = AdapterSection.model_validate({"type": "lora", "rank": rank, **section, "quantization": "nf4"})
+        yield "qlora", change, _with(evaluator, _with_adapter(workload, quantized))
+
+
+def _with_adapter(workload: Workload, section: AdapterSection) -> Workload:
+    return replace(workload, model=workload.model.adapted(section))
 
 
 _RELAXED: Mapping[str, str] = {

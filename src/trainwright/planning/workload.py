@@ -2,71 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, NamedTuple
 
-from trainwright.errors import RequestError
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.recipe.files import read_json
+from trainwright.machine.describe import Cluster
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.request import TracedModel, TraceRequest, device_of
+from trainwright.planning.trace.traced import model_facts, sized
+from trainwright.planning.trace.units import ModelFacts, SizedModel
 from trainwright.recipe.strategy_spec import StrategySpec, spec_of
-from trainwright.utils.paths import user_path
-
-if TYPE_CHECKING:
-    from trainwright.recipe.sections.model import ModelSection
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Recompute = Literal["none", "full", "selective"] | int
-# "nf4_single": with scales in fp32, without double quantization.
-Quantization = Literal["none", "nf4", "nf4_single", "int8"]
-# The linear modules of a block, by purpose; a family may fuse several into one matrix.
-Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
-ALL_LINEAR: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
-_RANK = 16  # rank of an adapter when the recipe does not set one
-# Names of modules in the supported families, by purpose.
-_TARGETS: dict[str, tuple[Target, ...]] = {
-    "q_proj": ("query",),
-    "k_proj": ("key",),
-    "v_proj": ("value",),
-    "o_proj": ("output",),
-    "out_proj": ("output",),
-    "dense": ("output",),
-    "gate_proj": ("gate",),
-    "up_proj": ("up",),
-    "down_proj": ("down",),
-    "qkv_proj": ("query", "key", "value"),
-    "query_key_value": ("query", "key", "value"),
-    "gate_up_proj": ("gate", "up"),
-    "c_attn": ("query", "key", "value"),
-    "c_fc": ("up",),
-    "fc1": ("up",),
-    "fc2": ("down",),
-    "dense_h_to_4h": ("up",),
-    "dense_4h_to_h": ("down",),
-}
 
 
-@dataclass(frozen=True)
-class AdapterShape:
-    """Trainable matrices of rank ``rank`` next to frozen weights. ``dropout``: of their input."""
-
-    kind: Literal["lora", "dora"]
-    rank: int
-    targets: tuple[Target, ...] = ALL_LINEAR
-    dropout: float = 0.0
-
-
-@dataclass(frozen=True)
-class ReferenceWork:
-    """A frozen model that runs forward in every micro-batch in addition to the trained one.
-
-    ``blocks``: number of its first blocks that run; with all of them its head runs too. ``share``: share of the tokens.
-    ``copied``: it has its own weights; otherwise it is the model with its adapter disabled.
+class OptimizerState(NamedTuple):
+    """What decides the bytes of an optimizer's state: its name, whether its momentum is more than 0, and whether there
+    is an average of the weights beside it.
     """
 
-    blocks: int
-    share: float
-    copied: bool
+    name: str
+    momentum: bool = True
+    average: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,16 +39,15 @@ class Workload:
     lengths of equal parts of the sorted data; empty if unknown or all equal. ``most_batch_tokens``: for packs,
     ``batch_tokens`` of the largest batch; None if unknown. ``target_fraction``: share of the tokens that are targets.
     ``windows``: all tokens are targets, as in pretraining, where a token precedes the first target. ``steps``: None if
-    unknown. ``fresh``: weights are initialized, not read from files. ``quantization``: of the frozen base model of
-    ``adapter``. ``trained``: the trained parameters, by unit and name of an inventory; None if all are.
-    ``first_blocks``: number of blocks that run, if the loss is computed from a block's output. ``texts``: the recipe's
+    unknown. ``fresh``: weights are initialized, not read from files. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
     the model can be trained with an adapter. ``deterministic``: only deterministic kernels are used.
     ``attention``: of the recipe's model. ``tf32``: fp32 products are computed in TF32. ``copies_state``:
-    checkpoints are written from a copy of the state in the host's memory.
+    checkpoints are written from a copy of the state in the host's memory. ``momentum``: the optimizer's is more than
+    0. ``averages``: an average of the weights is kept beside them.
     """
 
-    architecture: Architecture
+    model: TracedModel
     row_tokens: int
     global_batch_rows: float
     packed: bool = True
@@ -99,8 +55,6 @@ class Workload:
     longest_document: int | None = None
     target_fraction: float = 1.0
     windows: bool = False
-    adapter: AdapterShape | None = None
-    quantization: Quantization = "none"
     optimizer: str = "adamw"
     steps: int | None = None
     evaluates: bool = True
@@ -110,15 +64,33 @@ class Workload:
     batch_documents: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     most_batch_tokens: float | None = None
-    reference: ReferenceWork | None = None
-    trained: frozenset[tuple[int, str]] | None = None
-    first_blocks: int | None = None
     texts: bool = True
     max_length: int | None = None
     takes_adapters: bool = True
     deterministic: bool = False
     tf32: bool = False
     attention: str = "auto"
+    momentum: bool = True
+    averages: bool = False
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """What decides the bytes of the optimizer's state."""
+        return OptimizerState(self.optimizer, self.momentum, self.averages)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model's numbers."""
+        return model_facts(self.model)
+
+    def trace(self, choice: Choice, cluster: Cluster, batch: BatchShape) -> SizedModel:
+        """Return what passes of ``choice`` over ``batch`` allocate and do on a device of ``cluster``."""
+        return sized(self.request(choice, cluster, batch), batch, choice.threads or 1)
+
+    def request(self, choice: Choice, cluster: Cluster, batch: BatchShape) -> TraceRequest:
+        """Return what decides the operations of these passes."""
+        device = device_of(cluster, choice, self.attention, deterministic=self.deterministic)
+        return TraceRequest.of(self.model, device, choice, batch)
 
     @property
     def tokens(self) -> float:
@@ -196,41 +168,3 @@ class Choice:
     def offloaded(self) -> frozenset[str]:
         """The parts that are in the host's memory when a GPU computes."""
         return self.spec.offloaded(self)
-
-
-def adapter_of(model: ModelSection) -> AdapterShape | None:
-    """Return the adapter that a recipe trains, or None if it trains the model itself."""
-    section = model.adapter
-    if section.type == "none":
-        return None
-    started = _started(section.start_from)
-    targets = section.targets or started.get("target_modules") or "all-linear"
-    return AdapterShape(
-        kind="dora" if section.type == "dora" else "lora",
-        rank=section.rank or started.get("r") or _RANK,
-        targets=ALL_LINEAR if isinstance(targets, str) else _by_purpose(targets),
-        dropout=section.dropout,
-    )
-
-
-def quantization_of(model: ModelSection) -> Quantization:
-    """Return the quantization of the base model that a recipe trains an adapter on."""
-    section = model.adapter
-    return "nf4_single" if section.quantization == "nf4" and not section.double_quantization else section.quantization
-
-
-def _started(directory: str | None) -> dict[str, Any]:
-    """Return the configuration of the adapter that training starts from."""
-    if directory is None:
-        return {}
-    file = user_path(directory) / "adapter_config.json"
-    try:
-        content = read_json(file)
-        return content if isinstance(content, dict) else {}
-    except RequestError:
-        return {}  # the error is reported when the adapter is loaded
-
-
-def _by_purpose(names: Sequence[str]) -> tuple[Target, ...]:
-    targets = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
-    return tuple(targets)

@@ -114,6 +114,10 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
             keys = f"model.adapter.{key}", "model.adapter.type"
             yield Contradiction(keys, f"{why}; set model.adapter.type, for instance to lora")
         return
+    for key in ("trainable", "frozen"):
+        if getattr(recipe.model, key):
+            why = "an adapter trains its own matrices; choose the modules with model.adapter.targets"
+            yield Contradiction((f"model.{key}", "model.adapter.type"), why)
     if recipe.model.save_dtype != "auto":
         yield Contradiction(
             ("model.save_dtype", "model.adapter.type"),
@@ -207,6 +211,11 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
     if train.initial_batch_size is not None and train.initial_batch_size >= train.global_batch_size:
         why = f"is not less than train.global_batch_size {train.global_batch_size}, to which batches grow; lower it"
         yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
+    if train.max_loss is None and "max_loss_steps" in train.changed():
+        yield Contradiction(("train.max_loss_steps", "train.max_loss"), "has no effect without train.max_loss; set it")
+    if train.neftune_noise_alpha is not None and not recipe.has_texts:
+        why = f"task {recipe.task} has no embeddings of tokens; remove it"
+        yield Contradiction(("train.neftune_noise_alpha", "task"), why)
     if train.profile is not None and train.max_steps is not None and train.profile.steps[1] > train.max_steps:
         why = f"ends at step {train.profile.steps[1]}, and train.max_steps is {train.max_steps}; lower it"
         yield Contradiction(("train.profile.steps", "train.max_steps"), why)
@@ -215,10 +224,17 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     read = OPTIMIZERS.get(optimizer.name).reads
-    for key in ("momentum", "betas", "eps", "options"):
+    for key in ("momentum", "nesterov", "betas", "eps", "options"):
         if key in optimizer.changed() and key not in read:
             why = f"has no effect with optimizer {optimizer.name}; remove it or choose another optimizer"
             yield Contradiction((f"optimizer.{key}", "optimizer.name"), why)
+    if optimizer.nesterov and not optimizer.momentum:
+        yield Contradiction(
+            ("optimizer.nesterov", "optimizer.momentum"), "needs a momentum; set it to 0.9, or remove it"
+        )
+    if optimizer.ema_decay is not None and OPTIMIZERS.get(optimizer.name).averages:
+        why = f"{optimizer.name} averages the weights itself; remove it"
+        yield Contradiction(("optimizer.ema_decay", "optimizer.name"), why)
     schedule = SCHEDULES.get(optimizer.schedule)
     decays = schedule.in_decay_steps
     if not decays and "decay_steps" in optimizer.changed():
@@ -230,6 +246,10 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
         if key in optimizer.changed() and key not in schedule.reads:
             names = ", ".join(name for name in SCHEDULES.names() if key in SCHEDULES.get(name).reads)
             why = f"has no effect with schedule {optimizer.schedule}, only with {names}"
+            yield Contradiction((f"optimizer.{key}", "optimizer.schedule"), why)
+    for key in ("plateau_factor", "plateau_patience"):
+        if key in optimizer.changed() and not schedule.on_plateau:
+            why = f"has no effect with schedule {optimizer.schedule}, only with reduce_on_plateau"
             yield Contradiction((f"optimizer.{key}", "optimizer.schedule"), why)
     if "warmup" in schedule.reads and not optimizer.warmup_steps:
         why = f"{optimizer.schedule} falls by the length of the warm-up; set optimizer.warmup_steps, such as 0.05"
@@ -326,6 +346,13 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
             "has no effect without evaluate.prompts or evaluate.metrics; remove it, or set one of them",
         )
     yield from _metrics(recipe)
+    for key, needed in (
+        ("evaluate.early_stopping", evaluate.early_stopping is not None),
+        ("optimizer.schedule", SCHEDULES.get(recipe.optimizer.schedule).on_plateau),
+    ):
+        if needed and not (recipe.validates and evaluate.every is not None):
+            why = "needs evaluations while training; set data.validation and evaluate.every"
+            yield Contradiction((key, "evaluate.every"), why)
     if recipe.checkpoint.keep_best is True and not recipe.validates:
         yield Contradiction(
             ("checkpoint.keep_best", "data.validation"),

@@ -9,6 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainwright.recipe.library import Library
+
+
+class StatePart(NamedTuple):
+    """The part of a parameter whose state a rank has.
+
+    ``shape``: of the whole parameter; ``rows``: of this rank, along its first dimension. ``momentum``: whether the
+    recipe's momentum is more than 0.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    momentum: bool = True
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of this rank."""
+        return self.rows * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -20,8 +40,12 @@ class OptimizerSpec:
         implementation: place ``module:function`` of a function that gets the named parameters and the recipe's section
             ``optimizer``, and returns a ``torch.optim.Optimizer``. Its state per parameter is tensors of the
             parameter's shape, and numbers. The engine sets the learning rate of its groups before each step.
-        reads: which of ``momentum``, ``betas``, ``eps`` and ``options`` of the section have an effect.
-        state: elements of the optimizer's state for each element of a parameter, for the plan.
+        reads: which of ``momentum``, ``nesterov``, ``betas``, ``eps`` and ``options`` of the section have an effect.
+        state: elements of the optimizer's state for each element of a parameter, for the plan; or a function that
+            returns the bytes of the state of a rank's ``part`` of a parameter, see `StatePart`.
+        time: seconds of an update relative to AdamW's of as many elements, for the plan.
+        averages: whether the state has an ``average`` of each parameter, which is evaluated and exported in its place.
+        library: a library that has to be installed.
         whole_matrices: whether the matrices of blocks are updated as a whole, from one element of state for each of
             theirs; strategies that shard parameters gather them.
     """
@@ -29,8 +53,11 @@ class OptimizerSpec:
     summary: str
     implementation: str
     reads: tuple[str, ...]
-    state: int = 2
+    state: int | Callable[[StatePart], int] = 2
     whole_matrices: bool = False
+    time: float = 1.0
+    averages: bool = False
+    library: Library | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +70,15 @@ class ScheduleSpec:
         reads: which of ``power`` and ``cycles`` of the section, and of the numbers of steps ``warmup`` and ``total``.
         in_decay_steps: whether the progress is that of the last ``decay_steps``, before which the rate is at its peak.
         falls: whether the rate ever leaves its peak.
+        on_plateau: whether the rate is reduced when the validation loss no longer falls, by ``plateau_factor`` and
+            ``plateau_patience`` of the section.
     """
 
     factor: Callable[..., float]
     reads: tuple[str, ...] = ()
     in_decay_steps: bool = False
     falls: bool = True
+    on_plateau: bool = False
 
 
 ADAMW = OptimizerSpec(
@@ -64,10 +94,91 @@ MUON = OptimizerSpec(
     whole_matrices=True,
 )
 
+SGD = OptimizerSpec(
+    summary="sgd: gradient descent with momentum, as torch's SGD, whose weight decay is added to the gradient",
+    implementation="trainwright.engine.optimizers.plain:sgd",
+    reads=("momentum", "nesterov"),
+    state=lambda part: 4 * part.numel * part.momentum,
+    time=0.7,
+)
+LION = OptimizerSpec(
+    summary="lion: the sign of an interpolated momentum (arXiv 2302.06675; published with betas [0.9, 0.99])",
+    implementation="trainwright.engine.optimizers.plain:Lion",
+    reads=("betas",),
+    state=1,
+    time=1.2,
+)
+
+
+def _factors(part: StatePart) -> int:
+    if len(part.shape) < 2:
+        return 4 * part.numel
+    if len(part.shape) == 2:
+        return 4 * (part.rows + part.shape[1])
+    return 4 * (part.rows * math.prod(part.shape[1:-1]) + part.rows * math.prod((*part.shape[1:-2], part.shape[-1])))
+
+
+ADAFACTOR = OptimizerSpec(
+    summary="adafactor: second moments as means of rows and columns (arXiv 1804.04235), as in transformers with "
+    "scale_parameter and relative_step off",
+    implementation="trainwright.engine.optimizers.adafactor:Adafactor",
+    reads=(),
+    state=_factors,
+    time=2.5,
+)
+SCHEDULE_FREE_ADAMW = OptimizerSpec(
+    summary="schedule_free_adamw: AdamW that evaluates and exports an average of its iterates in place of a falling "
+    "rate (arXiv 2405.15682); set schedule to constant",
+    implementation="trainwright.engine.optimizers.plain:ScheduleFreeAdamW",
+    reads=("betas", "eps"),
+    state=3,
+    time=2.0,
+    averages=True,
+)
+
+# Of bitsandbytes: elements that share a scale, and those below which a parameter's state is fp32.
+BLOCK, SMALLEST = 256, 4096
+BITSANDBYTES = Library(
+    module="bitsandbytes",
+    title="bitsandbytes",
+    versions=("0.5",),
+    install="pip install 'bitsandbytes>=0.50'",
+    users="optimizers with 8-bit states",
+    key="optimizer.name",
+)
+
+
+def _in_8_bits(states: int) -> Callable[[StatePart], int]:
+    def size(part: StatePart) -> int:
+        if math.prod(part.shape) < SMALLEST:
+            return 4 * states * part.numel
+        return states * (part.numel + 4 * -(-part.numel // BLOCK))
+
+    return size
+
+
+ADAMW_8BIT = OptimizerSpec(
+    summary="adamw_8bit: adamw with states in 8 bits (arXiv 2110.02861; needs bitsandbytes)",
+    implementation="trainwright.engine.optimizers.eight_bit:adamw",
+    reads=("betas", "eps"),
+    state=_in_8_bits(2),
+    time=0.9,
+    library=BITSANDBYTES,
+)
+LION_8BIT = OptimizerSpec(
+    summary="lion_8bit: lion with its state in 8 bits (needs bitsandbytes)",
+    implementation="trainwright.engine.optimizers.eight_bit:lion",
+    reads=("betas",),
+    state=_in_8_bits(1),
+    time=0.8,
+    library=BITSANDBYTES,
+)
+
 CONSTANT = ScheduleSpec(lambda progress: 1.0, falls=False)
 LINEAR = ScheduleSpec(lambda progress: 1.0 - progress)
 COSINE = ScheduleSpec(lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)))
 WARMUP_STABLE_DECAY = ScheduleSpec(LINEAR.factor, in_decay_steps=True)
+REDUCE_ON_PLATEAU = ScheduleSpec(CONSTANT.factor, on_plateau=True)
 POLYNOMIAL = ScheduleSpec(lambda progress, power: (1.0 - progress) ** power, reads=("power",))
 COSINE_RESTARTS = ScheduleSpec(lambda progress, cycles: COSINE.factor(progress * cycles % 1.0), reads=("cycles",))
 
@@ -79,3 +190,11 @@ def _inverse_sqrt(progress: float, warmup: int, total: int) -> float:
 
 # Vaswani et al., arXiv 1706.03762, equation 3; here the first step after the warm-up has the peak.
 INVERSE_SQRT = ScheduleSpec(_inverse_sqrt, reads=("warmup", "total"))
+
+
+def check_optimizer(name: str) -> None:
+    """Raise MachineError if a library that an optimizer needs is not installed, or in a version that does not work."""
+    from trainwright.recipe.registries import OPTIMIZERS
+
+    if (library := OPTIMIZERS.get(name).library) is not None:
+        library.check()

@@ -24,6 +24,7 @@ def _address(value: Any) -> Any:
 _RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
     ("logging", "tensorboard"): (("logging", "observers", "tensorboard"), _same),
     ("logging", "report"): (("logging", "observers", "report"), _same),
+    ("unlearn", "trainable"): (("model", "trainable"), _same),
     ("logging", "prometheus"): (("logging", "observers", "prometheus"), _address),
     **{
         ("model", "adapter", old): (("model", "adapter", new), _same)

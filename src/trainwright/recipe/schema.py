@@ -36,6 +36,7 @@ from trainwright.recipe.sections.fields import (
     Count,
     Interval,
     NotNegative,
+    Pattern,
     Positive,
     Proportion,
     Section,
@@ -53,17 +54,50 @@ def _with_summaries(schema: dict[str, Any]) -> None:
     schema["description"] = ". ".join([*(OPTIMIZERS.get(name).summary for name in OPTIMIZERS.names()), ""]).strip()
 
 
+class ParameterGroup(Section):
+    """Parameters with settings of their own."""
+
+    pattern: Pattern = Field(
+        description="Regular expression that a name of the model's parameters matches fully, such as .*embed_tokens.*"
+    )
+    learning_rate: Positive | None = Field(
+        None, description="Their peak, which follows the schedule. null: as without the group."
+    )
+    weight_decay: NotNegative | None = Field(
+        None, description="Of all of them, vectors too. null: as without the group."
+    )
+
+
 class OptimizerSection(Section):
     """Settings of the optimizer."""
 
     name: Annotated[str, Registered(OPTIMIZERS)] = Field("adamw", json_schema_extra=_with_summaries)
-    momentum: BelowOne = Field(0.95, description="Momentum coefficient of optimizers that read it: muon.")
+    momentum: BelowOne = Field(
+        0.95, description="Momentum coefficient of optimizers that read it: muon, sgd (0: none)."
+    )
+    nesterov: bool = Field(False, description="sgd: Nesterov momentum.")
     learning_rate: Positive = Field(2e-5, description="Peak learning rate of the schedule.")
     betas: tuple[BelowOne, BelowOne] = Field(
         (0.9, 0.999), description="Decay rates of the running averages of the gradient and of its square."
     )
     eps: Positive = Field(1e-8, description="Added to the denominator of the update for numerical stability.")
     weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, applied to matrices only.")
+    groups: list[ParameterGroup] = Field(
+        [], description="Learning rates and weight decays by the names of parameters; of several that match, the last."
+    )
+    layer_decay: Proportion | None = Field(
+        None,
+        description="Layer-wise decay: block i of n has learning_rate times layer_decay to the power n - i, "
+        "counted from 0, the embeddings n + 1, and what follows the blocks learning_rate itself. null: one rate.",
+    )
+    loraplus_ratio: Positive | None = Field(
+        None, description="LoRA+: the learning rate of the matrices B in units of learning_rate (arXiv 2402.12354)."
+    )
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="Also average the weights: after every step the average moves by 1 - ema_decay of the way to them. "
+        "The average is evaluated, answers prompts and is exported; it is saved with checkpoints. null: no average.",
+    )
     options: dict[str, Any] = Field({}, description="Keys of an optimizer of your own, which gets them as they are.")
     schedule: Annotated[str, Registered(SCHEDULES)] = Field(
         "cosine",
@@ -72,10 +106,13 @@ class OptimizerSection(Section):
         "(1 + cos(pi p)) / 2 (cosine), as in transformers, to final_learning_rate_ratio after the last step. "
         "warmup_stable_decay falls linearly in its last decay_steps, polynomial by (1 - p) to the power of power, "
         "cosine_restarts as cosine, in cycles equal parts that each begin at the peak, and inverse_sqrt by "
-        "sqrt((w + 1) / (k + 1)).",
+        "sqrt((w + 1) / (k + 1)). reduce_on_plateau multiplies the rate by plateau_factor when the validation loss has "
+        "not fallen by 1e-4 of itself in more than plateau_patience evaluations, as torch's ReduceLROnPlateau.",
     )
     power: Positive = Field(2.0, description="Exponent of the schedule polynomial.")
     cycles: Count = Field(2, description="Number of cycles of the schedule cosine_restarts.")
+    plateau_factor: BelowOne = Field(0.1, description="Factor of the schedule reduce_on_plateau.")
+    plateau_patience: Count = Field(10, description="Evaluations that the schedule reduce_on_plateau waits.")
     warmup_steps: Steps = Field(
         0,
         description="Linear warm-up steps w: a whole number, or a fraction (below 1) of all steps. Step k, "
@@ -129,10 +166,32 @@ class CheckpointSection(Section):
     )
 
 
+class EarlyStoppingSection(Section):
+    """When a run ends before its last step."""
+
+    patience: Count = Field(3, description="Evaluations in a row without an improvement that end the run.")
+    min_delta: NotNegative = Field(0.0, description="What counts as an improvement: more than this.")
+    metric: Text = Field("loss", description="Metric of evaluations, such as loss, perplexity or one of metrics.")
+    greater_is_better: bool | None = Field(
+        None, description="null: of all metrics except perplexity and those whose name ends with loss or nll."
+    )
+
+    @property
+    def sign(self) -> float:
+        """Return the factor that makes a better value a lower one."""
+        lower = self.metric == "perplexity" or self.metric.endswith(("loss", "nll"))
+        return 1.0 if (lower if self.greater_is_better is None else not self.greater_is_better) else -1.0
+
+
 class EvaluateSection(Section):
     """When to evaluate on the validation rows, and which prompts to answer."""
 
     every: Count | None = Field(None, description="Evaluate every N steps. null: only before and after training.")
+    early_stopping: EarlyStoppingSection | None = Field(
+        None,
+        description="End the run when evaluations no longer improve: final/ has the weights of then, and "
+        "checkpoint.keep_best the best ones. null: train all steps.",
+    )
     prompts: list[Text] = Field(
         [], description="Prompts that the model answers at every evaluation; the answers are shown."
     )

@@ -6,13 +6,11 @@ the group ``trainwright.strategies`` in another package. The module must not imp
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal
 
-from trainwright.errors import MachineError
+from trainwright.recipe.library import Library as Library
 from trainwright.recipe.registries import STRATEGIES
 
 Part = Literal["parameters", "gradients", "optimizer state"]
@@ -43,38 +41,6 @@ class Limit:
     allowed: tuple[object, ...]
     why: str
     short: str
-
-
-@dataclass(frozen=True)
-class Library:
-    """A library that a strategy needs.
-
-    ``versions``: prefixes of the versions that work. ``users``: the strategies that need it. ``process_bytes``: what it
-    adds to the resident memory of a process.
-    """
-
-    module: str
-    title: str
-    versions: tuple[str, ...]
-    install: str
-    users: str
-    process_bytes: int = 0
-
-    @property
-    def is_missing(self) -> bool:
-        """Return whether the library is not installed."""
-        return find_spec(self.module) is None
-
-    def check(self) -> None:
-        """Raise MachineError if it is not installed, or in a version that is not known to work."""
-        try:
-            version = importlib.metadata.version(self.module)
-        except importlib.metadata.PackageNotFoundError:
-            raise MachineError(
-                f"parallel.strategy: {self.users} need {self.title}, which is not installed; {self.install}"
-            ) from None
-        if not f"{version}.".startswith(self.versions):
-            raise MachineError(f"parallel.strategy: {self.title} {version} is not supported; {self.install}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ the group ``trainwright.tasks`` in another package. The module must not import t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,6 @@ class Needs:
         full: whether every example has exactly data.max_length tokens.
         last_block: the block whose output the loss uses; None: the full model.
         of_losses: whether the loss is a function of the losses of single targets, for which the head runs twice.
-        trainable: name patterns of the trained parameters, and the key that sets them; None: all.
         reference: a model that is in memory in addition to the trained one.
         own_model: of a task that reads no texts.
     """
@@ -70,7 +69,6 @@ class Needs:
     full: bool = False
     last_block: int | None = None
     of_losses: bool = False
-    trainable: tuple[Sequence[str], str] | None = None
     reference: ReferenceModel | None = None
     own_model: TaskModel | None = None
 

@@ -348,6 +348,7 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     from trainwright.data.check import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
+    from trainwright.recipe.optimizer_spec import check_optimizer
     from trainwright.recipe.parallel_checks import implied_strategy
     from trainwright.recipe.strategy_spec import check_library
 
@@ -362,6 +363,7 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     strategy, _ = implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
     if strategy != AUTO:  # the plan chooses only strategies whose library is installed
         check_library(strategy)
+    check_optimizer(recipe.optimizer.name)
     deepspeed_config.check_keys(recipe)
     check_libraries(recipe.model.adapter)
     check_data(recipe)

@@ -40,6 +40,7 @@ from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.optimizer_spec import check_optimizer
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.registries import STEP_POLICIES, STOP_WARNINGS, WATCHERS
 from trainwright.recipe.schema import Recipe
@@ -285,6 +286,7 @@ def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
     if not machine.gpus or recipe.parallel.device == "cpu":
         limit_spinning()
     check_library(recipe.parallel.strategy)
+    check_optimizer(recipe.optimizer.name)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     _bind(machine, rank_info)

@@ -31,6 +31,7 @@ from trainwright.inference.prompts import PromptEncoder
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.files import check_saved, logits_of, save_model
+from trainwright.models.freezing import freeze
 from trainwright.models.load import (
     check_adapter,
     dtype_to_save,
@@ -49,6 +50,7 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
+from trainwright.tasks.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +73,8 @@ def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
 def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise RequestError before the launch for errors that the model's configuration shows."""
     config = load_config(recipe.model, tokenizer)
+    if recipe.model.trained_patterns is not None:
+        freeze(empty_model(config), recipe.model)
     if recipe.parallel.wrap != "auto" and recipe.model.adapter.type == "none":
         empty = CausalLM(empty_model(config), packed=False)
         find_units(empty, empty.blocks(), recipe.parallel.wrap)
@@ -164,8 +168,12 @@ class LanguageModelTask:
         self.state: dict[str, float] = {}
         model, self.weights = load(recipe, recipe.model, tokenizer)
         self._adapter = attach_adapter(model, recipe.model, recipe.train.seed)
+        if self._is_partly_frozen:
+            freeze(model, recipe.model)
+        self._without_adapter = False  # whether the start is the model without its adapter
         self.base = None if self._adapter is None else self._adapter.identity
         self._lm = self._wrapped(model)
+        self._lm.embedding_noise = recipe.train.neftune_noise_alpha or 0.0
         self.module: nn.Module = self._lm
         self.start: str | None = None
         if self.weights is None:  # for an empty model, a few layers were checked when the run was prepared
@@ -194,7 +202,13 @@ class LanguageModelTask:
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         """Return the module to train, around the model with its adapter."""
-        return CausalLM(model, packed=self._packed, z_loss=self._z_loss(), attention=self._recipe.model.attention)
+        return CausalLM(
+            model,
+            packed=self._packed,
+            z_loss=self._z_loss(),
+            label_smoothing=self._label_smoothing(),
+            attention=self._recipe.model.attention,
+        )
 
     def blocks(self) -> list[nn.Module]:
         """Return the repeated units of the module, in order."""
@@ -206,7 +220,18 @@ class LanguageModelTask:
     def begin(
         self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
     ) -> None:
-        """Do nothing: no information about the initial weights is needed."""
+        """Set ``start`` if weights are frozen, which a resumed run has to have again."""
+        if self._is_partly_frozen:
+            self._keep_start(weights, passes.world)
+
+    @property
+    def _is_partly_frozen(self) -> bool:
+        return self._recipe.model.trained_patterns is not None
+
+    def _keep_start(self, weights: Iterable[tuple[str, torch.Tensor]], world: World) -> None:
+        """Set ``start``: a hash of all weights, of an adapted model without those that train. Every rank must call."""
+        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
+        self.start = fingerprint(weights, trained if self._without_adapter else (), world)
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Do nothing: the loss of a micro-batch is independent of other micro-batches."""
@@ -216,6 +241,9 @@ class LanguageModelTask:
         return Sampling(max_new_tokens=self._recipe.evaluate.max_new_tokens)
 
     def _z_loss(self) -> float:
+        return 0.0
+
+    def _label_smoothing(self) -> float:
         return 0.0
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
@@ -270,8 +298,17 @@ class LanguageModelTask:
         if self._adapter is not None:
             self._adapter.save(directory, named_tensors, tokenizer, generation)
         else:
-            assert all(parameter.requires_grad for parameter in model.parameters()), "see Strategy.parameters"
-            self._checksums = save_model(directory, config, named_tensors, tokenizer, generation, self._save_dtype)
+            tensors = self._as_loaded(named_tensors)
+            self._checksums = save_model(directory, config, tensors, tokenizer, generation, self._save_dtype)
+
+    def _as_loaded(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the tensors, frozen ones as they were loaded: a run has them in the precision that it computes in."""
+        frozen = {name for name, parameter in self._lm.model.named_parameters() if not parameter.requires_grad}
+        if not frozen:
+            return tensors
+        start = load_model(self._recipe.model, torch.float32, self._recipe.train.seed, self._tokenizer)
+        before = dict(start.named_parameters())
+        return ((name, before[name].detach() if name in frozen else tensor) for name, tensor in tensors)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether an adapter with these parts would leave the model unchanged."""

@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Sums = npt.NDArray[np.float64]
-
-_PART = 2**22  # bytes of a tensor to sum at a time for its fingerprint
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,6 @@ class ReferenceTask(LanguageModelTask):
         # A new adapter is initially zero, so the model without it is the one that training starts from.
         new = recipe.model.adapter.start_from is None
         self._without_adapter = self._adapter is not None and (new or reference == "base")
-
-    def _keep_start(self, weights: Iterable[tuple[str, torch.Tensor]], world: World) -> None:
-        """Set ``start``: a hash of all weights, of an adapted model without those that train. Every rank must call."""
-        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
-        self.start = _fingerprint(weights, trained if self._without_adapter else (), world)
 
     def _reference(
         self,
@@ -122,23 +115,6 @@ class ReferenceTask(LanguageModelTask):
         saved = _save(file, log_probabilities, world)
         notify(f"the reference took {time.monotonic() - started_at:.1f} s{f' and is kept in {file}' if saved else ''}")
         return Reference(log_probabilities)
-
-
-def _fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collection[str], world: World) -> str:
-    """Return a hash of all weights, except those named in ``leave_out``. All ranks must call it."""
-    digest = hashlib.sha256()
-    for name, tensor in weights:
-        if world.is_main and name not in leave_out:
-            digest.update(f"{name} {_sums(tensor)}".encode())
-    fingerprint: str = world.broadcast(digest.hexdigest()[:32])
-    return fingerprint
-
-
-def _sums(tensor: torch.Tensor) -> list[int]:
-    """Return integer sums of a tensor's bits, which are the same in any order and on any device."""
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    parts = flat.split(_PART)
-    return [int((part.view(torch.int32) if part.numel() % 4 == 0 else part).sum(dtype=torch.int64)) for part in parts]
 
 
 def _compute(

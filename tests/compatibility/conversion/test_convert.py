@@ -66,7 +66,7 @@ def test_axolotl(tmp_path: Path) -> None:
             "mixing": "concatenate",
         },
         "optimizer": {
-            "name": "adamw",
+            "name": "adamw_8bit",
             "schedule": "cosine",
             "final_learning_rate_ratio": 0.1,
             "learning_rate": 2e-4,
@@ -196,6 +196,32 @@ def test_what_is_not_possible_is_named_with_its_line(tmp_path: Path, line: str, 
 def test_a_key_that_asks_for_nothing_has_no_effect(tmp_path: Path, line: str) -> None:
     conversion = of(tmp_path, files.AXOLOTL + line + "\n")
     assert failures(conversion) == [] and statuses(conversion)[line.partition(":")[0]] == "dropped"
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "value"),
+    [
+        ("early_stopping_patience: 2\neval_steps: 10", "evaluate.early_stopping", {"patience": 2}),
+        ("loss_watchdog_threshold: 5.0", "train.max_loss", 5.0),
+        ("neftune_noise_alpha: 5", "train.neftune_noise_alpha", 5),
+        ("loraplus_lr_ratio: 16", "optimizer.loraplus_ratio", 16),
+        ("embedding_lr: 1e-5", "optimizer.groups", [
+            {"pattern": ".*embed_tokens.*", "learning_rate": 1e-5},
+            {"pattern": ".*lm_head.*", "learning_rate": 1e-5},
+        ]),
+    ],
+)  # fmt: skip
+def test_knobs_of_axolotl(tmp_path: Path, lines: str, key: str, value: object) -> None:
+    values: Any = recipe(of(tmp_path, f"{files.AXOLOTL}{lines}\n"), tmp_path)
+    section, name = key.split(".")
+    assert values[section][name] == value
+
+
+def test_parameters_that_are_trained_alone(tmp_path: Path) -> None:
+    text = files.AXOLOTL.replace("adapter: qlora\n", "")
+    more = "unfrozen_parameters:\n  - ^lm_head.weight$\n  - model.layers.4[4-7]+.mlp\n"
+    values = recipe(of(tmp_path, text + more), tmp_path)
+    assert values["model"]["trainable"] == ["^lm_head.weight", "model.layers.4[4-7]+.mlp.*"]
 
 
 def test_what_other_training_needs_is_aside(tmp_path: Path) -> None:

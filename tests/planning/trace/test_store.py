@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-
 from trainwright.planning.architectures.catalog import known_model
+
 from trainwright.planning.trace import bound, store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.bound import trace_or_bound

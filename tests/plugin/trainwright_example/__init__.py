@@ -51,7 +51,7 @@ BOUNDED_ASCENT = Objective(
 )
 
 SGD = OptimizerSpec(
-    summary="sgd: gradient descent with momentum",
+    summary="heavy_ball: gradient descent with momentum",
     implementation="trainwright_example.training:sgd",
     reads=("momentum", "options"),
     state=1,

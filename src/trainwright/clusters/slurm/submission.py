@@ -137,6 +137,5 @@ def stop_warning(job: Job, plan: RunPlan) -> str | None:
     if step is None or (given := scheduler.grace(job.settings.partition)) is None:
         return None
     # Of an adapter, a checkpoint is small.
-    is_full = workload.adapter is None and workload.trained is None
-    parameters = workload.architecture.parameters().total if is_full else 0
+    parameters = 0 if workload.model.is_partly_trained else workload.facts.total
     return given.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES, directory_of(job))))

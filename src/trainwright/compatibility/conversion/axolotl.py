@@ -108,6 +108,45 @@ def field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     conversion.add("taken", setting, f"data.prompt: {{{setting.value}}}")
 
 
+def trainable(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the parameters whose names begin with a pattern."""
+    patterns = [
+        f"{pattern.removesuffix('$')}{'' if pattern.endswith('$') else '.*'}"
+        for pattern in map(str, setting.value or ())
+    ]
+    ranges = [pattern for pattern in patterns if re.search(r"\[\d*:\d*\]", pattern)]
+    if ranges:
+        conversion.refuse(setting, f"trains some rows of a matrix only: {shown(ranges[0])}")
+    elif patterns:
+        conversion.take(setting, "model.trainable", patterns)
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
+def rates(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the parameters with a word in their names at rates of their own."""
+    groups = setting.value if isinstance(setting.value, list) else []
+    written = [
+        {"pattern": f".*{re.escape(str(module))}.*", "learning_rate": float(group["lr"])}
+        for group in groups
+        for module in group.get("modules", [])
+    ]
+    if written:
+        conversion.take(setting, "optimizer.groups", written)
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
+def embedding_rate(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the embeddings and the head at a rate of their own."""
+    if setting.is_on:
+        patterns = (".*embed_tokens.*", ".*lm_head.*")
+        groups = [{"pattern": pattern, "learning_rate": float(setting.value)} for pattern in patterns]
+        conversion.take(setting, "optimizer.groups", groups)
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
 def batch_size(conversion: Conversion, setting: Setting, rule: Rule, packing: str) -> None:
     """Take the rows of a process and a step, from which Axolotl computes the accumulation."""
     one = setting._replace(value=1)

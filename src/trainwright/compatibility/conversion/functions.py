@@ -305,6 +305,14 @@ def targets(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, key, names)
 
 
+def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Stop after as many evaluations without a lower validation loss."""
+    if setting.is_on:
+        conversion.take(setting, "evaluate.early_stopping", {"patience": int(setting.value)})
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
 def dora(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train the magnitudes of the weights, too."""
     if setting.is_on:

@@ -54,7 +54,7 @@ def trainable(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     if setting.value in (None, [".*"], ".*"):
         conversion.drop(setting, "all parameters are trained")
     else:
-        conversion.take(setting, "unlearn.trainable", setting.value)
+        conversion.take(setting, "model.trainable", setting.value)
 
 
 def column(conversion: Conversion, setting: Setting, rule: Rule) -> None:

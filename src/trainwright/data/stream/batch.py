@@ -46,6 +46,14 @@ class Batch:
         """Return the sums of ``values`` [N] over the targets of each sequence [S], in float64 and in a fixed order."""
         return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
 
+    def lengths_by_token(self) -> torch.Tensor:
+        """Return the length of the sequence of every token, int64 [1, T] or [B, 1], on the host."""
+        lengths = torch.tensor(self.lengths)
+        if self.boundaries is None:
+            return lengths[:, None]
+        padding = self.input_ids.shape[1] - sum(self.lengths)
+        return torch.cat([lengths.repeat_interleave(lengths), lengths.new_full((padding,), max(1, padding))])[None]
+
     def to(self, device: torch.device) -> Batch:
         """Return the same batch on ``device``, except for its boundaries."""
         moved: dict[str, Any] = {}

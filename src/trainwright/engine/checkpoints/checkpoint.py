@@ -285,6 +285,14 @@ class Reader:
             _copy_overlap(result, shard.offset, block, lambda b=block: self._open(b["file"]).get_slice(name))
         return result
 
+    def weights(self, name: str, shard: Shard) -> torch.Tensor:
+        """Return a block of parameter ``name`` as it is evaluated and exported: of its average, if there is one.
+
+        Raises as a call.
+        """
+        average = f"optimizer.average.{name}"
+        return self(average if average in self._manifest.tensors else f"model.{name}", shard)
+
     def _open(self, name: str) -> Any:
         from safetensors import safe_open
 

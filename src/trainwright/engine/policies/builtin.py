@@ -91,6 +91,28 @@ class LossSpikes(StepPolicy):
         return True
 
 
+class LossLimit(StepPolicy):
+    """End the run if the loss stays above a limit (train.max_loss)."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._limit = training.recipe.train.max_loss
+        if self._limit is not None:
+            self.state = {"above": 0.0}
+
+    def skips(self, step: int, gradients: StepGradients) -> bool:
+        """Count the steps above the limit; raise WrongNumbers at the last one that is allowed."""
+        if self._limit is None:
+            return False
+        self.state["above"] = self.state["above"] + 1 if gradients.loss > self._limit else 0.0
+        if self.state["above"] >= self.training.recipe.train.max_loss_steps:
+            detail = f"loss {gradients.loss:.4g} at step {step} is above train.max_loss {self._limit:g}"
+            if self.state["above"] > 1:
+                detail = f"{detail}, for {self.state['above']:.0f} steps in a row"
+            handle_wrong_numbers(self.training, "stop", "loss_limit", 0, detail, step)
+        return False
+
+
 class NonFinite(StepPolicy):
     """Skip updates from losses or gradients that are not finite (faults.on_non_finite: skip)."""
 

@@ -33,7 +33,14 @@ from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.strategy import NeedsFullMatrices, Setup, create_optimizer_state
+from trainwright.parallel.row_shards import DividedByRows, RowShards
+from trainwright.parallel.strategy import (
+    NeedsFullMatrices,
+    Setup,
+    create_optimizer_state,
+    exchange_averages,
+    set_learning_rate,
+)
 from trainwright.parallel.world import World, ensure_process_group
 
 if TYPE_CHECKING:
@@ -71,6 +78,8 @@ class FullySharded:
         self._optimizer = setup.make_optimizer(self._masters.items())
         if isinstance(self._optimizer, NeedsFullMatrices):
             self._optimizer.exchange = self._matrix_exchange()
+        if isinstance(self._optimizer, DividedByRows):
+            self._optimizer.divide(self._row_shards())
         if setup.weights is not None:
             self._fill(setup.weights)
 
@@ -153,8 +162,7 @@ class FullySharded:
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._optimizer, learning_rate)
         for key, grad in self._gradients():
             self._masters[key].grad = grad.mul_(scale) if scale != 1.0 else grad
         for master in self._masters.values():
@@ -162,6 +170,16 @@ class FullySharded:
                 master.grad = torch.zeros_like(master)
         self._optimizer.step()
         self._clear_gradients()
+
+    def exchange_averages(self) -> None:
+        """Exchange weights and averages."""
+        exchange_averages(self._optimizer)
+        self._root.reset_iter_state()  # gathered parameters have the other weights
+
+    def _row_shards(self) -> RowShards:
+        shapes = {master: tuple(self._parameters[key].shape) for key, master in self._masters.items()}
+        group = self._mesh.get_group("shard")
+        return RowShards(self._shard_ranks, shapes.__getitem__, lambda tensor: dist.all_reduce(tensor, group=group))
 
     def _matrix_exchange(self) -> MatrixExchange:
         shapes = {master: self._parameters[key].shape for key, master in self._masters.items()}
@@ -200,19 +218,22 @@ class FullySharded:
             yield f"model.{key}", Shard.full(buffer, self.world.rank, self.world.size)
         for key, master in self._masters.items():
             for slot, value in self._optimizer.state[master].items():
-                yield f"optimizer.{slot}.{key}", self._shard_of(key, value)
+                yield f"optimizer.{slot}.{key}", self._shard_of(key, value, slot)
 
-    def _shard_of(self, key: str, local: torch.Tensor) -> Shard:
-        """Return ``local`` as a shard of parameter ``key``, or of its optimizer state."""
+    def _shard_of(self, key: str, local: torch.Tensor, slot: str | None = None) -> Shard:
+        """Return ``local`` as a shard of parameter ``key``, or of its optimizer state ``slot``."""
         parameter = self._parameters[key]
-        if not isinstance(parameter, DTensor) or not local.dim():
+        shape: tuple[int, ...] | None = tuple(parameter.shape)
+        if slot is not None and local.dim() and isinstance(self._optimizer, DividedByRows):
+            shape = self._optimizer.state_shape(slot, tuple(parameter.shape))
+        if not isinstance(parameter, DTensor) or not local.dim() or shape is None:
             return Shard.full(local, self.world.rank, self.world.size)
         # Equal parts along the first dimension, the last ones smaller or empty, like torch.chunk's.
         rows = -(-parameter.shape[0] // self._shard_ranks)
         begin = min(rows * self._mesh.get_local_rank("shard"), parameter.shape[0])
-        offset = (begin,) + (0,) * (parameter.dim() - 1)
+        offset = (shape[0] * begin // parameter.shape[0],) + (0,) * (len(shape) - 1)
         replica = self._mesh.get_local_rank("replicate") if self._replicas > 1 else 0
-        return Shard(local.detach(), tuple(parameter.shape), offset, replica, self._replicas)
+        return Shard(local.detach(), shape, offset, replica, self._replicas)
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full parameters and buffers in master precision. Every rank must iterate."""

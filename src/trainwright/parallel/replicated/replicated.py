@@ -23,7 +23,13 @@ from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persiste
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
-from trainwright.parallel.strategy import NeedsFullMatrices, Setup, create_optimizer_state
+from trainwright.parallel.strategy import (
+    NeedsFullMatrices,
+    Setup,
+    create_optimizer_state,
+    exchange_averages,
+    set_learning_rate,
+)
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.utils import heartbeat
 
@@ -235,8 +241,7 @@ class Replicated:
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._optimizer, learning_rate)
         if self._scales_itself:
             # The argument that GradScaler passes to a fused optimizer: saves a pass over the gradients.
             # Filled on the device: a number that is copied there makes the host wait.
@@ -295,9 +300,7 @@ class Replicated:
         create_optimizer_state(self._optimizer)
         for name, tensor in self._tensors():
             tensor.copy_(read(name, Shard.full(tensor)))
-        for name, master in self._masters.items():
-            if master is not self._working[name]:
-                self._working[name].data.copy_(master)
+        self._refresh()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield everything that training changes, by its name in a checkpoint."""
@@ -306,6 +309,17 @@ class Replicated:
         for name, master in self._masters.items():
             for slot, value in self._optimizer.state[master].items():
                 yield f"optimizer.{slot}.{name}", value
+
+    def exchange_averages(self) -> None:
+        """Exchange weights and averages."""
+        exchange_averages(self._optimizer)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Copy the master weights to the weights that compute."""
+        for name, master in self._masters.items():
+            if master is not self._working[name]:
+                self._working[name].data.copy_(master)
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full parameters and buffers in master precision. Every rank must iterate."""

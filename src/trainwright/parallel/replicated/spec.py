@@ -12,7 +12,7 @@ STEP_ELEMENTS = 16 * 2**20
 SINGLE = StrategySpec(
     summary="one process has the full model",
     implementation="trainwright.parallel.replicated.replicated:Replicated",
-    memory="trainwright.planning.memory.strategies:ReplicatedMemory",
+    memory="trainwright.planning.memory.replicated:ReplicatedMemory",
     most_processes=1,
 )
 DDP = replace(

@@ -20,7 +20,7 @@ from torch import nn
 from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.strategy import Setup
+from trainwright.parallel.strategy import Setup, exchange_averages, set_learning_rate
 from trainwright.parallel.zero.deepspeed_config import settings
 from trainwright.parallel.zero.deepspeed_engine import (
     hooks,
@@ -107,8 +107,7 @@ class Zero:
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._optimizer, learning_rate)
         scale *= self._averaged
         if scale != 1.0:
             for part in self._partitions.gradients():
@@ -157,12 +156,17 @@ class Zero:
                 buffer.copy_(read(f"model.{name}", Shard.full(buffer)))
             self._partitions.refresh()
 
+    def exchange_averages(self) -> None:
+        """Exchange weights and averages."""
+        if any("average" in state for state in self._optimizer.state.values()):
+            exchange_averages(self._optimizer)
+            self._partitions.refresh()
+
     def _create_optimizer_state(self) -> None:
         """Create the optimizer state to be filled, by a step with zero gradients at a learning rate of 0."""
         if any(self._optimizer.state.values()):
             return
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
+        set_learning_rate(self._optimizer, 0.0)
         masters = self._partitions.masters()
         gradients = [master.grad for master in masters]
         for master in masters:

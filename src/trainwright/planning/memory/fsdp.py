@@ -3,23 +3,22 @@ _fsdp_collectives.py).
 
 A block is gathered into one buffer and copied out of it into its parameters. In the forward pass the buffer stays until
 the next block is copied out; in the backward pass the next block's buffer is filled while a block runs, and the buffer
-from which a block's gradients are reduced stays until the next block's are reduced.
+from which a block's gradients are reduced stays until the next block's are reduced. Embedding and head are one unit,
+which stays gathered from the begin of the forward pass to the end of the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from trainwright.planning.memory.inventory import OUTSIDE, Inventory, optimizer_state
-from trainwright.planning.memory.strategies import StrategyMemory
-from trainwright.planning.memory.walk import Allocated, Flow
-from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.memory.inventory import Inventory, optimizer_state
+from trainwright.planning.memory.strategies import FP32, StrategyMemory
+from trainwright.planning.memory.walk import Allocated, Flow, most
 
 
-@dataclass(frozen=True)
-class ShardedUnit:
+class ShardedUnit(NamedTuple):
     """Element counts of a unit, padded to equal rows on every rank. ``own``: those of the fullest rank."""
 
     padded: int
@@ -29,19 +28,15 @@ class ShardedUnit:
 
 
 @lru_cache(maxsize=128)
-def units(inventory: Inventory, shards: int, expert_parallel: int = 1) -> dict[int, ShardedUnit]:
-    """Return the units by number; OUTSIDE is the model itself."""
-    sums: dict[int, list[int]] = {}
+def units(inventory: Inventory, shards: int) -> tuple[ShardedUnit, ...]:
+    """Return embedding and head together, and then every block."""
+    sums = [[0, 0] for _ in range(inventory.units - 1)]
     for weight in inventory.weights:
-        unit = sums.setdefault(weight.unit, [0, 0, 0, 0])
-        ranks = weight.ranks(shards, expert_parallel)
-        rows = -(-weight.rows // ranks)
-        unit[0] += rows * ranks * weight.columns
-        unit[2] += rows * weight.columns
-        if weight.trainable:
-            unit[1] += rows * ranks * weight.columns
-            unit[3] += rows * weight.columns
-    return {number: ShardedUnit(*values) for number, values in sums.items()}
+        unit = sums[weight.unit % (inventory.units - 1)]
+        own = weight.own(shards)
+        unit[0] += own
+        unit[1] += own * weight.trainable
+    return tuple(ShardedUnit(own * shards, trained * shards, own, trained) for own, trained in sums)
 
 
 class FsdpMemory(StrategyMemory):
@@ -49,29 +44,22 @@ class FsdpMemory(StrategyMemory):
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
-        inventory, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
-        all_units = units(inventory, shards, stack.expert_parallel).values()
-        own, trained = sum(unit.own for unit in all_units), sum(unit.own_trained for unit in all_units)
+        every = units(self.inventory, self.choice.shards)
+        own, trained = sum(unit.own for unit in every), sum(unit.own_trained for unit in every)
         return {
-            "parameters": max(width, stack.kept) * trained + width * (own - trained),
-            "optimizer state": int(
-                stack.state_bytes * optimizer_state(inventory, self.optimizer, shards, stack.expert_parallel)
-            ),
+            "parameters": FP32 * trained + self.inventory.width * (own - trained),
+            "optimizer state": optimizer_state(self.inventory, self.optimizer, self.choice.shards),
         }
 
     def flow(self) -> Flow:
         """Return the memory flow of gathered parameters and gradients through a step."""
         choice = self.choice
-        offload = choice.offload_parameters and not self.on_cpu
-        reshard, stack = choice.reshard_after_forward, self.setting.stack
-        return FsdpFlow(self.held, self.width, choice.shards, reshard, self.on_cpu, offload, stack)
+        offload = choice.offload_parameters and self.on_gpu
+        return FsdpFlow(self.inventory, choice.shards, choice.reshard_after_forward, self.on_gpu, offload)
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        stack = self.setting.stack
-        master_width = max(self.width, stack.kept) * (2 if stack.foreach else 1)
-        all_units = units(self.held, self.choice.shards, stack.expert_parallel).values()
-        return master_width * sum(unit.own_trained for unit in all_units)
+        return FP32 * sum(unit.own_trained for unit in units(self.inventory, self.choice.shards))
 
     def gradients_on_host(self) -> int:
         """Return the bytes of gradients in the host's memory."""
@@ -79,40 +67,25 @@ class FsdpMemory(StrategyMemory):
 
     def pinned(self) -> Iterator[int]:
         """Yield the bytes of the shards of offloaded parameters, and of the gradients of those that are trained."""
-        master_width = max(self.width, self.setting.stack.kept)
-        for weight in self.held.weights if self.choice.offload_parameters else ():
-            own = -(-weight.rows // self.choice.shards) * weight.columns
-            yield own * (master_width if weight.trainable else self.width)
+        for weight in self.inventory.weights if self.choice.offload_parameters else ():
+            own = weight.own(self.choice.shards)
+            yield own * (FP32 if weight.trainable else self.inventory.width)
             if weight.trainable:
-                yield own * master_width
+                yield own * FP32
 
 
 class FsdpFlow(Flow):
     """Memory of gathered parameters and gradients through a step.
 
-    ``width``: bytes per element of gathered weights. ``reshard``: they are freed after the forward pass. ``offload``:
-    reduced gradients go to the host's memory and are accumulated there.
+    ``reshard``: gathered parameters are freed after the forward pass. ``offload``: reduced gradients go to the host's
+    memory and are accumulated there.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        width: int,
-        shards: int,
-        reshard: bool,
-        on_cpu: bool,
-        offload: bool = False,
-        stack: Stack = OWN,
-    ) -> None:
-        self._kept, self._exchanged = max(width, stack.kept), max(width, stack.exchanged)
-        self._units = units(inventory, shards, stack.expert_parallel)
-        self._on_cpu = on_cpu  # gloo gathers and reduces through a copy
-        self._last_block = max(self._units)
-        self._width = width
-        self._shards = shards
-        self._reshard = reshard
-        self._sums_unsharded = stack.sums_unsharded
-        self._offload = offload
+    def __init__(self, inventory: Inventory, shards: int, reshard: bool, on_gpu: bool, offload: bool = False) -> None:
+        self._units = units(inventory, shards)
+        self._width, self._shards = inventory.width, shards
+        self._reshard, self._offload = reshard, offload
+        self._copies = not on_gpu and shards > 1  # gloo gathers and reduces through a copy
         self._whole = 0  # bytes of gathered parameters
         self._buffer = 0  # left from the last gathering, or filled for the next unit
         self._gradients = 0  # bytes of gradients of full parameters
@@ -133,17 +106,14 @@ class FsdpFlow(Flow):
 
     def forward(self, unit: int) -> Allocated:
         """Begin the forward pass of ``unit`` and return the most memory that was held."""
-        if self._reshard or self._first:
-            if self._reshard and unit > 0:
-                self._whole -= self._bytes(unit - 1)
-            return self._copied_out(unit, *self._gathering(unit), keep=True)
-        return self.held
-
-    def head(self) -> Allocated:
-        """Return the memory held while the head runs."""
-        if self._reshard and self._last_block != OUTSIDE:
-            self._whole -= self._bytes(self._last_block)
-        return self.held
+        if self._reshard and unit > 1:
+            self._whole -= self._bytes(unit - 1)
+        if unit == len(self._units) or not (self._reshard or self._first):
+            return self.held  # already gathered
+        size, gathering = self._gathering(unit)
+        self._whole += self._bytes(unit)
+        self._buffer = size
+        return most(gathering, self.held)
 
     def forward_ended(self) -> None:
         """End the forward passes."""
@@ -151,27 +121,27 @@ class FsdpFlow(Flow):
 
     def backward(self, unit: int) -> Allocated:
         """Begin the backward pass of ``unit`` and return the most memory that was held."""
-        if not self._reshard:
+        if not self._reshard or unit == 0:
             return self.held
-        if unit == OUTSIDE:
-            return self._prefetch(self._last_block)
-        before = self._buffer
-        self._buffer = 0
-        highest = self._copied_out(unit, before, self.held, keep=False)
-        return highest if unit == 0 else max(highest, self._prefetch(unit - 1), key=lambda held: held.total)
+        highest = self.held
+        if unit < len(self._units):  # copied out of its buffer
+            self._whole += self._bytes(unit)
+            highest = self.held
+            self._buffer = 0
+        return most(highest, self._prefetch(unit - 1))
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
-        """Add the gradient of a weight in the backward pass and return the memory held."""
-        if self._reshard or self._first or self._width < self._kept:
+        """Add the gradient of a parameter in the backward pass and return the memory held."""
+        if self._reshard or self._first or self._width < FP32:
             self._gradients += self._width * numel
         return self.held
 
     def unit_ended(self, unit: int) -> Allocated:
         """End the backward pass of ``unit`` and return the most memory that was held."""
-        if self._last or (self._reshard and not self._sums_unsharded):
+        if unit == len(self._units):
+            return self.held  # with the embedding
+        if self._last or self._reshard:
             return self._reduce(unit)
-        if self._reshard:
-            self._whole -= self._bytes(unit)
         return self._keep(unit)
 
     def end(self) -> Allocated:
@@ -186,23 +156,15 @@ class FsdpFlow(Flow):
     def _gathering(self, unit: int) -> tuple[int, Allocated]:
         """Return the bytes of the buffer that ``unit`` is gathered into, and the memory held meanwhile."""
         size = self._bytes(unit) if self._shards > 1 else 0
-        copies = size if self._on_cpu else 0
-        if self._width < self._kept:
+        copies = size if self._copies else 0
+        if self._width < FP32:
             copies += self._units[unit].own_trained * self._width  # frozen ones already have that width
         return size, Allocated(
             self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing
         )
 
-    def _copied_out(self, unit: int, buffer: int, gathering: Allocated, keep: bool) -> Allocated:
-        self._whole += self._bytes(unit)
-        self._buffer = buffer
-        highest = max(gathering, self.held, key=lambda held: held.total)
-        if not keep:
-            self._buffer = 0
-        return highest
-
     def _prefetch(self, unit: int) -> Allocated:
-        if unit == OUTSIDE:
+        if unit == 0:
             return self.held
         size, highest = self._gathering(unit)
         self._buffer += size
@@ -212,31 +174,24 @@ class FsdpFlow(Flow):
         """Reduce a unit's gradients over the ranks, each of which keeps its rows."""
         sizes = self._units[unit]
         self._whole -= self._bytes(unit)
-        self._reducing = self._exchanged * sizes.trained
+        self._reducing = FP32 * sizes.trained
         highest = self.held
-        sharded = self._reshard and not self._sums_unsharded  # earlier micro-batches left sharded gradients
-        accumulated = 0 if sharded or self._first else self._summed_in
-        own = self._width if self._reshard or self._first or self._width < self._kept else 0
+        accumulated = 0 if self._reshard or self._first else FP32  # earlier micro-batches left full gradients
+        own = self._width if self._reshard or self._first or self._width < FP32 else 0
         self._gradients -= (own + accumulated) * sizes.trained
-        mine = self._kept * sizes.own_trained
-        clone = self._reducing if self._on_cpu and self._shards > 1 else 0
+        mine = FP32 * sizes.own_trained
+        clone = self._reducing if self._copies else 0
         reduced = Allocated(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
-        if (self._first or not sharded) and not self._offload:
+        if (self._first or not self._reshard) and not self._offload:
             self._summed += mine
-        return max(highest, reduced, key=lambda held: held.total)
-
-    @property
-    def _summed_in(self) -> int:
-        """Bytes per element of gradients that are accumulated in place."""
-        return self._exchanged if self._sums_unsharded else self._kept
+        return most(highest, reduced)
 
     def _keep(self, unit: int) -> Allocated:
         """Keep a unit's gradients in fp32 until those of later micro-batches are added."""
-        arrived = self._reshard or self._first or self._width < self._kept
-        if self._width == self._summed_in and (self._first or not arrived):
+        if self._width == FP32:
             return self.held
         trained = self._units[unit].trained
-        self._gradients += (self._summed_in if self._first else 0) * trained
+        self._gradients += (FP32 if self._first else 0) * trained
         highest = self.held
         self._gradients -= self._width * trained
         return highest

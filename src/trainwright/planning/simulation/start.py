@@ -186,7 +186,7 @@ def _report(
 ) -> Simulation:
     from trainwright.planning.collectives import collectives
 
-    planned = collectives(plan.workload, plan.chosen.choice)
+    planned = collectives(plan.workload, plan.chosen.choice, cluster)
     return Simulation(
         machine=cluster.name,
         card_bytes=cluster.card.memory_bytes,

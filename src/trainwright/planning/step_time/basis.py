@@ -1,8 +1,6 @@
 """The source of a plan's times: a calibration, a quick measurement, or datasheets.
 
 Imports no torch.
-
-Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,20 +14,14 @@ from trainwright.machine.measured.calibration import Calibration, ProcessRates, 
 from trainwright.machine.measured.contention import other_cores
 from trainwright.machine.measured.own_runs import Correction, OwnRuns, own_runs
 from trainwright.machine.measured.quick import Shapes, for_block, measured
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.configured import from_config
+from trainwright.models.attention.kernels import Dtype
 from trainwright.planning.errors import Errors, interval_of
-from trainwright.planning.operations import (
-    BatchShape,
-    Device,
-    ModelPasses,
-    PassSettings,
-    block_kinds,
-    block_weights,
-    passes,
-)
 from trainwright.planning.step_time.rates_measured import distance
 from trainwright.planning.step_time.work import Pricing
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, rows_of
+from trainwright.planning.trace.traced import sized, traced
+from trainwright.planning.trace.units import SizedModel, TracedParameter
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
 
 _LOAD_SECONDS, _SMALL_LOAD = 0.1, 0.3  # for which the load is measured; cores
@@ -103,19 +95,24 @@ def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]
     return Basis(None, measurement, quick.message, quick.trouble, runs)
 
 
+def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]:
+    """Return the parameters of the embedding, every block and the head."""
+    trace = traced(TraceRequest(model, Device("cuda"), "bf16"), Regime(chunked=True))  # shipped for well-known models
+    return tuple(unit.parameters for unit in trace.in_order())
+
+
 def shapes_of(workload: Workload) -> Shapes:
     """Return the model's matrix sizes (those with the most computation first), its block, and its sequences' length."""
-    a = workload.architecture
+    facts = workload.facts
     done: dict[tuple[int, int], int] = {}
-    for kind in block_kinds(a):
-        for weight in block_weights(a, kind, 4, True).parameters.values():
-            if weight.k > 1:
-                size = weight.n, weight.k
-                done[size] = done.get(size, 0) + weight.n * weight.k
+    for parameter in (parameter for block in parameters_of(workload.model)[1:-1] for parameter in block):
+        if len(parameter.shape) > 1 and "lora_" not in parameter.name:
+            rows, columns = parameter.shape[-2:]
+            done[rows, columns] = done.get((rows, columns), 0) + rows * columns
     widths = sorted(done, key=lambda size: -done[size])
-    inner = a.intermediate or a.shared_intermediate or a.expert_intermediate
-    block = (a.hidden, inner, a.heads, a.key_value_heads, a.head_dim) if inner else None
-    return Shapes(tuple(widths) or ((a.hidden, a.hidden),), max(1, round(workload.mean_length)), block)
+    block = (facts.hidden, facts.intermediate, facts.heads, facts.key_value_heads, facts.head_dim)
+    length = max(1, round(workload.mean_length))
+    return Shapes(tuple(widths) or ((facts.hidden, facts.hidden),), length, block if all(block) else None)
 
 
 @dataclass(frozen=True)
@@ -146,9 +143,9 @@ def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections
 
 def model_of(workload: Workload) -> str:
     """Return a key for runs whose prediction errors are related: family, size, adapter, length of rows and TF32."""
-    a = workload.architecture
-    adapter = "full" if workload.adapter is None else workload.adapter.kind
-    parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantization)
+    facts, model = workload.facts, workload.model
+    adapter = model.adapter_section.get("type", "full")
+    parts = (facts.family, f"2^{round(math.log2(max(1, facts.total)))}", adapter, model.quantization)
     rows = f"2^{round(math.log2(workload.row_tokens))}", "packed" if workload.packed else "padded"
     return " ".join((*parts, *rows, workload.optimizer, *(["tf32"] if workload.tf32 else [])))
 
@@ -163,7 +160,6 @@ def way_of(choice: Choice) -> str:
 
 
 MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
-_WIDTH = {"fp32": 4, "bf16": 2}
 # Factors outside this range come from a disturbed measurement.
 _LEAST, _MOST = 0.7, 2.5
 
@@ -199,23 +195,23 @@ def with_measured_blocks(
     return replace(setting, in_step=in_step)
 
 
-def llama(**sizes: object) -> Architecture:
-    """Return the architecture of a small llama; ``sizes``: keys of its configuration."""
-    architecture = from_config({"model_type": "llama", **sizes})
-    assert architecture is not None, "llamas are known"
-    return architecture
+def llama(**sizes: int | bool) -> TracedModel:
+    """Return a small llama; ``sizes``: keys of its configuration."""
+    return TracedModel.of({"model_type": "llama", **sizes})
 
 
-def on_cpu(a: Architecture, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[ModelPasses, Pricing]:
+def on_cpu(model: TracedModel, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[SizedModel, Pricing]:
     """Return the passes of a model on a CPU, and what predicts their time."""
-    shapes = PassSettings(a, batch, Device("cpu", setting.threads or 1), _WIDTH[precision])
-    return passes(shapes), Pricing(setting, batch, MIXED[precision], on_gpu=False)
+    dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
+    trace = sized(TraceRequest(model, Device("cpu"), dtype, rows_of(batch)), batch, setting.threads or 1)
+    vocabulary = trace.facts.vocabulary
+    return trace, Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=vocabulary)
 
 
 def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates) -> float:
     """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
     hidden, inner, heads, shared, size, sequences, length = map(int, sizes)
-    architecture = llama(
+    model = llama(
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=1,
@@ -226,5 +222,5 @@ def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates)
     )
     tokens = sequences * length
     batch = BatchShape(1, tokens, ((length, sequences),), tokens, packed=True, masked=False)
-    run, pricing = on_cpu(architecture, batch, precision, setting)
-    return pricing.pass_and_back(run.blocks[0]).seconds
+    trace, pricing = on_cpu(model, batch, precision, setting)
+    return pricing.pass_and_back(trace.in_order()[1]).seconds

@@ -7,18 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from trainwright.planning.operations import BatchShape
+from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.workload import Choice, Workload
 
 _PLACES = 64  # micro-batches whose lengths are read
 
 
-def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = None) -> BatchShape:
-    """Return a micro-batch of mean size of the busiest process.
-
-    ``sorted_rows``: number of rows that are sorted by length before they are divided into micro-batches; None: those of
-    a step.
-    """
+def typical_batch(workload: Workload, choice: Choice) -> BatchShape:
+    """Return a micro-batch of mean size of the busiest process."""
     limit = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
         tokens = round(min(limit, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
@@ -32,7 +28,7 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
             masked=False,
         )
     rows = max(1, min(choice.micro_batch_size, math.ceil(workload.global_batch_rows / choice.num_processes)))
-    length = round(_padded(workload, rows, sorted_rows))
+    length = round(_padded(workload, rows))
     return BatchShape(
         rows=rows,
         length=length,
@@ -73,17 +69,17 @@ def _mean_between(values: Sequence[float], begin: float, end: float) -> float:
     return sum(values[i] * (min(end, i + 1) - max(begin, i)) for i in parts) / (end - begin)
 
 
-def _padded(workload: Workload, rows: int, sorted_rows: int | None) -> float:
+def _padded(workload: Workload, rows: int) -> float:
     """Return the mean length that rows are padded to: a micro-batch has rows of similar length, padded to the longest.
 
     If only the mean is known, lengths are assumed to be exponentially distributed; their order statistics are sums of 1
     / k (Renyi, Acta Mathematica Hungarica 4, 1953).
     """
-    total = max(rows, round(sorted_rows or workload.global_batch_rows))
+    total = max(rows, round(workload.global_batch_rows))
     firsts = range(0, total, rows)
     firsts = firsts if len(firsts) <= _PLACES else range(0, total, rows * -(-len(firsts) // _PLACES))
     known = [workload.length_at(first) for first in firsts]
-    if known[0] is not None and sorted_rows is None:
+    if known[0] is not None:
         return sum(length or 0 for length in known) / len(known)
     harmonic = _harmonic(total)
     longest = [workload.mean_length * (harmonic - _harmonic(first)) for first in firsts]

@@ -6,35 +6,25 @@ the time. Collectives overlap with computation; on a CPU only as far as measured
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from trainwright.machine.describe import Cluster
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.memory.inventory import Inventory, by_unit, experts_by_unit, inventory, partly_trained
-from trainwright.planning.memory.strategies import exchanged_width, orthogonalized
-from trainwright.planning.operations import (
-    BlockKind,
-    ModelPasses,
-    Pass,
-    PassSettings,
-    block_kinds,
-    block_weights,
-    passes,
-)
-from trainwright.planning.operations.weights import ADAPTED
-from trainwright.planning.stack import OWN, Stack
+from trainwright.parallel.constants import padded_size
+from trainwright.planning.memory.inventory import inventory
+from trainwright.planning.memory.matrices import exchanged_width
+from trainwright.planning.step_time.basis import parameters_of
 from trainwright.planning.step_time.batch import seen_pairs, typical_batch
-from trainwright.planning.step_time.rates import Group, Rates
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
-from trainwright.planning.step_time.work import DeviceWork, Pricing
-from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
+from trainwright.planning.step_time.work import LOSS, DeviceWork, Pricing
+from trainwright.planning.trace.units import PassTrace, TracedParameter, UnitTrace
+from trainwright.planning.workload import Choice, MixedPrecision, Workload
 from trainwright.recipe.registries import OPTIMIZERS
 
-# Matrices of a block: query, key, value, output; gate, up and down, or the router.
-_ATTENTION_AND_MLP, _ATTENTION_AND_ROUTER = 7, 5
 _PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
 
 
@@ -96,9 +86,9 @@ class StepTime:
         }
 
 
-def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates, stack: Stack = OWN) -> StepTime:
-    """Predict one step of ``workload`` with ``choice`` on ``cluster``; ``stack``: the program that runs it."""
-    return _Step(workload, choice, cluster, rates, stack).time()
+def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> StepTime:
+    """Predict one step of ``workload`` with ``choice`` on ``cluster``."""
+    return _Step(workload, choice, cluster, rates).time()
 
 
 def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, rates: Rates) -> float:
@@ -112,63 +102,63 @@ def least_seconds(workload: Workload, processes: int, precision: MixedPrecision,
     return model_operations(workload) / peak if peak else 0.0
 
 
+# Of an average of the weights: bytes that are read and written, relative to AdamW's.
+_AVERAGE = 12 / 28
+
+
 class _Step:
-    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates, stack: Stack) -> None:
+    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> None:
         self.workload, self.choice, self.cluster, self.rates = workload, choice, cluster, rates
-        self.stack = stack
         self.on_gpu = cluster.device == "cuda"
         here = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
         self.per_node = min(choice.num_processes, here)
         self.speeds = rates.setting(self.per_node, choice.threads)
-        self.batch = typical_batch(workload, choice, stack.sorted_rows)
-        self.width = choice.width
-        self.shapes = PassSettings.of(workload, choice, self.batch, cluster, stack)
-        self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack, workload.tf32)
+        batch = typical_batch(workload, choice)
+        if not self.on_gpu and choice.width == 2:  # models/padding.py
+            batch = replace(batch, length=padded_size(batch.length))
+        self.batch = batch
+        self.trace = workload.trace(choice, cluster, batch)
+        self.parameters = inventory(self.trace, choice.width)
+        seen = _seen_pairs(workload) / seen_pairs(workload, None) if self.on_gpu and batch.packed else 1.0
+        vocabulary, tf32 = workload.facts.vocabulary, workload.tf32
+        self.pricing = Pricing(self.speeds, batch, choice.mixed_precision, self.on_gpu, vocabulary, tf32, seen)
 
     def time(self) -> StepTime:
         choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
-        run, plain = passes(self.shapes, choice.activation_checkpointing), passes(self.shapes)
-        some = slice(self.workload.first_blocks)
-        forward = [self._work(part, backward=False) for part in run.blocks[some]]
-        backward = [self._work(part, backward=True) for part in run.blocks[some]]
-        once = [self._work(part, backward=True) for part in plain.blocks[some]]
-        ends = self._ends(run) if self.workload.first_blocks is None else DeviceWork()
+        _, *blocks, _ = units = self.trace.in_order()
+        plain = units
+        if choice.activation_checkpointing != "none":
+            without = replace(choice, activation_checkpointing="none")
+            plain = self.workload.trace(without, self.cluster, self.batch).in_order()
+        forward = [self._work(unit.forward, backward=False) for unit in blocks]
+        backward = [self._work(unit.backward, backward=True) for unit in blocks]
+        once = [self._work(unit.backward, backward=True) for unit in plain[1:-1]]
+        first = units[0]
+        embedding = (self._work(first.forward, backward=False), self._work(first.backward, backward=True))
+        ends = sum((*embedding, self._head(units[-1])), DeviceWork())
         reference = self._reference()
-        again = sum((both - plainly for both, plainly in zip(backward, once, strict=True)), DeviceWork())
         passed = sum((*forward, *once), DeviceWork())
+        again = sum(backward, DeviceWork()) - sum(once, DeviceWork())
         update = self._update()
         computed = (passed + again + ends + reference) * passes_a_step
-        stack = self.stack
-        hidden = self.speeds.overlap
         exchange = Exchange(
-            choice,
-            self.rates,
-            self.width,
-            self.per_node,
-            hidden,
-            stack.exchanged,
-            stack.sums_unsharded,
-            self._matrices(),
-            stack.expert_parallel,
-            self._rows_to_experts() + self._heads(),
+            choice, self.rates, choice.width, self.per_node, self.speeds.overlap, self._matrices_of_a_block()
         )
-        units = self._units(run, forward, backward)
-        activations = sum(part.kept for part in run.blocks)
         parts = {
             "matrix products": passes_a_step * passed.products,
             "attention": passes_a_step * passed.attention,
             "memory-bound operations": passes_a_step * passed.traffic + update.keeping(),
             "recomputation": passes_a_step * again.seconds,
             "loss and head": passes_a_step * ends.seconds,
-            **({"reference": passes_a_step * reference.seconds} if self.workload.reference is not None else {}),
+            **({"reference": passes_a_step * reference.seconds} if self.trace.reference else {}),
             "optimizer": update.optimizer(),
-            "communication": exchange.exposed(units)
+            "communication": exchange.exposed(self._units([embedding[0], *forward], [embedding[1], *backward]))
             + exchange.of_updates(update.orthogonalized, exchanged_width(self.on_gpu)),
             "offload": update.offload(
-                activations,
+                sum(size for unit in blocks for size in unit.forward.saved),
                 sum(work.seconds for work in forward),
                 sum(work.seconds for work in backward),
-                len(run.blocks),
+                len(blocks),
             ),
             "launches": self._launches(computed) if self.on_gpu else passes_a_step * passed.host,
             "data": self._data(),
@@ -198,114 +188,56 @@ class _Step:
 
     def _launches(self, computed: DeviceWork) -> float:
         """Return the seconds in which a GPU waits for Python."""
-        return max(0.0, computed.launches * self.stack.launch * self.speeds.launch - computed.seconds)
+        return max(0.0, computed.launches * self.speeds.launch - computed.seconds)
 
-    def _work(self, part: Pass, *, backward: bool) -> DeviceWork:
-        """Return the work of a block's forward or backward pass."""
+    def _work(self, part: PassTrace[int], *, backward: bool) -> DeviceWork:
+        """Return the work of a pass over a block."""
         compiled = self.choice.compile
         key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
-        # The cached value holds the part, so that its id is not reused.
-        cached: tuple[Pass, DeviceWork] | None = self.rates.known.get(key)
+        # The cached value holds the pass, so that its id is not reused.
+        cached: tuple[PassTrace[int], DeviceWork] | None = self.rates.known.get(key)
         if cached is None:
-            kernels = part.backward if backward else part.forward
-            cached = part, self.pricing.work(kernels, backward=backward, compiled=compiled)
+            cached = part, self.pricing.work(part.operations, backward=backward, compiled=compiled)
             self.rates.known[key] = cached
         return cached[1]
 
+    def _head(self, unit: UnitTrace[int]) -> DeviceWork:
+        """Return the work of the final norm, head and loss, forward and backward."""
+        has_logits = any(one.name == LOSS for one in unit.forward.operations)
+        logits = self.batch.targets * self.pricing.vocabulary if has_logits else 0
+        loss = DeviceWork(loss=self.pricing.logits(logits)) if logits else DeviceWork()
+        return self.pricing.pass_and_back(unit) + loss
+
     def _reference(self) -> DeviceWork:
-        """Return the forward pass of the model that runs in addition, which has no adapter."""
-        reference = self.workload.reference
-        if reference is None:
-            return DeviceWork()
-        plain = passes(replace(self.shapes, adapter=None))
-        work = sum((self._work(part, backward=False) for part in plain.blocks[: reference.blocks]), DeviceWork())
-        if reference.blocks == len(plain.blocks):
-            work += self.pricing.work(plain.head.forward, backward=False)
-        return work * reference.share
+        """Return the forward pass of the frozen model that runs in addition."""
+        units = [self.trace.units[index] for index in self.trace.reference]
+        work = sum((self._work(unit.evaluation, backward=False) for unit in units), DeviceWork())
+        return work * self.workload.model.reference_share
 
-    def _ends(self, run: ModelPasses) -> DeviceWork:
-        """Return the work of embedding, final norm, head and loss, forward and backward."""
-        logits = self._logits_rows() * self.workload.architecture.vocabulary
-        work = DeviceWork(loss=self.pricing.logits(logits) if logits else 0.0)
-        for part in (run.embedding, run.head):
-            work += self.pricing.pass_and_back(part)
-        return work
-
-    def _logits_rows(self) -> int:
-        return self.batch.targets if self.stack.loss == "chunked" else self.batch.tokens
-
-    def _units(self, run: ModelPasses, forward: Sequence[DeviceWork], backward: Sequence[DeviceWork]) -> list[UnitWork]:
+    def _units(self, forward: Sequence[DeviceWork], backward: Sequence[DeviceWork]) -> list[UnitWork]:
         """Return a unit for the parts outside the blocks, then one per block."""
-        counts = self._counts()
-        embedding = (
-            self.pricing.work(run.embedding.forward, backward=False),
-            self.pricing.work(run.embedding.backward, backward=True),
-        )
-        times = [embedding, *zip(forward, backward, strict=True)]
-        experts = experts_by_unit(self._inventory()) if self.stack.expert_parallel > 1 else ((0, 0),) * len(counts)
-        run_through = zip(counts[: len(times)], times, experts[: len(times)], strict=True)
-        return [UnitWork(*count, there.seconds, back.seconds, *own) for count, (there, back), own in run_through]
+        first, *blocks, last = self.parameters.by_unit
+        counts = [(first[0] + last[0], first[1] + last[1]), *blocks]
+        run_through = zip(counts, forward, backward, strict=True)
+        return [UnitWork(*count, there.seconds, back.seconds) for count, there, back in run_through]
 
-    def _rows_to_experts(self) -> float:
-        """Return the seconds of a micro-batch in which rows go to the experts of other ranks, and back."""
-        a, ranks = self.workload.architecture, self.stack.expert_parallel
-        rows = float(a.experts_per_token)
-        if self.stack.experts == "fused":  # to each rank that has any of a token's experts
-            rows = ranks * (1 - (1 - 1 / ranks) ** rows)
-        blocks = sum(kind.sparse for kind in block_kinds(a)[: self.workload.first_blocks])
-        return 2 * blocks * self._passed(rows * self.batch.tokens * a.hidden * self.width, ranks)
-
-    def _heads(self) -> float:
-        """Return the seconds of a micro-batch in which ranks exchange positions for heads: q, k, v and the output."""
-        a = self.workload.architecture
-        size = 2 * self.batch.tokens * (a.query_width + a.key_value_width) * self.width
-        return len(block_kinds(a)[: self.workload.first_blocks]) * self._passed(size, self.stack.sequence_parallel)
-
-    def _passed(self, size: float, ranks: int) -> float:
-        """Return the seconds in which ``size`` bytes of a block go round in each of its passes."""
-        if ranks == 1:
-            return 0.0
-        passes = 2 if self.choice.activation_checkpointing == "none" else 3
-        inside = min(ranks, self.per_node)
-        return passes * self.rates.all_to_all(size, Group(-(-ranks // inside), inside))
-
-    def _counts(self) -> tuple[tuple[int, int], ...]:
-        """Return the numbers of parameters and of trained parameters, outside the blocks and of each block."""
-        return by_unit(self._inventory())
-
-    def _matrices(self) -> int:
-        """Return the number of matrices of a block that are modules' own: of an expert three, if it has its own."""
-        a = self.workload.architecture
-        return (
-            _ATTENTION_AND_MLP
-            if not (self.stack.expert_linears and a.experts)
-            else _ATTENTION_AND_ROUTER + 3 * a.experts
-        )
-
-    def _inventory(self) -> Inventory:
-        w = self.workload
-        full = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantization, self.stack)
-        return partly_trained(full, w.trained)
+    def _matrices_of_a_block(self) -> int:
+        """Return the largest number of matrices of a block."""
+        units = self.trace.in_order()[1:-1]
+        return max((sum(len(p.shape) > 1 for p in unit.parameters) for unit in units), default=1)
 
     def _update(self) -> Update:
-        counts = self._counts()
-        a = self.workload.architecture
-        trained = self.workload.adapter is None
-        weights = block_weights(a, block_kinds(a)[0], self.width, trained, self.workload.adapter)
-        each = sum(weight.trainable for weight in weights.parameters.values())
+        spec = OPTIMIZERS.get(self.workload.optimizer)
         return Update(
             choice=self.choice,
             pricing=self.pricing,
-            parameters=sum(count for count, _ in counts),
-            trainable=sum(trained for _, trained in counts),
-            matrices=each * a.layers + 2,
-            width=self.width,
-            orthogonalized=self._orthogonalized(),
-            stack=self.stack,
+            parameters=self.parameters.numel,
+            trainable=self.parameters.trained,
+            matrices=max(1, len(self.parameters.trainable)),
+            width=self.choice.width,
+            orthogonalized=self.parameters.matrices if spec.whole_matrices else (),
+            relative=spec.time + _AVERAGE * self.workload.averages,
         )
-
-    def _orthogonalized(self) -> tuple[tuple[int, int], ...]:
-        return orthogonalized(self._inventory()) if OPTIMIZERS.get(self.workload.optimizer).whole_matrices else ()
 
     def _data(self) -> float:
         """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap."""
@@ -333,38 +265,31 @@ def model_operations(workload: Workload) -> float:
     A matrix takes 2 per element and token forward and 4 backward (2 if it is frozen); attention takes 12 per channel,
     block and pair of positions. Padding, masked positions and recomputation are not counted.
     """
-    a, adapter, tokens = workload.architecture, workload.adapter, workload.tokens
+    facts, tokens = workload.facts, workload.tokens
     targets = tokens * workload.target_fraction
-    base = 6 if adapter is None and workload.trained is None else 4
-    total = base * targets * a.vocabulary * a.hidden if workload.first_blocks is None else 0.0
-    if workload.trained is not None:
-        weights = inventory(a, 4, True).weights
-        total += 2 * tokens * sum(w.numel for w in weights if w.columns > 1 and (w.unit, w.name) in workload.trained)
-    for kind in block_kinds(a)[: workload.first_blocks]:
-        total += base * tokens * _matrices(a, kind)
-        if adapter is not None:
-            total += 6 * tokens * adapter_parameters(a, kind, adapter)
-        pairs = tokens * seen_pairs(workload, a.window if kind.windowed else None)
-        total += 12 * a.query_width * pairs
-    return total
+    (embedding, *blocks, head), last = parameters_of(workload.model), workload.model.last_block
+    total = 0.0
+    if last is None:
+        table = embedding[:1] if facts.tied else ()
+        total += targets * sum(_operations(p) * p.numel for p in (*table, *head) if len(p.shape) > 1)
+    blocks = blocks[: None if last is None else last + 1]
+    active = facts.experts_per_token / facts.experts if facts.experts else 1.0
+    for parameter in (parameter for block in blocks for parameter in block):
+        if len(parameter.shape) > 1 and "original_module" not in parameter.name:
+            share = active if _EXPERT.search(parameter.name) else 1.0
+            total += share * tokens * _operations(parameter) * parameter.numel
+    return total + 12 * len(blocks) * facts.heads * facts.head_dim * tokens * _seen_pairs(workload)
 
 
-def adapter_parameters(a: Architecture, kind: BlockKind, adapter: AdapterShape) -> int:
-    """Return the number of parameters that an adapter adds to a block."""
-    weights = block_weights(a, kind, 4, True).parameters
-    total = 0
-    for name, weight in weights.items():
-        if weight.k > 1 and ADAPTED.get(name, frozenset()) & set(adapter.targets):
-            total += adapter.rank * (weight.n + weight.k) + (weight.n if adapter.kind == "dora" else 0)
-    return total
+def _seen_pairs(workload: Workload) -> float:
+    """Return the mean number of positions that a token attends to, over all blocks."""
+    facts = workload.facts
+    seen = (1 - facts.windowed) * seen_pairs(workload, None)
+    return seen + facts.windowed * seen_pairs(workload, facts.window) if facts.windowed else seen
 
 
-def _matrices(a: Architecture, kind: BlockKind) -> float:
-    """Return the number of matrix elements of a block that one token uses."""
-    weights = block_weights(a, kind, 4, True).parameters
-    active = a.experts_per_token / a.experts if a.experts else 1.0
-    return sum(
-        weight.numel * (active if name.startswith("experts.") else 1.0)
-        for name, weight in weights.items()
-        if weight.k > 1
-    )
+_EXPERT = re.compile(r"(^|\.)experts\.")
+
+
+def _operations(parameter: TracedParameter) -> int:
+    return 6 if parameter.trainable else 4

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.matrix_owners import ITERATIONS, assign, slowest
-from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
@@ -24,7 +23,7 @@ class Update:
     """Predict the time of a process's update of ``trainable`` of the model's ``parameters``.
 
     ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalized``: shapes of
-    the matrices that Muon updates.
+    the matrices that Muon updates. ``relative``: seconds of an update relative to AdamW's.
     """
 
     choice: Choice
@@ -34,12 +33,12 @@ class Update:
     matrices: int
     width: int
     orthogonalized: tuple[tuple[int, int], ...]
-    stack: Stack = OWN
+    relative: float = 1.0
 
     @property
     def kept(self) -> int:
         """Bytes per element of trained weights and accumulated gradients between steps."""
-        return max(self.width, self.stack.kept)
+        return max(self.width, _FP32)
 
     @property
     def owned(self) -> float:
@@ -55,10 +54,8 @@ class Update:
         """Return the seconds of a step from exchanged gradients to updated weights."""
         norm = self._norm(self.owned)
         clip = self._traffic("elementwise", 2 * self.kept * self.owned)
-        numbers = self.owned
-        if self.stack != OWN:  # the curve is of 4-byte numbers: three per weight and gradient, four of its state
-            numbers *= (3 * self.kept + 4 * self.stack.state_bytes) / (7 * _FP32)
-        update = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"].seconds(numbers)
+        curve = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"]
+        update = self.relative * curve.seconds(self.owned)
         return norm + clip + update + self._casts() + self._orthogonalizing()
 
     def _orthogonalizing(self) -> float:
@@ -86,10 +83,10 @@ class Update:
                 later = self._traffic("elementwise", (width + 2 * master_width) * elements)
                 seconds = 0.0 if passes == 1 else first + (passes - 1) * later
             if choice.spec.collectives:
-                seconds += self._traffic("copy", (width + self.stack.exchanged) * elements)
+                seconds += self._traffic("copy", (width + _FP32) * elements)
             return seconds
         if not choice.spec.shards_parameters:
-            return passes * self._traffic("copy", (width + self.stack.exchanged) * elements)
+            return passes * self._traffic("copy", (width + _FP32) * elements)
         return passes * self._sharded_copies()
 
     def offload(self, activation_bytes: int, forward: float, backward: float, blocks: int) -> float:
@@ -103,7 +100,7 @@ class Update:
         choice, passes, seconds = self.choice, self.choice.gradient_accumulation_steps, 0.0
         if choice.activation_offload:
             # Copied during the computation, but for those of the last block, which are needed at once.
-            last = self._host("to", activation_bytes / max(1, blocks if self.stack.fetches_ahead else 1))
+            last = self._host("to", activation_bytes / max(1, blocks))
             back = last + max(0.0, self._host("to", activation_bytes) - last - backward)
             seconds += passes * (max(0.0, self._host("from", activation_bytes) - forward) + back)
         if choice.offload_parameters:
@@ -114,7 +111,7 @@ class Update:
             times = 2 if choice.reshard_after_forward else 1
             seconds += passes * times * self._host("to", shard)
         if self.on_host:
-            seconds += passes * self._host("from", self.stack.exchanged * self.owned)
+            seconds += passes * self._host("from", _FP32 * self.owned)
             if choice.spec.separate_masters:
                 seconds += self._host("to", self.width * self.owned)
         return seconds
@@ -154,7 +151,7 @@ class Update:
             else 0.0
         )
         placed = self._traffic("copy", 2 * width * self.parameters)
-        laid_out = self._traffic("copy", (width + self.stack.exchanged) * self.trainable)
+        laid_out = self._traffic("copy", (width + _FP32) * self.trainable)
         added = self._traffic("elementwise", 3 * master_width * self.owned)
         return gathers * (cast + placed) + laid_out + added
 
@@ -174,27 +171,21 @@ _SMALL = 64  # bytes that processes exchange after every step
 class UnitWork:
     """A part of the model that is gathered and reduced as one: a block, or everything outside the blocks.
 
-    ``forward``, ``backward``: seconds of computation per micro-batch. ``experts``, ``experts_trainable``: of the
-    parameters those of experts that ranks divide between them.
+    ``forward``, ``backward``: seconds of computation per micro-batch.
     """
 
     parameters: int
     trainable: int
     forward: float
     backward: float
-    experts: int = 0
-    experts_trainable: int = 0
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Predict the time of a choice's collectives.
 
-    ``hidden``: the share of a collective that can overlap with computation. ``exchanged``: bytes per element of reduced
-    gradients. ``sums_unsharded``: FSDP reduces only in the last micro-batch of a step. ``matrices``: of a block, each
-    of which DeepSpeed gathers separately; its hooks around every module take Python time. ``expert_parallel``: ranks
-    that divide the experts of a block between them. ``between``: seconds of a micro-batch in which blocks exchange
-    rows.
+    ``hidden``: the share of a collective that can overlap with computation. ``matrices``: of a block, each of which
+    DeepSpeed gathers separately; its hooks around every module take Python time.
     """
 
     choice: Choice
@@ -202,11 +193,7 @@ class Exchange:
     width: int
     devices_per_node: int
     hidden: float
-    exchanged: int = 4
-    sums_unsharded: bool = False
-    matrices: int = 7
-    expert_parallel: int = 1
-    between: float = 0.0
+    matrices: int
 
     def exposed(self, units: Sequence[UnitWork]) -> float:
         """Return the seconds of a step in which a device waits for others. ``units``: that outside the blocks first."""
@@ -216,12 +203,12 @@ class Exchange:
         passes, small_exchanges = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
         if choice.spec.shards:
             small_exchanges += self._all("all_reduce", _SMALL)  # the norm of sharded gradients
-        seconds = small_exchanges + passes * self.between
+        seconds = small_exchanges
         for one in choice.spec.collectives:
             if one.when == "buckets":
                 seconds += self._buckets(units)
             elif one.when != "passes":
-                width = self.width if one.of == "parameters" else self.exchanged
+                width = self.width if one.of == "parameters" else _FP32
                 times = passes if one.when == "micro-batch" else 1
                 seconds += times * self._all(one.kind, width * sum(unit.trainable for unit in units))
         if all(one.when != "passes" for one in choice.spec.collectives):
@@ -264,18 +251,12 @@ class Exchange:
         inside = min(ranks, self.devices_per_node)
         return Group(-(-ranks // inside), inside)
 
-    def _of_same_experts(self) -> Group:
-        """Return the group of ranks that have the same experts; neighboring ranks have different ones."""
-        shards = self.choice.shards
-        inside = max(1, min(shards, self.devices_per_node) // self.expert_parallel)
-        return Group(max(1, shards // self.expert_parallel // inside), inside)
-
     def _buckets(self, units: Sequence[UnitWork]) -> float:
         """Return the exposed seconds of reducing gradients in buckets during the last micro-batch's backward pass.
 
         Gradients outside the blocks come last, with no computation left to overlap.
         """
-        last, others = self.exchanged * units[0].trainable, self.exchanged * sum(unit.trainable for unit in units[1:])
+        last, others = _FP32 * units[0].trainable, _FP32 * sum(unit.trainable for unit in units[1:])
         bucket = self.choice.spec.bucket_bytes or max(1, others)
         buckets, rest = divmod(others, bucket)
         before = buckets * self._all("all_reduce", bucket) + self._all("all_reduce", rest)
@@ -284,18 +265,14 @@ class Exchange:
 
     def _sharded(self, units: Sequence[UnitWork]) -> float:
         choice = self.choice
-        group, same = self._group(choice.shards), self._of_same_experts()
+        group = self._group(choice.shards)
         messages = self.matrices if choice.spec.hooks_modules else 1
 
         def gathered(unit: UnitWork) -> float:
-            part = (unit.parameters - unit.experts) * self.width / messages
-            divided = self.rates.collective("all_gather", unit.experts * self.width, same)
-            return messages * self.rates.collective("all_gather", part, group) + divided
+            return messages * self.rates.collective("all_gather", unit.parameters * self.width / messages, group)
 
         def scattered(unit: UnitWork) -> float:
-            part = self.exchanged * (unit.trainable - unit.experts_trainable)
-            divided = self.rates.collective("reduce_scatter", self.exchanged * unit.experts_trainable, same)
-            return self.rates.collective("reduce_scatter", part, group) + divided
+            return self.rates.collective("reduce_scatter", _FP32 * unit.trainable, group)
 
         gathers, scatters = [gathered(unit) for unit in units], [scattered(unit) for unit in units]
         forward = self._forward(units, gathers)
@@ -305,9 +282,6 @@ class Exchange:
         # Parameters outside the blocks stay gathered until the end of the backward pass.
         backward = self._backward(units, [0.0, *gathers[1:]], scatters)
         passes = choice.gradient_accumulation_steps
-        if self.sums_unsharded:
-            before = self._backward(units, [0.0, *gathers[1:]], [0.0] * len(units))
-            return passes * forward + (passes - 1) * before + backward
         return passes * (forward + backward)
 
     def _forward(self, units: Sequence[UnitWork], gathers: Sequence[float]) -> float:
@@ -336,6 +310,6 @@ class Exchange:
 
     def _over_replicas(self, units: Sequence[UnitWork]) -> float:
         """Return the exposed seconds of all-reducing gradient shards over replicas, after the last reduce-scatters."""
-        sizes = [self.exchanged * unit.trainable / self.choice.shards for unit in units]
+        sizes = [_FP32 * unit.trainable / self.choice.shards for unit in units]
         sums = [self.rates.collective("all_reduce", size, self._replicas()) for size in sizes]
         return self._backward(units, [0.0] * len(units), sums)

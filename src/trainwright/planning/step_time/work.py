@@ -1,4 +1,4 @@
-"""Predict the seconds of a model's passes on one device from its kernels. Imports no torch."""
+"""Predict the seconds of a model's passes on one device from its traced operations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.machine.measured.calibration import Curve, InStep
 from trainwright.machine.measured.calibration import ProcessRates as Speeds
-from trainwright.planning.operations import BatchShape, Kernel, Pass
-from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.units import Operation, UnitTrace
 from trainwright.planning.workload import MixedPrecision
 
 if TYPE_CHECKING:
@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 # backward: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of the
 # traffic of its single kernels.
 _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
-# Bytes per bf16 logit that other programs move, of the 44 of this program's chunks (rates.py): fused kernels
-# read it twice and write its gradient; torch's cross_entropy makes an fp32 copy, log-probabilities, zeros, and two
-# gradients.
-_FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44
 _PRECISION = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+LOSS = "loss"  # the name of operations that compute the loss from logits
 # Precision to use instead if one was not measured: it computes it, or is equally fast.
 _INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32", "tf32": "fp32"}
 
@@ -68,9 +65,10 @@ class DeviceWork:
 
 
 class Pricing:
-    """Predict the time of the kernels of one micro-batch on one device.
+    """Predict the time of the operations of one micro-batch on one device.
 
     ``speeds``: of the device, with all its processes at work. ``tf32``: fp32 products are computed in TF32.
+    ``vocabulary``: the number of logits of a token. ``seen``: the share of the earlier tokens that a token attends to.
     """
 
     def __init__(
@@ -79,11 +77,13 @@ class Pricing:
         batch: BatchShape,
         precision: MixedPrecision,
         on_gpu: bool,
-        stack: Stack = OWN,
+        vocabulary: int,
         tf32: bool = False,
+        seen: float = 1.0,
     ) -> None:
         self.speeds = speeds
-        self.stack = stack
+        self.vocabulary = vocabulary
+        self.seen = seen
         self.batch = batch
         self.on_gpu = on_gpu
         self.precision = _PRECISION[precision]
@@ -97,25 +97,27 @@ class Pricing:
         self._attention: dict[tuple[bool, int], float] = {}
         self._traffic: dict[tuple[str, int], float] = {}
 
-    def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> DeviceWork:
-        """Return the work of ``kernels``, all of a forward or all of a backward pass."""
-        products = attention = traffic = elementwise = 0.0
+    def work(self, operations: Iterable[Operation[int]], *, backward: bool, compiled: bool = False) -> DeviceWork:
+        """Return the work of ``operations``, all of a forward or all of a backward pass."""
+        products = attention = traffic = expanded = 0.0
         many = few = 0
-        for kernel in kernels:
-            if kernel.kind == "product":
-                products += self._product(kernel, backward)
-                many += 1
-            elif kernel.kind == "attention":
-                attention += kernel.flops * self._seconds_per_operation(backward, kernel.generation)
-                many += 1
-            elif kernel.operation == "loss":
-                few += 1  # counted as a whole, by the number of logits
-            elif kernel.kind == "expansion" or (kernel.operation == "dispatch" and self.stack.experts == "permuted"):
-                elementwise += self.traffic(kernel.kind, kernel.read + kernel.written)
-                many += 1
-            else:
-                traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
-                few += 1
+        for one in operations:
+            if one.kind == "product":
+                products += self._products(one, backward)
+                many += one.launches
+            elif one.kind == "attention":
+                attention += self.seen * one.flops * self._seconds_per_operation(backward, one.generation)
+                many += one.launches
+            elif one.name == LOSS:
+                few += one.launches  # counted as a whole, by the number of logits
+            elif one.launches:
+                seconds = one.launches * self.traffic(one.kind, round((one.read + one.written) / one.launches))
+                if one.kind == "expansion":
+                    expanded += seconds
+                    many += one.launches
+                else:
+                    traffic += seconds
+                    few += one.launches
         if compiled:
             traffic *= _COMPILED_TRAFFIC
         launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
@@ -123,15 +125,16 @@ class Pricing:
         return DeviceWork(
             more.products * products,
             more.attention * attention,
-            more.traffic * (traffic + elementwise),
+            more.traffic * (traffic + expanded),
             0.0,
             more.host * launches,
             launches,
         )
 
-    def pass_and_back(self, part: Pass) -> DeviceWork:
-        """Return the work of both directions of a part of a model."""
-        return self.work(part.forward, backward=False) + self.work(part.backward, backward=True)
+    def pass_and_back(self, unit: UnitTrace[int]) -> DeviceWork:
+        """Return the work of both directions of a unit."""
+        back = self.work(unit.backward.operations, backward=True)
+        return self.work(unit.forward.operations, backward=False) + back
 
     def traffic(self, kind: str, size: int, precision: str | None = None) -> float:
         """Return the seconds of a kernel that reads and writes ``size`` bytes."""
@@ -142,11 +145,7 @@ class Pricing:
 
     def logits(self, count: float) -> float:
         """Return the seconds of the loss of ``count`` logits, with its gradient."""
-        seconds = self.curve("loss", self.precision).seconds(count)
-        if self.stack == OWN:
-            return seconds
-        one_kernel = self.stack.loss in ("fused", "widened") or self.stack.compiles_loss
-        return seconds * (_FUSED_LOSS if one_kernel else 1.0 if self.stack.loss == "chunked" else _FULL_LOSS)
+        return self.curve("loss", self.precision).seconds(count)
 
     def curve(self, group: str, precision: str, last: str | None = None) -> Curve:
         """Return a curve of the device in ``precision``, or in its substitute."""
@@ -158,25 +157,28 @@ class Pricing:
             precision = _INSTEAD[precision] if self.on_gpu else "fp32"
         return curve
 
-    def _product(self, kernel: Kernel, backward: bool) -> float:
-        m, n, k, count = kernel.m, kernel.n, kernel.k, kernel.times
-        width = kernel.written // max(1, m * n * count)
-        curve = self.curve("product", self._names.get(width, self.precision), self._layout(kernel, backward))
-        if count == 1:
-            return curve.seconds(m, n, k)
-        # Many small products are one kernel.
-        once = curve.seconds(0, 0, 0)
-        return once + count * (curve.seconds(m, n, k) - once)
+    def _products(self, one: Operation[int], backward: bool) -> float:
+        """Return the seconds of all launches, of which the sizes may be those of the largest only."""
+        largest = 2 * one.m * one.n * one.k * one.times * one.launches
+        return one.launches * self._product(one, backward) * min(1.0, one.flops / max(1, largest))
 
-    def _layout(self, kernel: Kernel, backward: bool) -> ProductLayout:
-        if kernel.times > 1 and f"product/{self.precision}/grouped" in self.speeds.curves:
+    def _product(self, one: Operation[int], backward: bool) -> float:
+        """Return the seconds of one launch."""
+        curve = self.curve("product", self._names.get(one.width, self.precision), self._layout(one, backward))
+        if one.times == 1 or not one.name:  # those of a batch, such as of heads, fill a device together
+            return curve.seconds(one.times * one.m, one.n, one.k)
+        # Many small products, such as of experts, are one kernel.
+        once = curve.seconds(0, 0, 0)
+        return once + one.times * (curve.seconds(one.m, one.n, one.k) - once)
+
+    def _layout(self, one: Operation[int], backward: bool) -> ProductLayout:
+        """Return which operands are transposed: ``name`` is that of the parameter that a product reads, if any."""
+        if one.times > 1 and one.name and f"product/{self.precision}/grouped" in self.speeds.curves:
             return "grouped"
-        rows = self.batch.targets if kernel.operation == "head" else self.batch.tokens
-        if kernel.k == rows or kernel.m > rows >= kernel.k:
-            return "weight"
-        if kernel.operation == "head":
-            return "forward" if kernel.n > kernel.k else "input"
-        return "input" if backward else "forward"
+        if not one.name and one.times == 1 and one.m != self.batch.tokens:
+            return "weight"  # a gradient: the product of two activations
+        # The gradient of what enters the head is computed in the forward pass, with that of the loss.
+        return "input" if backward or one.k == self.vocabulary else "forward"
 
     def _seconds_per_operation(self, backward: bool, generation: int) -> float:
         """Return the seconds per operation of attention by a generation of FlashAttention."""
@@ -188,12 +190,10 @@ class Pricing:
     def _of_attention(self, backward: bool, generation: int) -> float:
         """Compute the seconds: 2 products of the pairs forward and 5 backward, 2 operations per pair and channel."""
         direction, products = ("backward", 5) if backward else ("forward", 2)
-        which = generation if self.stack.attention == 2 else self.stack.attention
-        named = f"{direction}{'' if which == 2 else which}"
+        named = f"{direction}{'' if generation == 2 else generation}"
         if not any(name.endswith(f"/{named}") for name in self.speeds.curves):  # measured with the kernel that runs
             named = direction
         curve = self.curve("attention", self.precision, named)
-        ranks = self.stack.sequence_parallel  # each has a part of the positions, which attend to all
-        seconds = sum(count * length * curve.seconds(length * ranks) for length, count in self.batch.sequences)
+        seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.sequences)
         operations = sum(count * length * products * (length + 1) for length, count in self.batch.sequences)
         return seconds / max(1, operations)

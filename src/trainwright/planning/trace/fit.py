@@ -203,8 +203,8 @@ def _add(
 
 
 def _stands_for_others(scope: str) -> bool:
-    """Return whether an operation is in the first two iterations of chunks, and in a chunk's first block."""
-    return not scope or scope in ("chunk0", "chunk1", "chunk0block0")
+    """Return whether an operation is in the first three iterations of chunks, and in a chunk's first block."""
+    return not scope or scope in ("chunk0", "chunk1", "chunk2", "chunk0block0")
 
 
 def _in_loops(scope: str, sizes: Sequence[Values]) -> list[Values]:
@@ -213,14 +213,14 @@ def _in_loops(scope: str, sizes: Sequence[Values]) -> list[Values]:
 
 
 def _summed(scope: str, size: Values) -> Values:
-    if scope in ("", "chunk0"):
+    if scope in ("", "chunk0", "chunk1"):
         return size
     result = size.copy()
     one, chunk, block = (_INDEX[name] for name in ("1", "chunk", "block"))
-    if scope == "chunk1":  # all but the first
+    if scope == "chunk2":  # all but the first two, the second of which converts the sum of gradients
         result[_INDEX["chunks"]] += size[one]
         result[_INDEX["targets"]] += size[chunk]
-        result[one], result[chunk] = 0 - size[one], 0 - size[chunk]
+        result[one], result[chunk] = 0 - 2 * size[one], 0 - 2 * size[chunk]
         return result
     result[_INDEX["blocks"]] += size[one]
     result[_INDEX["targets"]] += size[block]

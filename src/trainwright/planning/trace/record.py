@@ -201,7 +201,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
         read = min(read, 2 * written)  # of a table, only what is written
     elif any(part in operator for part in _REDUCTIONS) or (inputs and 2 * results[0].numel() < inputs[0].numel()):
         kind = "reduction"
-    if scope and kind != "product":
+    if "block" in scope:  # what a chunk does outside of its blocks is for the head's gradient
         name = "loss"
     return Done(kind, name, scope, width, generation, (m, n, k, times, flops, read, written))
 

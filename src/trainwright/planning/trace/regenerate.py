@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trainwright.planning.architectures.catalog import known_model, known_models
 from trainwright.planning.trace import store
+from trainwright.planning.trace.catalog import known_model, known_models
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import key_of, key_of_facts, model_facts, traced_as
 from trainwright.recipe.sections.model import AdapterSection

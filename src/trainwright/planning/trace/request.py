@@ -90,6 +90,8 @@ class TracedModel:
     @classmethod
     def of(cls, configuration: Mapping[str, Any], recipe: Recipe | None = None) -> TracedModel:
         """Return the model of a recipe with a configuration; without a recipe, one that is trained in full."""
+        if "text_config" in configuration and "vision_config" in configuration:  # the language model is trained
+            configuration = {"model_type": f"{configuration['model_type']}_text", **configuration["text_config"]}
         text = canonical(configuration)
         if recipe is None:
             return cls(text)
@@ -104,7 +106,7 @@ class TracedModel:
         return cls(
             text,
             adapter,
-            None if needs.trainable is None else tuple(needs.trainable[0]),
+            recipe.model.trained_patterns,
             needs.last_block,
             "hidden" if hidden else "objective" if needs.of_losses else "cross_entropy",
             **reference,

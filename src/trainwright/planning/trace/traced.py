@@ -28,7 +28,21 @@ def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedMo
         chunked=batch.targets > chunk,
         every=batch.targets >= batch.tokens,
     )
+    if isinstance(request.recompute, int) and request.recompute > 1:
+        none, full = (dataclasses.replace(request, recompute=how) for how in ("none", "full"))
+        return at(_every(request.recompute, traced(none, regime), traced(full, regime)), batch, threads)
     return at(traced(request, regime), batch, threads)
+
+
+@lru_cache(maxsize=64)
+def _every(number: int, none: ModelTrace[Size], full: ModelTrace[Size]) -> ModelTrace[Size]:
+    """Return the trace of a model of which every block of this number is recomputed."""
+    last, begin = len(none.order) - 1, len(none.units)
+    order = (
+        begin + full.order[unit] if 0 < unit < last and unit % number == 0 else index
+        for unit, index in enumerate(none.order)
+    )
+    return dataclasses.replace(none, units=(*none.units, *full.units), order=tuple(order))
 
 
 def _converts(request: TraceRequest) -> bool:
@@ -48,9 +62,11 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
         values = store.as_json(trace_or_bound(same, regime))
         store.write(key, values)
     generation = max((kernel.generation for kernel in _kernels(request, request.device, 2**62)), default=2)
-    return dataclasses.replace(
-        store.from_json(values, generation), facts=facts_of(request, store.facts_from_json(values["facts"]))
-    )
+    trace = store.from_json(values, generation)
+    units = trace.units
+    if request.recompute == "selective":  # its results stay on the device; only a block's input, the last output, moves
+        units = tuple(u._replace(forward=u.forward._replace(saved=u.forward.saved[-1:])) for u in units)
+    return dataclasses.replace(trace, units=units, facts=facts_of(request, store.facts_from_json(values["facts"])))
 
 
 def key_of(request: TraceRequest, regime: Regime) -> str:

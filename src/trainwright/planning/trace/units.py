@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from trainwright.planning.trace.batch import BatchShape, basis
@@ -176,6 +176,7 @@ def at(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedMod
     facts = trace.facts
     values = basis(batch, *facts.rows_of_logits(batch.targets), threads, pads=facts.pads)
 
+    @cache  # many operations have equal sizes
     def number(size: Size) -> int:
         return round(sum(a * b for a, b in zip(size, values, strict=False)))
 

@@ -59,6 +59,19 @@ ValidationRows = Annotated[
 ]
 
 
+def _pattern(value: object) -> object:
+    try:
+        assert isinstance(value, str) and value
+        re.compile(f"(?:{value})")  # so that patterns can be joined
+    except (AssertionError, re.error) as error:
+        why = f": {error}" if isinstance(error, re.error) else ""
+        raise PydanticCustomError("pattern", f"a regular expression{why}") from None
+    return value
+
+
+Pattern = Annotated[Text, BeforeValidator(_pattern)]
+
+
 # A number and a unit.
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|seconds?|min|minutes?|h|hours?)")
 _LONGEST = 168 * 3600.0

@@ -13,7 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.extensions import is_file
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import ATTENTION_KERNELS
-from trainwright.recipe.sections.fields import BelowOne, Count, Positive, Section, Text
+from trainwright.recipe.sections.fields import BelowOne, Count, Pattern, Positive, Section, Text
 from trainwright.utils.paths import user_path
 
 _ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex")
@@ -155,6 +155,15 @@ class ModelSection(Section):
         "quantized GGUF files; for randomly initialized models the dtype in config, or fp32. Checkpoints are exact. "
         "Adapters are saved in fp32.",
     )
+    trainable: list[Pattern] | None = Field(
+        None,
+        description="Regular expressions of parameter names to train, such as "
+        "model\\.layers\\.(5|6|7)\\.mlp\\.down_proj\\.weight; all others are frozen. null: train all.",
+    )
+    frozen: list[Pattern] = Field(
+        [],
+        description="Regular expressions of parameter names to freeze, such as .*embed_tokens.*; trainable ones too.",
+    )
     adapter: AdapterSection = Field(
         default_factory=AdapterSection,
         description="Adapter to train instead of the model's own weights: none, lora, rslora, dora or qlora, or a "
@@ -166,6 +175,14 @@ class ModelSection(Section):
     def is_own(self) -> bool:
         """Whether the model is a torch module of the user's own."""
         return ":" in self.implementation
+
+    @property
+    def trained_patterns(self) -> tuple[str, ...] | None:
+        """Patterns that the names of all trained parameters match, and no others; None: all are trained."""
+        if self.trainable is None and not self.frozen:
+            return None
+        without = "".join(rf"(?!(?:{pattern})\Z)" for pattern in self.frozen)
+        return tuple(f"{without}(?:{pattern})" if without else pattern for pattern in self.trainable or [".*"])
 
     @property
     def fresh(self) -> dict[str, Any] | None:

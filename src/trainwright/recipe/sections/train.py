@@ -106,6 +106,20 @@ class TrainSection(Section):
         description="A loss more than this many standard deviations above the mean of previous steps is a spike: the "
         "update of its step is skipped, or what faults.on_loss_spike says. null: no loss is a spike.",
     )
+    max_loss: Positive | None = Field(
+        None,
+        description="End the run with exit code 4, before the update, if the loss of max_loss_steps steps in a row is "
+        "above this. null: no limit.",
+    )
+    max_loss_steps: Count = Field(
+        3, description="Number of steps with a loss above max_loss, in a row, that end the run."
+    )
+    neftune_noise_alpha: Positive | None = Field(
+        None,
+        description="NEFTune: in training, add noise to the embeddings of a sequence of L tokens and H numbers each, "
+        "uniform in +-alpha / sqrt(L * H) (arXiv 2310.05914; 5 is usual). As with dropout, losses are the same on any "
+        "number of processes at the same micro-batch size.",
+    )
     profile: ProfileSection | None = Field(
         None,
         description="Record these steps with torch.profiler, on every rank: a trace for ui.perfetto.dev in the "

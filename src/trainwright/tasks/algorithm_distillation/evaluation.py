@@ -127,7 +127,7 @@ def load_agent(agent: UnloadedModel, section: AlgorithmDistillationSection) -> H
     objective = HistoryObjective(HistoryModel(shape_of(section, environment_of(section)), agent.seed), LossWeights())
     with Checkpoint.open(agent.checkpoint, verify=False).reader() as read, torch.no_grad():
         for name, parameter in objective.named_parameters():
-            parameter.copy_(read(f"model.{name}", Shard.full(parameter)))
+            parameter.copy_(read.weights(name, Shard.full(parameter)))
     return objective.eval()
 
 

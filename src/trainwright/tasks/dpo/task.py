@@ -90,6 +90,7 @@ class PreferenceTuning(ReferenceTask):
     ) -> None:
         """Compute the reference's log-probabilities of every answer in this run."""
         if not self._spec.has_reference:
+            super().begin(passes, weights, notify)
             self._answers = {False: _Answers(self.stream, None)}
             if self.validation is not None:
                 self._answers[True] = _Answers(self.validation, None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from trainwright.recipe.sections.fields import Section
+from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.sections.fields import BelowOne, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
@@ -21,6 +23,17 @@ class SftSection(Section):
         description="nll: the negative log-likelihood of every target. dft: the same, each weighted by the probability "
         "of its target (dynamic fine-tuning, arXiv 2508.05629).",
     )
+    label_smoothing: BelowOne = Field(
+        0.0,
+        description="The part of a target's probability that is spread evenly over the vocabulary, in training; "
+        "evaluations have the plain loss.",
+    )
+
+
+def _check(recipe: Recipe) -> Iterator[Contradiction]:
+    section = recipe.own(SftSection)
+    if section.label_smoothing and section.loss != "nll":
+        yield Contradiction(("sft.label_smoothing", "sft.loss"), f"has no effect with loss {section.loss}; remove it")
 
 
 def _needs(recipe: Recipe) -> Needs:
@@ -35,5 +48,6 @@ SPEC = TaskSpec(
     section_description="Loss of fine-tuning; only with `task: sft`.",
     rows=lambda recipe, key: "examples",
     needs=_needs,
+    check=_check,
     also_called=("finetune", "finetuning", "instruct", "supervised"),
 )

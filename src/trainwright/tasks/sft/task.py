@@ -36,6 +36,9 @@ def dft(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
 class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
+    def _label_smoothing(self) -> float:
+        return self._recipe.own(SftSection).label_smoothing
+
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed loss of one micro-batch and the weight of its targets."""
         batch = self._batch(self._prepared.train, micro, device)

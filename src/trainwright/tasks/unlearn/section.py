@@ -72,11 +72,6 @@ class UnlearnSection(Section):
         "(0.5).",
     )
     scale: Positive | None = Field(None, description="task_vector: factor of the subtracted difference in weights (1).")
-    trainable: list[Text] | None = Field(
-        None,
-        description="Regular expressions of parameter names to train, such as "
-        "model\\.layers\\.(5|6|7)\\.mlp\\.down_proj\\.weight; all others are frozen. null: train all.",
-    )
 
     def value(self, key: str) -> Any:
         """Return the value of a key: from the recipe, or the objective's default."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from trainwright.tasks.unlearn.section import UnlearnData, UnlearnSection, data_
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
-_COMMON = ("objective", "gamma", "alpha", "retain_loss", "reference", "trainable")
+_COMMON = ("objective", "gamma", "alpha", "retain_loss", "reference")
 _OWN = tuple(key for key in UnlearnSection.model_fields if key not in _COMMON)
 
 
@@ -87,11 +86,6 @@ def _check_objective(section: UnlearnSection) -> Iterator[Contradiction]:
             ("unlearn.alpha", "unlearn.objective"),
             "what is learned from retain rows would also be subtracted; set it to 0",
         )
-    for pattern in section.trainable or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            yield Contradiction(("unlearn.trainable",), f"{pattern} is not a regular expression: {error}")
 
 
 def _check_reference(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
@@ -115,11 +109,6 @@ def _check_adapter(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradi
     adapter = recipe.model.adapter
     if adapter.type == "none":
         return
-    if section.trainable is not None:
-        yield Contradiction(
-            ("unlearn.trainable", "model.adapter.type"),
-            "an adapter trains its own matrices; choose the modules with model.adapter.targets",
-        )
     if section.facts.subtracts and (adapter.type != "lora" or adapter.modules_to_save or adapter.start_from):
         yield Contradiction(
             ("unlearn.objective", "model.adapter"),
@@ -141,12 +130,10 @@ def _rows(recipe: Recipe, key: str) -> str:
 
 def _needs(recipe: Recipe) -> Needs:
     section = recipe.own(UnlearnSection)
-    trainable = None if section.trainable is None else (section.trainable, "unlearn.trainable")
     return Needs(
         sequences_per_example=1 + section.retains + section.refuses,
         last_block=section.last_block,
         of_losses=section.last_block is None,
-        trainable=trainable,
         reference=_reference(section) if section.compares else None,
     )
 

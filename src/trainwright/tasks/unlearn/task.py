@@ -6,7 +6,6 @@ forget rows, and only the exported model is negated; checkpoints and metrics are
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import lora_layers, switched_off
-from trainwright.models.causal_lm import CausalLM, find_blocks
+from trainwright.models.causal_lm import CausalLM
+from trainwright.models.freezing import freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
 from trainwright.models.resolve_model import resolve
 from trainwright.models.truncate_config import layer_count
@@ -69,8 +69,8 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
     config = load_config(recipe.model, tokenizer)
     if section.facts.of == "activations":
         check_layer(section.value("layer"), layer_count(config))
-    if section.trainable is not None:
-        freeze_others(empty_model(config), section.trainable, section.last_block)
+    if section.last_block is not None:
+        freeze(empty_model(config), recipe.model, section.last_block)
     return len(prepare_rows(recipe, tokenizer, cache).prepared.train)
 
 
@@ -120,8 +120,8 @@ class Unlearning(ReferenceTask):
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
         last_block, attention = self._unlearn.last_block, self._recipe.model.attention
-        if self._adapter is None and (self._unlearn.trainable is not None or last_block is not None):
-            freeze_others(model, self._unlearn.trainable, last_block)
+        if self._adapter is None and last_block is not None:
+            freeze(model, self._recipe.model, last_block)
         copied = frozen_copy(
             self._recipe, self._tokenizer, packed=self._packed, layer=layer if last_block is not None else None
         )
@@ -146,7 +146,7 @@ class Unlearning(ReferenceTask):
     ) -> None:
         """Compute the reference's log-probabilities of the forget rows in this run, if the objective needs them."""
         section = self._unlearn
-        if not (section.compares or section.trainable is not None or section.facts.subtracts):
+        if not (section.compares or self._is_partly_frozen or section.facts.subtracts):
             return
         self._keep_start(weights, passes.world)
         if section.facts.reference != "log-probabilities":
@@ -271,17 +271,11 @@ class Unlearning(ReferenceTask):
         if self._adapter is not None:
             super().export(own if scale is None else negated_adapter(own, scale), directory)
             return
-        frozen = {name for name, parameter in self._lm.named_parameters() if not parameter.requires_grad}
-        if scale is None and not any(not name.startswith(PREFIX) for name in frozen):
-            super().export(own, directory)
-            return
-        # Frozen weights are held in the precision of the run, but written as they were loaded.
-        start = load_model(self._recipe.model, torch.float32, self._recipe.train.seed, self._tokenizer)
-        before = {f"model.{name}": tensor.detach() for name, tensor in start.named_parameters()}
         if scale is not None:
+            start = load_model(self._recipe.model, torch.float32, self._recipe.train.seed, self._tokenizer)
+            before = {f"model.{name}": tensor.detach() for name, tensor in start.named_parameters()}
             own = negated(own, before, scale)
-        self._lm.model.requires_grad_(True)
-        super().export(((name, before[name] if name in frozen else tensor) for name, tensor in own), directory)
+        super().export(own, directory)
 
     def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
         """Check that the exported model, or the adapter on its base, is the trained model, negated if it is."""
@@ -348,44 +342,6 @@ def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
 
 
 Named = Iterable[tuple[str, torch.Tensor]]
-
-
-def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: int | None) -> None:
-    """Freeze parameters whose names do not fully match any of ``patterns``; None freezes none.
-
-    Args:
-        last_block: the loss depends on the output of this block, so later parameters are frozen too.
-
-    Raises:
-        RequestError: a pattern matches nothing, or no trainable parameters remain.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns or ():
-        if not any(re.fullmatch(pattern, name) for name in names):
-            raise RequestError(
-                f"unlearn.trainable: {pattern} matches none of the {len(names)} names of the model's parameters, such "
-                f"as {names[len(names) // 2]}"
-            )
-    beyond = set[nn.Parameter]()
-    if last_block is not None:
-        beyond = _after(model, last_block)
-    for name, parameter in model.named_parameters():
-        trains = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)
-        parameter.requires_grad_(trains and parameter not in beyond)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise RequestError(
-            f"unlearn.trainable: it only matches parameters after unlearn.layer {last_block}, which do not affect its "
-            "output; match earlier blocks, or choose a later layer"
-        )
-
-
-def _after(model: nn.Module, last_block: int) -> set[nn.Parameter]:
-    """Return parameters of later blocks and the head, on which the output of a block does not depend."""
-    blocks = find_blocks(model)
-    embeddings = set(model.get_input_embeddings().parameters())  # type: ignore[operator]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    later = [*blocks[last_block + 1 :], *([head] if head is not None else [])]
-    return {parameter for module in later for parameter in module.parameters()} - embeddings
 
 
 def check_layer(layer: int, blocks: int) -> None:

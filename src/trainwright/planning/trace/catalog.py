@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.configured import architecture_of_config
 
 _FILE = Path(__file__).with_name("models.json")
 
@@ -26,10 +24,6 @@ class KnownModel:
 
     id: str
     config: Mapping[str, Any] = field(hash=False)
-
-    def architecture(self) -> Architecture:
-        """Return its architecture; an unknown family is traced, which imports torch."""
-        return architecture_of_config(self.config, self.id)
 
 
 def known_model(name: str) -> KnownModel | None:
@@ -77,6 +71,12 @@ def _by_id() -> dict[str, KnownModel]:
         for name in entry.get("called", ()):
             models.setdefault(name.lower(), models[entry["id"].lower()])
     return models
+
+
+@cache
+def families() -> frozenset[str]:
+    """Return the model types of the catalog."""
+    return frozenset(entry["config"]["model_type"] for entry in _entries())
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Optimizers besides AdamW and Muon, which are in engine/optimizer.py."""

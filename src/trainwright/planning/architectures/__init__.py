@@ -1,1 +1,0 @@
-"""The sizes of a model that determine its memory and time, by family."""

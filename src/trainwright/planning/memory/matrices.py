@@ -1,0 +1,65 @@
+"""Memory of an optimizer step that orthogonalizes matrices (engine/optimizer.py, parallel/matrix_exchange.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from trainwright.parallel.matrix_owners import assign, rows_of
+from trainwright.planning.memory.inventory import Inventory
+from trainwright.planning.workload import Choice
+
+_FP32 = 4
+
+Shape = tuple[int, int]
+
+
+def exchanged_width(on_gpu: bool) -> int:
+    """Return the bytes of an element in which matrices are orthogonalized and exchanged."""
+    return 2 if on_gpu else 4
+
+
+def orthogonalizing(inventory: Inventory, choice: Choice, on_gpu: bool) -> int:
+    """Return the most bytes while Muon updates matrices, in addition to weights, gradients and optimizer state."""
+    width, shapes = exchanged_width(on_gpu), inventory.matrices
+    if choice.num_processes == 1:  # the momentum is there in fp32
+        return max((_FP32 * rows * columns + _iterations(rows, columns, width) for rows, columns in shapes), default=0)
+    return _of_rounds(shapes, choice.num_processes, choice.shards, width)
+
+
+@lru_cache(maxsize=64)
+def _of_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, width: int) -> int:
+    highest = 0
+    for one in assign(shapes, ranks):
+        owned = [[shapes[index] for index in indices] for indices in one]
+        for begin in range(0, ranks, shards):
+            highest = max(highest, _round(owned[begin : begin + shards], width))
+    return highest
+
+
+def _round(owned: Sequence[Sequence[Shape]], width: int) -> int:
+    """Return the bytes on the fullest rank of a replica. ``owned``: the matrices of each of its ranks."""
+    everything = [shape for shapes in owned for shape in shapes]
+    # An update is converted to fp32 as it is added to the weights.
+    added = _FP32 * max((_share(shape, len(owned)) for shape in everything), default=0) if width < _FP32 else 0
+    if len(owned) == 1:
+        updated = highest = 0
+        for rows, columns in everything:
+            highest = max(highest, updated + width * rows * columns + _iterations(rows, columns, width))
+            updated += width * rows * columns
+        return max(highest, 2 * updated + added)  # this rank's updates in a row, and those of another
+    given_bytes = width * sum(_share(shape, len(owned)) for shape in everything)
+    taken = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)
+    alone = max((width * rows * columns + _iterations(rows, columns, width) for rows, columns in everything), default=0)
+    return max(2 * given_bytes + added, given_bytes + taken, taken + alone)
+
+
+def _share(shape: Shape, shards: int) -> int:
+    rows, columns = shape
+    return rows_of(rows, shards, 0) * columns
+
+
+def _iterations(rows: int, columns: int, width: int) -> int:
+    """Return the most bytes of the iterations: at the end of one, or within it."""
+    numel, square = rows * columns, min(rows, columns) ** 2
+    return width * max(4 * numel + square, 2 * numel + 4 * square)

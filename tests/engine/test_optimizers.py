@@ -1,0 +1,215 @@
+"""The optimizers of the registry against torch's, transformers' and bitsandbytes' own, and against their papers; under
+every strategy, resumed, and as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.runs import Runs, difference
+from tests.support.slow import slow_but
+from tests.support.training import Case, train
+from trainwright.engine.optimizer import optimizer_factory
+from trainwright.planning.memory.inventory import Inventory, Weight, optimizer_state
+from trainwright.planning.workload import OptimizerState
+from trainwright.recipe.schema import OptimizerSection
+
+NAMES = {"block.up.weight": (80, 64), "block.down.weight": (6, 80), "embed.weight": (40, 8), "block.norm.weight": (64,)}
+RATE, DECAY, STEPS = 0.02, 0.3, 4
+NEW = ("sgd", "lion", "adafactor", "schedule_free_adamw", "adamw_8bit", "lion_8bit")
+
+Named = dict[str, nn.Parameter]
+
+
+def parameters() -> Named:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in NAMES.items()}
+
+
+def gradients(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in NAMES.items()}
+
+
+def step_all(optimizer: torch.optim.Optimizer, made: Named, steps: Iterable[int] = range(STEPS)) -> None:
+    for step in steps:
+        for name, gradient in gradients(step).items():
+            made[name].grad = gradient
+        optimizer.step()
+
+
+def ours(name: str, **settings: Any) -> tuple[Named, torch.optim.Optimizer]:
+    made = parameters()
+    section = OptimizerSection.model_validate(
+        {"name": name, "learning_rate": RATE, "weight_decay": DECAY, "betas": (0.8, 0.7), **settings}
+    )
+    optimizer = optimizer_factory(section)(made.items())
+    step_all(optimizer, made)
+    return made, optimizer
+
+
+def peers(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> Named:
+    made = parameters()
+    matrices, vectors = ([p for p in made.values() if (p.dim() > 1) is many] for many in (True, False))
+    step_all(make([{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]), made)
+    return made
+
+
+def assert_equal(found: Named, expected: Named) -> None:
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_is_that_of_torch(momentum: float, nesterov: bool) -> None:
+    found, _ = ours("sgd", momentum=momentum, nesterov=nesterov)
+    assert_equal(found, peers(lambda groups: torch.optim.SGD(groups, RATE, momentum, nesterov=nesterov)))
+
+
+def test_lion_is_that_of_bitsandbytes() -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    found, _ = ours("lion")
+    assert_equal(found, peers(lambda groups: optim.Lion32bit(groups, RATE, (0.8, 0.7))))
+
+
+@pytest.mark.parametrize(("name", "peer"), [("adamw_8bit", "AdamW8bit"), ("lion_8bit", "Lion8bit")])
+def test_8_bit_states_are_those_of_bitsandbytes(name: str, peer: str) -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    found, optimizer = ours(name)
+    assert_equal(found, peers(lambda groups: getattr(optim, peer)(groups, RATE, (0.8, 0.7))))
+    dtypes = {key: optimizer.state[found[key]]["state1"].dtype for key in NAMES}
+    assert dtypes["block.up.weight"] == torch.uint8
+    assert dtypes["block.norm.weight"] == torch.float32
+
+
+def test_adafactor_is_that_of_transformers_with_the_settings_of_its_trainer() -> None:
+    from transformers.optimization import Adafactor
+
+    found, _ = ours("adafactor", betas=(0.9, 0.999))
+    assert_equal(found, peers(lambda groups: Adafactor(groups, lr=RATE, scale_parameter=False, relative_step=False)))
+
+
+def test_adafactor_factors_the_last_two_dimensions_of_experts() -> None:
+    """As transformers does: each expert as a matrix of its own."""
+    from transformers.optimization import Adafactor
+
+    grads = [torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    weights = [nn.Parameter(torch.ones(3, 6, 4)) for _ in range(2)]
+    section = OptimizerSection.model_validate({"name": "adafactor", "learning_rate": RATE})
+    one = optimizer_factory(section)([("experts", weights[0])])
+    other = Adafactor([weights[1]], lr=RATE, scale_parameter=False, relative_step=False)
+    for grad in grads:
+        for weight, optimizer in zip(weights, (one, other), strict=True):
+            weight.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
+
+
+def test_schedule_free_follows_the_algorithm_of_its_paper() -> None:
+    """Algorithm 1 of arXiv 2405.15682, with the authors' weights of iterates: the square of the largest rate so far."""
+    found, optimizer = ours("schedule_free_adamw", eps=1e-8)
+    for name, start in parameters().items():
+        decay = DECAY if start.dim() > 1 else 0.0
+        x, y, z = (start.detach().double().clone() for _ in range(3))
+        square, total = torch.zeros_like(x), 0.0
+        for step in range(STEPS):
+            gradient = gradients(step)[name].double()
+            square = 0.7 * square + 0.3 * gradient**2
+            total += RATE**2
+            z = z - RATE * (gradient / ((square / (1 - 0.7 ** (step + 1))).sqrt() + 1e-8) + decay * y)
+            x = x + RATE**2 / total * (z - x)
+            y = 0.2 * z + 0.8 * x
+        torch.testing.assert_close(found[name].double(), y, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(optimizer.state[found[name]]["average"].double(), x, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_schedule_free_is_that_of_its_authors() -> None:
+    package = pytest.importorskip("schedulefree")
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = package.AdamWScheduleFree(groups, lr=RATE, betas=(0.8, 0.7), foreach=False)
+        optimizer.train()
+        return optimizer
+
+    assert_equal(ours("schedule_free_adamw")[0], peers(make))
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("average", [False, True])
+def test_the_state_has_the_bytes_that_are_planned(name: str, average: bool) -> None:
+    if name.endswith("8bit"):
+        pytest.importorskip("bitsandbytes")
+    if average and name == "schedule_free_adamw":
+        pytest.skip("averages itself")
+    made, optimizer = ours(name, **({"betas": (0.9, 0.999)}), **({"ema_decay": 0.9} if average else {}))
+    bytes_ = sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values())
+    weights = [Weight(0, key, tuple(parameter.shape), True) for key, parameter in made.items()]
+    planned = optimizer_state(Inventory(tuple(weights), 1, 4), OptimizerState(name, True, average))
+    assert planned == pytest.approx(bytes_, rel=0.02)
+
+
+def test_sgd_without_momentum_has_no_state_and_none_is_planned() -> None:
+    made, optimizer = ours("sgd", momentum=0.0)
+    assert not any(value is not None for state in optimizer.state.values() for value in state.values())
+    weights = [Weight(0, key, tuple(parameter.shape), True) for key, parameter in made.items()]
+    assert optimizer_state(Inventory(tuple(weights), 1, 4), OptimizerState("sgd", momentum=False)) == 0
+
+
+WIDE = ("model.config.hidden_size=128", "model.dropout=0", "optimizer.learning_rate=1e-3", "optimizer.weight_decay=0.1")
+SMALL = ("data.validation=8", "train.max_steps=4", "train.micro_batch_size=1", "train.mixed_precision=no")
+
+
+def case(name: str, strategy: str, *more: str) -> tuple[str, ...]:
+    return (*WIDE, *SMALL, f"optimizer.name={name}", f"parallel.strategy={strategy}", *more)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_two_processes_train_as_one(runs: Runs, name: str) -> None:
+    if name.endswith("8bit"):
+        pytest.importorskip("bitsandbytes")
+    single = train(runs, {"one": Case(case(name, "single"))}, 1)["one"]
+    strategies = ("ddp", "fsdp")
+    for strategy, trained in train(runs, {s: Case(case(name, s)) for s in strategies}, 2).items():
+        assert difference(trained.column("loss"), single.column("loss")) < 1e-5, strategy
+        assert trained.metrics()[-1] == pytest.approx(single.metrics()[-1], rel=1e-5), strategy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd", "lion", "schedule_free_adamw"])
+def test_deepspeed_trains_as_one_process(runs: Runs, name: str) -> None:
+    pytest.importorskip("deepspeed")
+    single = train(runs, {"one": Case(case(name, "single"))}, 1)["one"]
+    strategies = ("zero1", "zero2", "zero3")
+    for strategy, trained in train(runs, {s: Case(case(name, s)) for s in strategies}, 2).items():
+        assert difference(trained.column("loss"), single.column("loss")) < 1e-5, strategy
+        assert trained.metrics()[-1] == pytest.approx(single.metrics()[-1], rel=1e-5), strategy
+
+
+@pytest.mark.parametrize("name", slow_but("adafactor", "adamw_8bit", among=NEW))
+def test_a_resumed_run_is_the_same_to_the_bit_and_moves_between_strategies(
+    runs: Runs, tmp_path: Path, name: str
+) -> None:
+    if name.endswith("8bit"):
+        pytest.importorskip("bitsandbytes")
+    single = train(runs, {"one": Case(case(name, "single"))}, 1)["one"]
+    cases = {part: Case(case(name, "fsdp"), part, str(tmp_path)) for part in (2, None)}
+    parts = train(runs, cases, 2)
+    whole = train(runs, {"whole": Case(case(name, "fsdp"))}, 2)["whole"]
+    assert parts[2].column("loss") + parts[None].column("loss") == whole.column("loss")
+    first = train(runs, {"first": Case(case(name, "fsdp"), 2, str(tmp_path / "moved"))}, 2)["first"]
+    then = train(runs, {"then": Case(case(name, "single"), None, str(tmp_path / "moved"))}, 1)["then"]
+    assert difference(first.column("loss") + then.column("loss"), single.column("loss")) < 1e-5
+
+
+def test_8_bit_states_that_would_be_divided_within_a_block_are_refused(runs: Runs) -> None:
+    pytest.importorskip("bitsandbytes")
+    ended = runs.train(
+        "optimizer.name=adamw_8bit", "parallel.strategy=fsdp", "parallel.num_processes=2", "train.max_steps=2"
+    ).wait()
+    assert ended.code == 2
+    assert "share a scale of an 8-bit state" in ended.stderr

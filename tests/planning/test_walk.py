@@ -1,0 +1,154 @@
+"""The walk over traces written by hand: live bytes at each moment of a step, and what strategies add to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainwright.planning.memory.fsdp import FsdpMemory
+from trainwright.planning.memory.inventory import Inventory, inventory
+from trainwright.planning.memory.replicated import ReplicatedMemory
+from trainwright.planning.memory.walk import Flow, Walk
+from trainwright.planning.memory.zero import ZeroMemory
+from trainwright.planning.trace.units import (
+    ModelFacts,
+    ModelTrace,
+    Moment,
+    PassTrace,
+    SizedModel,
+    TracedParameter,
+    UnitTrace,
+)
+from trainwright.planning.workload import Choice
+
+FACTS = ModelFacts("toy", 3, 4, 1, 1, 4, 4, 10, 0, False, 0, 0)
+HIDDEN, KEPT, BLOCKS = 100, 1000, 3
+
+
+def passed(*moments: tuple[str, int, int], saved: tuple[int, ...] = ()) -> PassTrace[int]:
+    return PassTrace(tuple(Moment(name, (live,), after) for name, live, after in moments), saved=saved)
+
+
+def block(trainable: bool = True) -> UnitTrace[int]:
+    parameters = (
+        TracedParameter("up.weight", (8, 4), trainable, 4),
+        TracedParameter("norm.weight", (4,), trainable, 4),
+    )
+    ready = (("up.weight", 700, -200), ("norm.weight", 50, -900)) if trainable else ()
+    return UnitTrace(
+        parameters,
+        forward=passed(("", 1500, KEPT), saved=(600, 300)),
+        backward=passed(*ready, ("", 10, -KEPT)),
+        evaluation=passed(("", 800, 0)),
+    )
+
+
+def model(*, trainable: bool = True, tied: bool = False) -> SizedModel:
+    first = (("embed_tokens.weight", 40, -HIDDEN),) if trainable else ()
+    last = (("lm_head.weight", 300, -100),) if trainable and not tied else ()
+    embedding = UnitTrace(
+        (TracedParameter("embed_tokens.weight", (10, 4), trainable, 4),),
+        forward=passed(("", 250, HIDDEN)),
+        backward=passed(*first, ("", -HIDDEN, -HIDDEN)),
+        evaluation=passed(("", 250, HIDDEN)),
+    )
+    head = UnitTrace(
+        () if tied else (TracedParameter("lm_head.weight", (10, 4), trainable, 4),),
+        forward=passed(("", 2000, 400)),
+        backward=passed(*last, ("", 300, -300)),
+        evaluation=passed(("", 900, 0)),
+    )
+    return ModelTrace((embedding, block(trainable), head), (0, *[1] * BLOCKS, 2), FACTS)
+
+
+def walked(model: SizedModel, flow: Flow | None = None, micro_batches: int = 1, offloads: bool = False) -> Walk:
+    walk = Walk(inventory(model, 4), flow or Flow(), offloads)
+    walk.step(model, model, micro_batches)
+    walk.evaluate(model)
+    return walk
+
+
+def test_activations_pile_up_to_the_loss_and_go_in_the_backward_pass() -> None:
+    walk = walked(model())
+    before_head = HIDDEN + BLOCKS * KEPT
+    assert walk.forward.total == before_head + 2000
+    assert walk.forward.parts()["loss working set"] == 2000
+    # The last block's backward pass has all that is kept, and what the head left.
+    assert walk.backward.total == before_head + 400 - 300 + 700
+    assert walk.evaluation.total == HIDDEN + 900
+
+
+def test_offloaded_activations_come_back_a_block_ahead() -> None:
+    plain, moved = walked(model()), walked(model(), offloads=True)
+    assert plain.forward.total - moved.forward.total == BLOCKS * 900
+    # Those of the block that runs and of the one before it are on the device.
+    assert plain.backward.total - moved.backward.total == (BLOCKS - 2) * 900
+
+
+def test_a_unit_of_which_nothing_is_trained_has_no_gradients() -> None:
+    frozen, memory = model(trainable=False), Choice("single", 1, 1, 1, "no")
+    flow = ReplicatedMemory(inventory(frozen, 4), memory, "adamw", on_gpu=True).flow()
+    assert walked(frozen, flow).backward.parts()["gradients"] == 0 == flow.held.total
+
+
+def memory_of(kind: Any, strategy: str, held: Inventory, **changed: Any) -> Any:
+    choice = {"num_processes": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "mixed_precision": "no"}
+    return kind(held, Choice(strategy, **{**choice, **changed}), "adamw", on_gpu=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_gradients_of_a_replicated_model_are_there_in_the_end(tied: bool) -> None:
+    sized = model(tied=tied)
+    held = inventory(sized, 4)
+    assert held.trained == (1 if tied else 2) * 40 + BLOCKS * 36
+    flow = memory_of(ReplicatedMemory, "ddp", held).flow()
+    walked(sized, flow)
+    assert flow.held.total == 0  # the evaluation began a new step
+    walk = Walk(held, flow)
+    walk.step(sized, sized, 2)
+    assert flow.held.gradients == 4 * held.trained
+
+
+def test_fsdp_gathers_a_block_at_a_time_and_its_ends_throughout() -> None:
+    sized = model()
+    held = inventory(sized, 4)
+    flow = memory_of(FsdpMemory, "fsdp", held).flow()
+    flow.begin(True, True)
+    ends, one = 4 * 80, 4 * (32 + 4)
+    flow.forward(0)
+    assert flow.held.gathered == 2 * ends  # with the buffer that it was gathered into
+    assert flow.forward(1).gathered == 2 * ends + one
+    assert flow.held.gathered == ends + 2 * one
+    for unit in (2, 3, 4):
+        flow.forward(unit)
+    flow.forward_ended()
+    assert flow.held.gathered == ends
+    flow.backward(4)
+    assert flow.held.gathered == ends + one  # of the last block, ahead
+    flow.backward(3)
+    flow.arrive(3, "", 36)
+    assert flow.held.gathered == ends + 2 * one
+    assert flow.unit_ended(3).total == ends + one + 4 * 36 + 4 * 36
+    assert flow.held == (4 * 18, ends + one, 4 * 36)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_step_of_zero_ends_with_what_its_stage_keeps(strategy: str) -> None:
+    sized = model()
+    held = inventory(sized, 4)
+    memory = memory_of(ZeroMemory, strategy, held)
+    flow = memory.flow()
+    Walk(held, flow).step(sized, sized, 2)
+    assert flow.held.gathered == flow.held.buckets == 0
+    assert flow.held.gradients < 4 * held.trained + (1 if strategy != "zero3" else 0) * 4 * held.largest
+    assert memory.lasting()["optimizer state"] in (8 * held.trained // 2, 8 * -(-held.trained // 2))
+
+
+def test_a_reference_runs_before_the_model() -> None:
+    sized = model()
+    beside = ModelTrace(sized.units, sized.order, FACTS, reference=(0, 1, 1, 1, 2), reference_copied=True)
+    assert walked(beside).forward.total == walked(sized).forward.total
+    large = UnitTrace((), PassTrace(), PassTrace(), passed(("", 10**6, 0)))
+    beside = ModelTrace((*sized.units, large), sized.order, FACTS, reference=(3,))
+    assert walked(beside).forward.total == 10**6
