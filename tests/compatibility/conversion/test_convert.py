@@ -256,6 +256,22 @@ def test_of_two_keys_the_one_that_the_tool_reads_counts(tmp_path: Path) -> None:
     assert texts["num_epochs"] == "has no effect beside max_steps"
 
 
+def test_of_a_key_that_is_written_twice_the_later_counts(tmp_path: Path) -> None:
+    conversion = of(tmp_path, files.AXOLOTL + "lora_r: 4\n")
+    assert recipe(conversion, tmp_path)["model"]["adapter"]["rank"] == 4
+    (line,) = [line for line in conversion.lines if "given twice" in line.text]
+    assert line.setting.key == "lora_r" and "the later one counts" in line.text and conversion.kind == "harmlessly"
+
+
+def test_open_instruct_trains_on_answers_without_clipping(tmp_path: Path) -> None:
+    text = "model_name_or_path: owner/small\nwith_tracking: true\nlearning_rate: 5e-6\nmax_seq_length: 64\n"
+    text += "dataset_mixer:\n  owner/chats: 1.0\n  owner/more: 500\n"
+    values = recipe(of(tmp_path, text, name="some.yaml"), tmp_path)
+    assert values["data"]["targets"] == "answers" and values["optimizer"]["max_grad_norm"] is None
+    assert values["data"]["train"] == [{"source": "owner/chats"}, {"source": "owner/more", "limit": 500}]
+    assert values["train"]["epochs"] == 2 and values["optimizer"]["warmup_steps"] == 0.03
+
+
 def test_keys_of_an_adapter_have_no_effect_without_one(tmp_path: Path) -> None:
     conversion = of(tmp_path, files.AXOLOTL.replace("adapter: qlora\n", ""))
     assert "rank" not in str(recipe(conversion, tmp_path)) and statuses(conversion)["lora_r"] == "dropped"

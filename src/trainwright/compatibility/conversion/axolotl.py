@@ -159,13 +159,18 @@ def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None
     values = setting.value if isinstance(setting.value, dict) else {}
     if added := values.get("additional_special_tokens"):
         conversion.refuse(setting, f"adds the tokens {shown(added)} to the vocabulary")
-    elif values.get("eos_token"):
-        end = "the end of an answer is the one of the chat template, or else the tokenizer's own"
-        conversion.drop(setting, f"{end}; padding is not read", differs=True)
+    elif end := values.get("eos_token"):
+        kinds = [str(one.value) for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+        has_turns = all(kind.startswith(("chat_template", "sharegpt", "chatml", "llama3")) for kind in kinds)
+        if has_turns or end in _USUAL_ENDS:
+            conversion.drop(setting, "the end of an answer is found in the template or the tokenizer", differs=True)
+        else:
+            conversion.refuse(setting, f"ends an answer with {end}, not with the end of text of the tokenizer")
     else:
         conversion.drop(setting, "padding is not read")
 
 
+_USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<｜end▁of▁sentence｜>")
 _HARMLESS = (
     "swanlab",
     "liger",

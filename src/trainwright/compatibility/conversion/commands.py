@@ -23,7 +23,7 @@ _HEADINGS = {
     "taken": "taken",
     "computed": "computed",
     "dropped": "without effect on the training here",
-    "needs": "needs a number that the file does not have",
+    "needs": "needs a value that the file does not have",
     "not possible": "not possible",
     "unknown": "unknown",
 }
@@ -193,7 +193,7 @@ def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
     kinds = {
         "as it is": "as they are",
         "harmlessly": "harmlessly",
-        "computed": "with a number",
+        "computed": "with an option",
         "not": "not",
         "aside": "aside",
     }
@@ -204,8 +204,8 @@ def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
         rows.append((name, str(count.total()), *shares, str(count["aside"])))
     yield from table(rows)
     yield ""
-    yield "as they are: every key is taken, or has no effect on the training here. harmlessly: something is done in"
-    yield "another way. with a number: one is missing in the file. aside: other kinds of training, not in the shares."
+    yield "as they are: every key is taken, or has no effect on the training here. harmlessly: something is done in another"
+    yield "way. with an option: a value is missing in the file. aside: other kinds of training, not in the shares."
     if aside:
         yield f"aside: {', '.join(f'{kind} {count}' for kind, count in aside.most_common())}"
     if blocking:

@@ -212,7 +212,10 @@ def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
     conversion = Conversion(tool, tree.file or Path(str(tree)), numbers)
     written = [_named(setting, tool) for setting in _flatten(tree.values, (), tree, tool)]
     for problem in tree.problems:
-        conversion.refuse(Setting("", "", None, problem.origin), problem.message)
+        text = problem.message.replace("keep one of the two", "the later one counts, as for the tool")
+        conversion.drop(
+            Setting(text.partition(":")[0], "", None, problem.origin), text.partition(": ")[2], differs=True
+        )
     conversion.settings = {setting.key: setting for setting in written}
     _add_program(conversion)
     _add_defaults(conversion)

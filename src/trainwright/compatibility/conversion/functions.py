@@ -313,11 +313,11 @@ def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None
         conversion.drop(setting, "asks for nothing")
 
 
-def dora(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Train the magnitudes of the weights, too."""
+def adapter_type(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the adapter that a key such as use_dora or use_qlora asks for, in place of plain LoRA."""
     if setting.is_on:
         conversion.values.pop("model.adapter.type", None)
-        conversion.take(setting, "model.adapter.type", "dora")
+        conversion.take(setting, "model.adapter.type", "qlora" if "qlora" in setting.pattern else "dora")
     else:
         conversion.drop(setting, "asks for nothing")
 

@@ -178,10 +178,17 @@ def mixer(conversion: Conversion, setting: Setting, rule: Rule, splits: str) -> 
         for use, split in (("train", wanted[0]), ("validation", wanted[1] if len(wanted) > 1 else None)):
             if split is not None:
                 item = {"setting": setting, "source": name, "split": split}
-                item["fraction"] = float(part) if use == "train" and part != 1.0 else None
+                item["fraction"] = part if use == "train" and part != 1.0 else None
                 conversion.sources.setdefault(use, {})[name] = item
         conversion.add("taken", setting, f"data.train: {name}, {shown(part)} of it", differs=part != 1.0)
     conversion.values.setdefault("data.validation", (None, setting))
+
+
+def mixer_list(conversion: Conversion, setting: Setting, rule: Rule, splits: str) -> None:
+    """Take the data sets and parts of open-instruct's dataset_mixer_list: names and parts by turns."""
+    words = setting.value if isinstance(setting.value, list) else str(setting.value).split()
+    parts = {str(name): float(share) for name, share in zip(words[::2], words[1::2], strict=False)}
+    mixer(conversion, setting._replace(value=parts), rule, splits)
 
 
 def part(conversion: Conversion, setting: Setting, rule: Rule) -> None:
