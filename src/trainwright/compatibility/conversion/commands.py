@@ -204,8 +204,8 @@ def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
         rows.append((name, str(count.total()), *shares, str(count["aside"])))
     yield from table(rows)
     yield ""
-    yield "as they are: every key is taken, or has no effect on the training here. harmlessly: something is done in another"
-    yield "way. with an option: a value is missing in the file. aside: other kinds of training, not in the shares."
+    yield "as they are: every key is taken, or has no effect on the training here. harmlessly: something is done"
+    yield "in another way. with an option: a value is missing in the file. aside: other kinds of training, not in the shares."
     if aside:
         yield f"aside: {', '.join(f'{kind} {count}' for kind, count in aside.most_common())}"
     if blocking:

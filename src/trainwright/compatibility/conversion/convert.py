@@ -300,7 +300,7 @@ def _word(value: Any) -> str:
 
 def _overruled(setting: Setting, tool: Table) -> Iterator[str]:
     rule = tool.rule(setting.pattern)
-    if rule is not None and rule.over and setting.is_on:
+    if rule is not None and rule.over and setting.is_on and not setting.is_default:
         ours = rule.values.get(_word(setting.value))
         yield from () if isinstance(ours, dict) and "drop" in ours else rule.over
 
