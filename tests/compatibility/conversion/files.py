@@ -213,10 +213,13 @@ def write_hydra(folder: Path) -> Path:
         "anchor: forget\n",
         "data/datasets/tofu_forget.yaml": "rows_forget:\n  handler: QADataset\n  args:\n    hf_args: "
         "{path: owner/tofu, name: forget10, split: train}\n    question_key: question\n    max_length: 128\n",
+        "data/datasets/tofu_other.yaml": "rows_other:\n  handler: QADataset\n  args:\n    hf_args: "
+        "{path: owner/other, name: retain90, split: train}\n    max_length: 128\n",
         "data/datasets/tofu_retain.yaml": "rows_retain:\n  handler: QADataset\n  args:\n    hf_args: "
         "{path: owner/tofu, name: retain90, split: train}\n    max_length: 128\n",
         "experiment/unlearn/mine.yaml": "# @package _global_\n\ndefaults:\n  - override /model: small\n"
-        "  - override /trainer: NPO\n\nforget_split: forget05\ndata:\n  forget:\n    rows_forget:\n      args:\n"
+        "  - override /trainer: NPO\n  - override /data/datasets@data.retain: tofu_other\n\n"
+        "forget_split: forget05\ndata:\n  forget:\n    rows_forget:\n      args:\n"
         "        hf_args:\n          name: ${forget_split}\ntrainer:\n  args:\n    warmup_epochs: 1.0\n",
     }
     for name, text in files.items():

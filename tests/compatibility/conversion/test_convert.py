@@ -160,7 +160,7 @@ def test_open_unlearning_is_composed(tmp_path: Path) -> None:
     }
     assert values["model"] == {"name": "owner/small"} and values["data"]["system"] == "Be kind."
     assert values["data"]["forget"] == "owner/tofu:forget05:train"
-    assert values["data"]["retain"] == "owner/tofu:retain90:train"
+    assert values["data"]["retain"] == "owner/other:retain90:train"
     assert values["optimizer"]["warmup_steps"] == 0.1  # 1 of 10 epochs
     changed = recipe(
         converted(path, "forget_split=forget01", "model=large", "trainer.args.num_train_epochs=5"), tmp_path

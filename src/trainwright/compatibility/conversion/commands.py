@@ -205,7 +205,7 @@ def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
     yield from table(rows)
     yield ""
     yield "as they are: every key is taken, or has no effect on the training here. harmlessly: something is done"
-    yield "in another way. with an option: a value is missing in the file. aside: other kinds of training, not in the shares."
+    yield "in another way. with an option: a value is missing in the file. aside: other kinds of training, in no share."
     if aside:
         yield f"aside: {', '.join(f'{kind} {count}' for kind, count in aside.most_common())}"
     if blocking:

@@ -72,21 +72,34 @@ class _Composer:
 
     def composed(self, primary: Path) -> Tree:
         """Compose the primary file; overrides in it and in what it includes are found first, as in Hydra."""
-        self._find_overrides(primary, 0)
+        self._find_overrides(primary, "", 0)
         tree = Tree()
         self._add(tree, primary, "", 0)
         return tree
 
-    def _find_overrides(self, file: Path, depth: int) -> None:
+    def _find_overrides(self, file: Path, package: str, depth: int) -> None:
+        package = self._declared(read_text(file), package)
         for group, name, is_override in self._defaults(file):
             if is_override:
-                self.chosen.setdefault(group.lstrip("/"), name)
+                self.chosen.setdefault(self._key(group, file, package), name)
         for group, name, is_override in self._defaults(file):
-            option = self.chosen.get(group.lstrip("/"), name)
+            option = self.chosen.get(self._key(group, file, package), name) if group else name
             for choice in option if isinstance(option, list) else [option]:
                 found = self._file(group, choice, file) if choice and not is_override and depth < _DEEPEST else None
                 if found is not None and choice != "_self_":
-                    self._find_overrides(found, depth + 1)
+                    self._find_overrides(found, self._package(group, package), depth + 1)
+
+    def _key(self, group: str, file: Path, package: str) -> str:
+        """Return a group by its folder from the root, and by its package if that is another: `data/sets@data.train`."""
+        folder, at, _ = group.partition("@")
+        beside = file.parent.relative_to(self.root) if file.is_relative_to(self.root) else Path()
+        path = folder.strip("/") if folder.startswith("/") else (beside / folder).as_posix()
+        return f"{path}@{self._package(group, package)}" if at else path
+
+    @staticmethod
+    def _declared(text: str, package: str) -> str:
+        match = _PACKAGE.search(text)
+        return package if match is None else "" if match[1] == "_global_" else match[1]
 
     def _defaults(self, file: Path) -> list[tuple[str, Any, bool]]:
         entries = parse_mapping(read_text(file), str(file)).values.get("defaults") or []
@@ -113,13 +126,12 @@ class _Composer:
         text = read_text(file)
         own = parse_mapping(text, str(file))
         own.values.pop("defaults", None)
-        if match := _PACKAGE.search(text):
-            package = "" if match[1] == "_global_" else match[1]
+        package = self._declared(text, package)
         defaults = [item for item in self._defaults(file) if not item[2]]
         if ("", "_self_", False) not in defaults:
             defaults.append(("", "_self_", False))
         for group, name, _ in defaults:
-            option = self.chosen.get(group.lstrip("/"), name) if group else name
+            option = self.chosen.get(self._key(group, file, package), name) if group else name
             if option == "_self_":
                 prefix: KeyPath = tuple(package.split(".")) if package else ()
                 _merge(tree, _nested(package, own.values), {prefix + key: at for key, at in own.origins.items()})
