@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def dataset(examples: int = 50, seed: int = 0) -> TokenDataset:
     return TokenDataset.from_examples(pairs, fingerprint=f"test-{seed}")
 
 
-def stream(data: TokenDataset, *, size: int = 8, rows: int | None = 2, pack: int | None = 64, **more: int) -> Stream:
+def stream(data: TokenDataset, *, size: int = 8, rows: int | None = 2, pack: int | None = 64, **more: Any) -> Stream:
     return Stream(data, StreamSettings(global_batch_size=size, seed=3, rows=rows, pack_length=pack, **more))
 
 
@@ -163,3 +164,44 @@ def test_tensors_predict_each_target_one_position_before_it(packed: bool) -> Non
             assert batch.boundaries.diff().tolist() == [data.length(e) for e in micro.examples]
         else:
             assert batch.attention_mask is not None and int(batch.attention_mask.sum()) == batch.tokens
+
+
+def packed_steps(data: TokenDataset, packs: int, capacity: int, order: list[int]) -> list[list[int]]:
+    """The examples of every step, by placing one after another into the fullest pack that has room."""
+    steps, free = [[]], []
+    for example in order:
+        length = data.length(example)
+        room = [space for space in free if space >= length]
+        if room:
+            free.remove(min(room))
+            free.append(min(room) - length)
+        elif len(free) < packs:
+            free.append(capacity - length)
+        else:
+            steps.append([])
+            free = [capacity - length]
+        steps[-1].append(example)
+    return steps
+
+
+@pytest.mark.parametrize("packs", [1, 3, 8])
+def test_a_batch_of_packs_has_the_examples_that_fit_into_so_many(packs: int) -> None:
+    data = dataset(60)
+    counted = stream(data, size=packs, counts_packs=True, total_examples=120)
+    order = [index for step in range(120) for index in stream(data, size=1).examples(step)]
+    expected = packed_steps(data, packs, 64, order)
+    assert len(counted) == len(expected)
+    assert [counted.examples(step) for step in range(len(counted))] == expected
+    for step in range(len(counted)):
+        batch = counted.global_batch(step)
+        rows = [row for micro in batch.micro_batches for row in micro.rows]
+        assert len(rows) <= packs
+        assert all(sum(map(data.length, row)) <= 64 for row in rows)
+        assert sorted(example for row in rows for example in row) == sorted(expected[step])
+
+
+def test_batches_of_packs_are_found_from_any_step() -> None:
+    data = dataset(60)
+    late = stream(data, size=3, counts_packs=True)
+    alone = late.examples(7)
+    assert [stream(data, size=3, counts_packs=True).examples(step) for step in range(8)][7] == alone

@@ -52,6 +52,12 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "dora on nf4": ("model.adapter={type: dora, quantization: nf4, rank: 4}",),
     "lora with dropout": ("model.adapter={type: lora, rank: 4, dropout: 0.2}",),
     "lora and a tied head": ("model.adapter={type: lora, rank: 4, modules_to_save: [lm_head]}",),
+    "lora on embeddings and head": (
+        "model.config.tie_word_embeddings=false",
+        "model.adapter={type: lora, rank: 4, targets: [embed_tokens, lm_head, q_proj, up_proj]}",
+    ),
+    "pissa": ("model.adapter={type: lora, rank: 4, initialization: pissa}",),
+    "lora in some blocks": ("model.adapter={type: lora, rank: 4, layers: 1-1, targets: '.*mlp.*'}",),
     "lora in bf16": ("model.adapter={type: lora, rank: 4}", "train.mixed_precision=bf16"),
     "nf4 in bf16": ("model.adapter={type: qlora, rank: 4}", "train.mixed_precision=bf16"),
     "nf4 recomputed": ("model.adapter={type: qlora, rank: 4}", "train.activation_checkpointing=full"),
@@ -59,7 +65,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # Those of the fast tests.
-FEWER = ("lora", "nf4")
+FEWER = ("lora", "nf4", "lora on embeddings and head")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 

@@ -57,6 +57,13 @@ def test_all_targets_get_matrices_and_nothing_else_does() -> None:
     assert {name.rpartition(".")[2] for name in layers(adapted())} == every
 
 
+def test_only_the_blocks_that_are_named_get_matrices() -> None:
+    some = set(layers(adapted(layers=[1], targets=r".*\.(q_proj|up_proj)")))
+    assert some == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+    every = {name for name in layers(adapted()) if ".layers.1." in name}
+    assert set(layers(adapted(layers="1-1"))) == every
+
+
 def test_matrices_are_fp32_on_a_bf16_base_which_is_frozen() -> None:
     model = adapted(torch.bfloat16)
     for name, parameter in model.named_parameters():

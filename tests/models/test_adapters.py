@@ -108,10 +108,48 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied embeddings and head": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
     "a tied head": ("tied", {"modules_to_save": ["lm_head"]}),
     "tied embeddings": ("tied", {"modules_to_save": ["embed_tokens"]}),
+    "a regular expression": ("llama", {"targets": r".*layers\.\d+\.self_attn\.[qv]_proj"}),
+    "some blocks": ("llama", {"layers": [1]}),
+    "embeddings and head": ("llama", {"targets": ["embed_tokens", "lm_head", "q_proj"]}),
+    "pissa": ("llama", {"initialization": "pissa"}),
+    "olora, rank-stabilized": ("llama", {"initialization": "olora", "rank_stabilized": True}),
+    "pissa of gpt2": ("gpt2", {"initialization": "pissa", "targets": ["c_attn", "c_proj"]}),
+    "gaussian": ("llama", {"initialization": "gaussian"}),
+    "embeddings alone": ("llama", {"targets": ["embed_tokens"]}),
     "gpt2": ("gpt2", {}),
     "dora on gpt2": ("gpt2", {"type": "dora"}),
     "tied embeddings of gpt2": ("gpt2", {"modules_to_save": ["wte"], "targets": ["c_attn"]}),
 }
+
+
+@pytest.mark.parametrize(("initialization", "theirs"), [("pissa", "pissa_niter_16"), ("olora", "olora")])
+def test_a_decomposed_weight_trains_as_in_peft(
+    initialization: str, theirs: Any, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Losses of the first steps; PEFT takes the part that is trained out of the weight."""
+    plain = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    for layer in plain.modules():  # singular values that fall as those of trained weights do
+        if isinstance(layer, torch.nn.Linear):
+            left, values, right = torch.linalg.svd(layer.weight.data, full_matrices=False)
+            layer.weight.data = left @ (2 * 0.5 ** torch.arange(len(values)))[:, None].mul(right)
+    plain.save_pretrained(tmp_path / "base")
+    bytes_tokenizer().save_pretrained(tmp_path / "base")
+    trained, _ = attached(section(tmp_path / "base", initialization=initialization, targets=["q_proj", "up_proj"]))
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "up_proj"], init_lora_weights=theirs)
+    losses = []
+    for model in (trained, get_peft_model(plain, config)):
+        model.train()
+        torch.manual_seed(4)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        losses.append([])
+        for _ in range(4):
+            loss = model(input_ids=IDS, labels=IDS).loss
+            losses[-1].append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0] - 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +167,7 @@ def test_peft_gives_the_trained_model_from_what_is_saved(kind: str, bases: dict[
     adapter.read_back(trained, tmp_path / "final", IDS, all_parameters=True)
     assert torch.equal(logits(trained), expected), "reading back leaves no trace"
     unchanged = dict(plain.named_parameters())
-    frozen = {n: p for n, p in trained.named_parameters() if not p.requires_grad}
+    frozen = {n: p for n, p in trained.named_parameters() if not p.requires_grad and ".beneath." not in n}
     for name, parameter in frozen.items():
         name = name.replace(".base_layer", "").replace(".original_module", "")
         assert parameter.grad is None and torch.equal(parameter, unchanged[name]), name
@@ -285,10 +323,23 @@ def test_a_target_that_matches_nothing_is_refused_with_those_that_are_there(base
     assert message.startswith(
         "model.adapter.targets: w_proj matches no linear module of LlamaForCausalLM; choose from "
     )
-    assert message.endswith("q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj")
+    assert message.endswith("q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, embed_tokens, lm_head")
     assert "choose from c_attn, c_proj, c_fc" in refused(section(bases["gpt2"], targets=["q_proj"]))
-    assert "modules_to_save" in refused(section(bases["llama"], targets=["lm_head"]))
-    assert "matches no linear module" in refused(section(bases["llama"], targets=["embed_tokens"]))
+    assert "matches none of the" in refused(section(bases["llama"], targets=".*nowhere.*"))
+
+
+def test_ends_of_a_model_that_cannot_be_adapted_are_refused(bases: dict[str, Path]) -> None:
+    assert "the weight of both embeddings and output head" in refused(section(bases["tied"], targets=["lm_head"]))
+    assert "cannot have dora" in refused(section(bases["llama"], type="dora", targets=["embed_tokens"]))
+    assert "computes without the dropout" in refused(section(bases["llama"], dropout=0.1, targets=["lm_head"]))
+
+
+def test_blocks_that_are_not_there_are_refused(bases: dict[str, Path]) -> None:
+    assert "model.adapter.layers: 2 does not exist: the model has blocks 0 to 1" in refused(
+        section(bases["llama"], layers="1-7")
+    )
+    message = refused(section(bases["llama"], layers=[0], targets=["lm_head"]))
+    assert "no module of model.adapter.targets is in these blocks" in message
 
 
 def test_a_module_to_save_that_is_not_there_is_refused(bases: dict[str, Path]) -> None:

@@ -73,6 +73,13 @@ def test_merged_logits_are_those_of_base_and_adapter(family: str, adapter: dict[
     assert (found - logits_of(tmp_path / "base")).abs().max() > 0.01
 
 
+def test_matrices_of_embeddings_and_head_are_merged(tmp_path: Path) -> None:
+    directory = base(tmp_path / "base", tie_word_embeddings=False)
+    section, expected = trained(directory, tmp_path / "adapter", targets=["lm_head", "embed_tokens", "q_proj"])
+    merge(section, 0, tmp_path / "merged")
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_modules_that_were_trained_whole_replace_the_bases(tmp_path: Path) -> None:
     directory = base(tmp_path / "base", tie_word_embeddings=False)
     section, expected = trained(directory, tmp_path / "adapter", modules_to_save=["lm_head", "embed_tokens"])

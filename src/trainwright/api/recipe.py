@@ -206,7 +206,8 @@ def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     if train.max_tokens is not None:
         length = f"{plural(train.max_tokens, 'token')} in batches"
     model, data = recipe.spec.inputs(recipe)
-    line = f"{recipe.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
+    batch = plural(train.global_batch_size, train.batch_unit.removesuffix("s"))
+    line = f"{recipe.task} of {model} on {data}, {length} of {batch}"
     return line, notes, is_checked
 
 

@@ -276,14 +276,14 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     data, train = recipe.data, recipe.train
     batch_settings: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
     pack = data.pack_length or data.max_length * dataset.sequences_per_example
-    packed = fill(dataset, **batch_settings, rows=None, pack_length=pack)
+    packed = fill(dataset, **batch_settings, rows=None, pack_length=pack, counts_packs=train.batch_unit == "packs")
     say()
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
         padded = fill(dataset, **batch_settings, rows=rows, pack_length=None)
         together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest"
         say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
-    batch = plural(train.global_batch_size, "example")
+    batch = plural(train.global_batch_size, train.batch_unit.removesuffix("s"))
     how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
     say(f"{how} of {plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} full")
 

@@ -63,12 +63,19 @@ class Fill:
 
 
 def fill(
-    dataset: TokenDataset, *, global_batch_size: int, seed: int, rows: int | None, pack_length: int | None
+    dataset: TokenDataset,
+    *,
+    global_batch_size: int,
+    seed: int,
+    rows: int | None,
+    pack_length: int | None,
+    counts_packs: bool = False,
 ) -> Fill:
     """Measure how full rows are, over the first batches of an epoch.
 
     Args:
         rows: rows of a micro-batch that is not packed, padded to the longest; None: the whole global batch.
+        counts_packs: a global batch is counted in packs.
     """
     size = min(global_batch_size, len(dataset))
     stream = Stream(
@@ -79,9 +86,11 @@ def fill(
             rows=1 if pack_length is not None else rows or size,
             pack_length=pack_length,
             total_examples=len(dataset),
+            counts_packs=counts_packs,
         ),
     )
-    steps = max(1, min(len(dataset) // size, _SAMPLED_BATCHES))
+    whole = len(stream) - 1 if counts_packs else len(dataset) // size
+    steps = max(1, min(whole, _SAMPLED_BATCHES))
     batches = [stream.global_batch(step) for step in range(steps)]
     counts = [sum(len(micro.rows) for micro in batch.micro_batches) for batch in batches]
     if pack_length is not None:

@@ -68,6 +68,7 @@ class Start(Event):
     micro_batch_size: int
     gradient_accumulation_steps: int
     global_batch_size: int
+    batch_unit: str
     parameters: int
     trainable_parameters: int
     resumed_from: int | None

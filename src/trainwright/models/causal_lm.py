@@ -123,7 +123,7 @@ class CausalLM(nn.Module):
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
             hidden = hidden.index_select(0, batch.target_index)
-        return Head(hidden, head_weight(), getattr(head, "bias", None), **self._head)
+        return Head(hidden, _with_adapters(head, head_weight()), getattr(head, "bias", None), **self._head)
 
     @contextmanager
     def _noisy(self, batch: Batch) -> Iterator[None]:
@@ -188,6 +188,17 @@ class CausalLM(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Return the transformer blocks in order: the units of compilation, recomputation and sharding."""
         return find_blocks(self.model)
+
+
+def _with_adapters(head: Any, weight: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the weight of a head with what PEFT's LoRA layers add to it; any other head's is unchanged."""
+    scales: dict[str, float] | None = getattr(head, "scaling", None)
+    if weight is None or not isinstance(scales, dict) or head.disable_adapters:
+        return weight
+    for name in head.active_adapters:
+        added = scales[name] * (head.lora_B[name].weight @ head.lora_A[name].weight)
+        weight = weight + added.to(weight.dtype)
+    return weight
 
 
 def _attend_padded(model: PreTrainedModel, attention: str) -> None:

@@ -65,9 +65,12 @@ def facts_of(recipe: Recipe) -> Facts:
     assumptions: list[str] = []
     lengths = _lengths(recipe, needs, assumptions)
     data, train = recipe.data, recipe.train
-    if lengths.examples is not None and (remark := repeated(train.global_batch_size, lengths.examples)) is not None:
+    size = _examples_per_step(recipe, lengths)
+    if lengths.examples is not None and (remark := repeated(size, lengths.examples)) is not None:
         assumptions.append(remark)
-    rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
+    rows, fullest = lengths.rows(size, data.pack_length)
+    if train.batch_unit == "packs":
+        rows = float(train.global_batch_size)
     configuration = configuration_of(recipe.model)
     workload = Workload(
         model=TracedModel.of(configuration, recipe),
@@ -81,14 +84,14 @@ def facts_of(recipe: Recipe) -> Facts:
         steps=_steps(recipe, lengths),
         evaluates=data.validation is not None,
         copies_state=recipe.checkpoint.background is True,
-        batch_tokens=train.global_batch_size * lengths.mean,
+        batch_tokens=size * lengths.mean,
         fresh=recipe.model.config is not None,
-        most_batch_tokens=lengths.max_batch_tokens(train.global_batch_size),
+        most_batch_tokens=lengths.max_batch_tokens(size),
         optimizer=recipe.optimizer.name,
         momentum=recipe.optimizer.momentum > 0,
         averages=recipe.optimizer.ema_decay is not None,
         lengths=lengths.spread() if data.pack_length is not None else (),
-        batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
+        batch_documents=() if data.pack_length is not None else lengths.longest_first(size),
         max_length=data.max_length,
         deterministic=train.deterministic,
         tf32=train.tf32,
@@ -447,12 +450,18 @@ def _completed(examples: list[list[Example]], each: int, others: Sequence[Exampl
     ]
 
 
+def _examples_per_step(recipe: Recipe, lengths: Lengths) -> int:
+    """Return the number of examples of a step; a mean if a batch is counted in packs."""
+    size, pack = recipe.train.global_batch_size, recipe.data.pack_length
+    return lengths.examples_in(size, pack) if recipe.train.batch_unit == "packs" and pack is not None else size
+
+
 def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
     train = recipe.train
     if train.max_steps is not None:
         return train.max_steps
     if train.max_tokens is not None:
-        return max(1, round(train.max_tokens / (train.global_batch_size * lengths.mean)))
+        return max(1, round(train.max_tokens / (_examples_per_step(recipe, lengths) * lengths.mean)))
     if lengths.examples is None or train.epochs is None:
         return None
-    return max(1, -(-round(train.epochs * lengths.examples) // train.global_batch_size))
+    return max(1, -(-round(train.epochs * lengths.examples) // _examples_per_step(recipe, lengths)))

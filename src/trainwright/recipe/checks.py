@@ -129,6 +129,21 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
             ("model.adapter.double_quantization", "model.adapter.quantization"),
             f"has no effect with quantization {adapter.quantization}, only with nf4",
         )
+    if adapter.layers is not None and adapter.start_from is not None and not adapter.stack:
+        why = "the adapter to continue has its modules already; remove it"
+        yield Contradiction(("model.adapter.layers", "model.adapter.start_from"), why)
+    if adapter.initialization != "default" and adapter.start_from is not None and not adapter.stack:
+        why = "the adapter to continue has its matrices already; remove it"
+        yield Contradiction(("model.adapter.initialization", "model.adapter.start_from"), why)
+    if adapter.decomposes:
+        for key, wrong, why in (
+            ("type", adapter.type == "dora", "dora scales the weights that would be decomposed; set it to lora"),
+            ("quantization", adapter.quantization != "none", "quantized weights are not decomposed; set it to none"),
+            ("stack", adapter.stack, "what is below an adapter with this initialization is its first product"),
+        ):
+            if wrong:
+                keys = "model.adapter.initialization", f"model.adapter.{key}"
+                yield Contradiction(keys, f"{adapter.initialization} has no effect here: {why}")
     if adapter.stack and adapter.start_from is None:
         yield Contradiction(
             ("model.adapter.stack", "model.adapter.start_from"),
@@ -211,6 +226,11 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
     if train.initial_batch_size is not None and train.initial_batch_size >= train.global_batch_size:
         why = f"is not less than train.global_batch_size {train.global_batch_size}, to which batches grow; lower it"
         yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
+    if train.batch_unit == "packs" and recipe.data.pack_length is None:
+        yield Contradiction(("train.batch_unit", "data.pack_length"), "there are no packs; set data.pack_length")
+    if train.batch_unit == "packs" and train.initial_batch_size is not None:
+        why = "growing batches are counted in examples; remove it"
+        yield Contradiction(("train.batch_unit", "train.initial_batch_size"), why)
     if train.max_loss is None and "max_loss_steps" in train.changed():
         yield Contradiction(("train.max_loss_steps", "train.max_loss"), "has no effect without train.max_loss; set it")
     if train.neftune_noise_alpha is not None and not recipe.has_texts:
@@ -289,7 +309,7 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
     if steps == "auto":
         return
     possible = _possible_accumulation(size, micro, processes)
-    if recipe.data.pack_length is not None:
+    if recipe.data.pack_length is not None and train.batch_unit == "examples":
         if micro != "auto":
             yield Contradiction(
                 ("train.gradient_accumulation_steps", "train.micro_batch_size", "data.pack_length"),

@@ -78,8 +78,9 @@ def _introduction(recipe: Recipe, start: EventRecord, is_adapter: bool, base: Ba
     if base is not None:
         of = str(base)
     steps, devices = start.get("max_steps"), start.get("world_size", 1)
+    batch = f"{recipe.train.global_batch_size} {recipe.train.batch_unit}"
     return (
-        f"{what} made from {of} by {recipe.task}: {steps:,} steps of {recipe.train.global_batch_size} examples on "
+        f"{what} made from {of} by {recipe.task}: {steps:,} steps of {batch} on "
         f"{devices} x {start.get('device', 'one device')} ({start.get('strategy')}, "
         f"{precision_of(start)}); {text.count(start.get('parameters', 0))} "
         f"parameters, {text.count(start.get('trainable_parameters', 0))} of them trained."

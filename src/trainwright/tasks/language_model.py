@@ -369,7 +369,8 @@ def stream_of(
     train, parallel = recipe.train, recipe.parallel
     rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
     assert parallel.processes != "auto", "the recipe is resolved"
-    return Stream(
+    counts_packs = training and train.batch_unit == "packs"
+    stream = Stream(
         dataset,
         StreamSettings(
             global_batch_size=train.global_batch_size,
@@ -381,5 +382,9 @@ def stream_of(
             shuffle=shuffle,
             example_weight=example_weight,
             warm_up=batch_sizes(recipe) if training else None,
+            counts_packs=counts_packs,
         ),
     )
+    if counts_packs and train.max_steps is not None:
+        stream.total_examples = stream.sizes.before(train.max_steps)
+    return stream

@@ -8,15 +8,17 @@ on any number of ranks and its position in the data is one integer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.lengths import best_fit_decreasing
+from trainwright.data.tokens.lengths import best_fit_decreasing, fitting
 
 # The number of steps, or examples, among which the largest is searched.
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
@@ -48,6 +50,39 @@ class BatchSizes:
             return int(np.searchsorted(ends, examples, side="left")) + 1
         grown = int(ends[-1]) if len(ends) else 0
         return len(ends) + -(-(examples - grown) // self.final)
+
+
+class PackedSizes:
+    """Steps of as many examples as fit into ``packs``, one after another.
+
+    Args:
+        length: returns the number of tokens of the example at a position of the stream.
+    """
+
+    def __init__(self, packs: int, capacity: int, length: Callable[[int], int]) -> None:
+        self._packs, self._capacity, self._length = packs, capacity, length
+        self._begins = [0]
+
+    def at(self, step: int) -> int:
+        """Return the number of examples of ``step``, counted from 0."""
+        return self.before(step + 1) - self.before(step)
+
+    def before(self, step: int) -> int:
+        """Return the number of examples of all steps before ``step``."""
+        while len(self._begins) <= step:
+            self._extend()
+        return self._begins[step]
+
+    def steps_for(self, examples: int) -> int:
+        """Return the number of steps for ``examples`` examples; the last step may be smaller."""
+        while self._begins[-1] < examples:
+            self._extend()
+        return bisect_left(self._begins, examples)
+
+    def _extend(self) -> None:
+        begin = self._begins[-1]
+        packs = fitting(map(self._length, count(begin)), self._packs, self._capacity)
+        self._begins.append(begin + sum(map(len, packs)))
 
 
 class Examples(Protocol):
@@ -163,13 +198,14 @@ class StreamSettings:
     """How a stream divides examples into global batches and micro-batches.
 
     Attributes:
-        global_batch_size: examples per step.
+        global_batch_size: examples per step, or packs.
         rows: rows (examples or packs) per micro-batch; None divides each global batch into ``passes`` micro-batches
             instead.
         pack_length: tokens per pack, or None if each row is one example.
         total_examples: the number of examples in the stream; the last global batch may be smaller.
         example_weight: the weight of each example in the loss, or None if each target has weight 1.
         warm_up: sizes of the first steps, if they are smaller.
+        counts_packs: ``global_batch_size`` is a number of packs.
     """
 
     global_batch_size: int
@@ -181,6 +217,7 @@ class StreamSettings:
     shuffle: bool = True
     example_weight: float | None = None
     warm_up: BatchSizes | None = None
+    counts_packs: bool = False
 
 
 class Stream(Generic[Data]):
@@ -193,7 +230,12 @@ class Stream(Generic[Data]):
         if not len(dataset):
             raise ValueError("a stream needs at least one example")
         self.dataset = dataset
-        self.sizes = settings.warm_up or BatchSizes(settings.global_batch_size)
+        self.sizes: BatchSizes | PackedSizes = settings.warm_up or BatchSizes(settings.global_batch_size)
+        if settings.counts_packs:
+            assert settings.pack_length is not None
+            self.sizes = PackedSizes(
+                settings.global_batch_size, settings.pack_length, lambda position: dataset.length(self._at(position))
+            )
         self.global_batch_size = settings.global_batch_size
         self.total_examples = settings.total_examples
         self._settings = settings
@@ -237,8 +279,12 @@ class Stream(Generic[Data]):
             end = min(end, self.total_examples)
         if begin >= end:
             raise IndexError(f"the stream ends before global batch {step}")
+        return [self._at(position) for position in range(begin, end)]
+
+    def _at(self, position: int) -> int:
+        """Return the example at a position of the stream."""
         size = len(self.dataset)
-        return [int(self._epoch(position // size)[position % size]) for position in range(begin, end)]
+        return int(self._epoch(position // size)[position % size])
 
     def seen(self) -> list[int]:
         """Return all examples that occur in a global batch, sorted by index."""
@@ -267,6 +313,8 @@ class Stream(Generic[Data]):
             rows: list[tuple[int, ...]] = [(examples[i],) for i in order]
         else:
             packs = best_fit_decreasing(lengths, self._settings.pack_length)
+            if self._settings.counts_packs and len(packs) > self._settings.global_batch_size:  # it is no optimum
+                packs = fitting(iter(lengths), self._settings.global_batch_size, self._settings.pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
         sizes = dict(zip(examples, lengths, strict=True))
         groups = enumerate(self._groups(rows, max_rows))

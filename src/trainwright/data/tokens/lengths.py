@@ -72,6 +72,15 @@ class Lengths:
             fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
         return counts / len(sample) * max(1.0, global_batch_size / _MAX_SAMPLED), fullest
 
+    def examples_in(self, packs: int, capacity: int) -> int:
+        """Return the mean number of examples of random global batches of ``packs``."""
+        draw, some = random.Random(0), max(1, min(packs, _MAX_SAMPLED // 64))
+        counts = []
+        for _ in range(_SAMPLED_BATCHES):
+            lengths = iter(lambda: draw.choice(self.quantiles), None)
+            counts.append(sum(map(len, fitting(lengths, some, capacity))))
+        return max(1, round(fmean(counts) * packs / some))
+
     def max_batch_tokens(self, global_batch_size: int) -> float:
         """Return the most tokens of a global batch, over random batches."""
         return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MAX_SAMPLED)
@@ -208,6 +217,32 @@ def _lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path
         key["rows"] = rows
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache / "datasets" / "lengths" / f"{digest}.json"
+
+
+def fitting(lengths: Iterator[int], packs: int, capacity: int) -> list[list[int]]:
+    """Group the indices of as many ``lengths`` as fit into ``packs``, one after another, until one fits into none.
+
+    Each is put into the fullest pack with enough space.
+
+    Raises:
+        ValueError: an example is longer than a pack.
+    """
+    groups: list[list[int]] = []
+    open_packs: list[tuple[int, int]] = []  # (free tokens, pack), ascending
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            raise ValueError(f"an example of {length} tokens does not fit a pack of {capacity}")
+        position = bisect_left(open_packs, (length, -1))
+        if position < len(open_packs):
+            free, pack = open_packs.pop(position)
+        elif len(groups) < packs:
+            free, pack = capacity, len(groups)
+            groups.append([])
+        else:
+            break
+        groups[pack].append(index)
+        insort(open_packs, (free - length, pack))
+    return groups
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

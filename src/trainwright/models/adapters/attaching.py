@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.base_model import BaseModel, base_model
-from trainwright.models.adapters.config import linear_names, matched, peft_config, saved_config
+from trainwright.models.adapters.config import adaptable_names, matched, peft_config, saved_config
 from trainwright.models.adapters.files import START_FROM, WEIGHTS, SavedAdapter, start_from
 from trainwright.models.files import has_experts, logit_difference
 from trainwright.models.safetensors_files import write_weights
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # PEFT's names for the adapters in a model.
 _TRAINED, _BENEATH, _READ_BACK = "default", "beneath", "read_back"
+# Of the two matrices of a module, the one that is initially zero; in PEFT, embeddings begin with the other one.
+ZERO_AT_FIRST = (".lora_B.", ".lora_embedding_A")
 _PREFIX = "base_model.model."  # of every key in a file
 # Largest difference of logits computed from the same weights, relative to the largest logit: in low precision one
 # rounding error. Concatenated matrices of a file are rounded together, which needs a larger tolerance.
@@ -53,20 +55,53 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
     if adapter.type == "none":
         return None
     base, saved = base_model(section, seed), start_from(adapter)
-    config, linear = peft_config(adapter, model, base), linear_names(model)
+    config, names = peft_config(adapter, model, base), adaptable_names(model)
     beneath = saved if adapter.stack else None
     with torch.random.fork_rng(devices=[]):  # the model is on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
         if beneath is not None:
             _inject(model, saved_config(beneath), _BENEATH)
             _fill(model, _BENEATH, beneath, base)
+        if adapter.decomposes:
+            _inject(model, config, _BENEATH)
         _inject(model, config, _TRAINED)
-    for parameter in _by_key(model, _TRAINED).values():
-        parameter.data = parameter.data.float()  # PEFT creates it in the dtype of the base layer
+        for parameter in _by_key(model, _TRAINED).values():
+            parameter.data = parameter.data.float()  # PEFT creates it in the dtype of the base layer
+        if adapter.decomposes:
+            _decompose(model, adapter.initialization)
     if saved is not None and beneath is None:
         _fill(model, _TRAINED, saved, base)
     _train_adapter(model)
-    return Adapter(model, config, linear, base, beneath)
+    identity, below = base.fingerprint, {} if beneath is None else beneath.weights()
+    if beneath is not None:
+        identity += f"+{beneath.fingerprint()}"
+    elif adapter.decomposes:
+        identity += f"+{adapter.initialization} {config.r}"
+        below = {key: parameter.detach().clone() for key, parameter in _by_key(model, _BENEATH).items()}
+    return Adapter(model, config, names, base, Beneath(identity, below))
+
+
+@torch.no_grad()
+def _decompose(model: nn.Module, initialization: str) -> None:
+    """Set new matrices to a part of each weight, and those beneath to its negative, so that their sum is zero.
+
+    As PEFT's ``pissa_niter_16`` and ``olora``, which subtract the part from the weight: then the weight could not be
+    read from the model's files.
+    """
+    for _, layer in lora_layers(model):
+        weight, scale = layer.get_base_layer().weight.detach().float(), layer.scaling[_TRAINED]
+        weight = weight.t() if layer.fan_in_fan_out else weight
+        rank = layer.r[_TRAINED]
+        if initialization == "pissa":
+            left, values, right = torch.svd_lowrank(weight, rank, niter=16)
+            root = (values / scale).sqrt()
+            a, b = root[:, None] * right.t(), left * root
+        else:
+            q, r = torch.linalg.qr(weight)
+            a, b = r[:rank], q[:, :rank]
+        for name, sign in ((_TRAINED, 1.0), (_BENEATH, -1.0)):
+            layer.lora_A[name].weight.data.copy_(a)
+            layer.lora_B[name].weight.data.copy_(sign * b)
 
 
 def attach_without_weights(model: PreTrainedModel, adapter: AdapterSection) -> None:
@@ -77,7 +112,9 @@ def attach_without_weights(model: PreTrainedModel, adapter: AdapterSection) -> N
             _inject(model, saved_config(saved), _BENEATH if adapter.stack else _TRAINED)
         if saved is None or adapter.stack:
             new = adapter.model_copy(update={"start_from": None, "stack": False})
-            _inject(model, peft_config(new, model, BaseModel("", "")), _TRAINED)
+            config = peft_config(new, model, BaseModel("", ""))
+            for name in (_BENEATH, _TRAINED) if adapter.decomposes else (_TRAINED,):
+                _inject(model, config, name)
     for parameter in _by_key(model, _TRAINED).values():
         parameter.data = parameter.data.float()
     _train_adapter(model)
@@ -91,6 +128,15 @@ def _train_adapter(model: nn.Module) -> None:
         parameter.requires_grad_(parameter in trained)
 
 
+class Beneath(NamedTuple):
+    """What a trained adapter is on: the ``identity`` of all frozen weights, and the matrices of an adapter beneath it,
+    by their names in PEFT files.
+    """
+
+    identity: str
+    weights: Mapping[str, torch.Tensor]
+
+
 class Adapter:
     """The adapter in a model, which can be saved and read back.
 
@@ -99,16 +145,16 @@ class Adapter:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: Any, linear: list[str], base: BaseModel, beneath: SavedAdapter | None
+        self, model: PreTrainedModel, config: Any, modules: list[str], base: BaseModel, beneath: Beneath
     ) -> None:
-        self.identity = base.fingerprint if beneath is None else f"{base.fingerprint}+{beneath.fingerprint()}"
+        self.identity = beneath.identity
         self._base = base
         self._config = config
-        self._linear = linear
+        self._modules = modules
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._names = {key: names[parameter] for key, parameter in _by_key(model, _TRAINED).items()}
         self._scales = {name: dict(layer.scaling) for name, layer in lora_layers(model)}
-        self._beneath = beneath.weights() if beneath is not None else {}
+        self._beneath = beneath.weights
 
     def save(
         self,
@@ -225,7 +271,7 @@ class Adapter:
         from peft import LoraConfig
 
         config = LoraConfig.from_pretrained(str(directory))
-        config.target_modules = matched(config, self._linear)
+        config.target_modules = matched(config, self._modules)
         config.modules_to_save, config.ensure_weight_tying = None, False
         return config
 
@@ -250,7 +296,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 def adds_nothing(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether an adapter with these tensors, or parts of them, leaves the model unchanged."""
-    return not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name)
+    return not any(tensor.any() for name, tensor in tensors.items() if any(part in name for part in ZERO_AT_FIRST))
 
 
 def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
@@ -270,7 +316,7 @@ def _activate(model: nn.Module, names: tuple[str, ...]) -> None:
     from peft.utils import ModulesToSaveWrapper
 
     for _, layer in lora_layers(model):
-        layer.set_adapter([name for name in names if name in layer.lora_A])
+        layer.set_adapter([name for name in names if name in layer.scaling])
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             module.set_adapter(_TRAINED)
@@ -287,7 +333,9 @@ def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
     def look(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         dtypes.add(output.dtype)
 
-    layers = [layer.lora_A[_TRAINED] for _, layer in lora_layers(model) if _TRAINED in layer.lora_A]
+    adapted = [layer for _, layer in lora_layers(model) if _TRAINED in layer.scaling]
+    # Of embeddings the matrices are no modules.
+    layers = [layer.lora_A[_TRAINED] if len(layer.lora_A) else layer for layer in adapted]
     hooks = [layer.register_forward_hook(look) for layer in layers]
     try:
         yield dtypes
@@ -305,7 +353,7 @@ def _only_trained_afterwards(model: PreTrainedModel) -> Iterator[None]:
     finally:
         _activate(model, (_BENEATH, _TRAINED))
         for _, layer in lora_layers(model):
-            if _READ_BACK in layer.lora_A:
+            if _READ_BACK in layer.scaling:
                 layer.delete_adapter(_READ_BACK)
         model.peft_config.pop(_READ_BACK, None)
         for parameter, (data, required) in before.items():
@@ -347,12 +395,14 @@ def _check_shapes(
 
 def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter in ``model`` by their names in PEFT files; tied ones have two."""
-    parts = re.compile(rf"(.*)\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\.{adapter}\.(.*)")
+    kinds = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save"
+    parts = re.compile(rf"(.*)\.({kinds})\.{adapter}(?:\.(.*))?")
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (match := parts.fullmatch(name)) is not None:
             module, part, rest = match.groups()
-            ending = {"modules_to_save": rest, "lora_magnitude_vector": part}.get(part, f"{part}.{rest}")
+            ending = rest if part == "modules_to_save" else part if rest is None else f"{part}.{rest}"
+            ending = part if part == "lora_magnitude_vector" else ending
             parameters[f"{_PREFIX}{module}.{ending}"] = parameter
     return parameters
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import nn
 from trainwright.errors import RequestError
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.adapters.files import START_FROM, SavedAdapter, start_from
+from trainwright.models.causal_lm import find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,14 +48,14 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     config.base_model_name_or_path = base.path or base.name
     config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
-        targets, matches = set(_targets(adapter, model)), set(matched(config, linear_names(model)))
+        targets, matches = set(_targets(adapter, model)), set(matched(config, adaptable_names(model)))
         if targets != matches:
             kinds = ", ".join(sorted(_kinds(list(matches))))
             raise RequestError(
                 f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
                 "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"
             )
-    if not matched(config, linear_names(model)):
+    if not matched(config, adaptable_names(model)):
         raise RequestError(
             f"{START_FROM}: {saved.directory} has modules ({config.target_modules}) that are not in {base.name}; "
             f"available are {', '.join(_kinds(linear_names(model)))}"
@@ -145,10 +147,11 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rank_stabilized,
         use_dora=adapter.type == "dora",
+        init_lora_weights="gaussian" if adapter.initialization == "gaussian" else True,
         target_modules=_short(targets, model),
         modules_to_save=modules or None,
         ensure_weight_tying=tied,
-        fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),
+        fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear | nn.Embedding),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.path or base.name,
     )
@@ -162,6 +165,13 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
+
+
+def adaptable_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear modules, the embeddings and the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+    return [*linear_names(model), *names]
 
 
 def expert_parameters(model: PreTrainedModel) -> list[str]:
@@ -190,24 +200,72 @@ def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | N
 
 def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     """Return the full names of the recipe's target modules."""
+    chosen = _chosen(adapter, model)
+    if adapter.layers is None:
+        return chosen
+    blocks = {id(block): number for number, block in enumerate(find_blocks(model))}
+    number = {name: blocks[id(module)] for name, module in model.named_modules() if id(module) in blocks}
+    if missing := sorted(set(adapter.layers) - set(number.values())):
+        raise RequestError(
+            f"model.adapter.layers: {missing[0]} does not exist: the model has blocks 0 to {len(number) - 1}"
+        )
+    within = tuple(f"{name}." for name, index in number.items() if index in adapter.layers)
+    inside = [name for name in chosen if name.startswith(within)]
+    if not inside:
+        raise RequestError("model.adapter.layers: no module of model.adapter.targets is in these blocks")
+    return inside
+
+
+def _chosen(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     linear = [name for name in linear_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
     if adapter.targets is None or adapter.targets == "all-linear":
         return linear
-    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-    for target in adapter.targets:
-        if ends_with(head, [target]):
+    every = [name for name in adaptable_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
+    if isinstance(adapter.targets, str):
+        names = [name for name in every if re.fullmatch(adapter.targets, name)]
+        if not names:
             raise RequestError(
-                f"model.adapter.targets: {target} is the output head, which the loss computes in its own way; to "
-                "train it, add it to model.adapter.modules_to_save"
+                f"model.adapter.targets: {adapter.targets} matches none of the {len(every)} names of modules, such as "
+                f"{every[0]}"
             )
-        if not any(ends_with(name, [target]) for name in linear):
-            experts = any(ends_with(name, [target], inside=True) for name in expert_parameters(model))
-            why = " (in the experts it is a single parameter, for which adapters are not supported)" if experts else ""
-            raise RequestError(
-                f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}{why}; choose from "
-                f"{', '.join(_kinds(linear))}"
-            )
-    return [name for name in linear if ends_with(name, adapter.targets)]
+    else:
+        for target in adapter.targets:
+            if not any(ends_with(name, [target]) for name in every):
+                experts = any(ends_with(name, [target], inside=True) for name in expert_parameters(model))
+                why = (
+                    " (in the experts it is a single parameter, for which adapters are not supported)"
+                    if experts
+                    else ""
+                )
+                raise RequestError(
+                    f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}{why}; choose "
+                    f"from {', '.join(_kinds(every))}"
+                )
+        names = [name for name in every if ends_with(name, adapter.targets)]
+    if ends := [name for name in names if name not in linear]:
+        _check_ends(adapter, model, ends)
+    return names
+
+
+def _check_ends(adapter: AdapterSection, model: PreTrainedModel, ends: Sequence[str]) -> None:
+    """Raise RequestError if the embeddings or the head, ``ends``, cannot be adapted."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    name, fix = ends[0], "to train it in full, add it to model.adapter.modules_to_save"
+    adapted = [model.get_submodule(end) for end in ends]
+    if embeddings.weight is head.weight:
+        raise RequestError(
+            f"model.adapter.targets: {name} has the weight of both embeddings and output head, which a merged model "
+            f"could not have; {fix}"
+        )
+    if adapter.type == "dora" or adapter.stack or adapter.decomposes:
+        why = "dora" if adapter.type == "dora" else "an adapter on top of another"
+        why = f"the initialization {adapter.initialization}" if adapter.decomposes else why
+        raise RequestError(f"model.adapter.targets: {name} cannot have {why}; {fix}")
+    if adapter.dropout and any(module is head for module in adapted):
+        raise RequestError(
+            f"model.adapter.targets: {name} is the output head, which the loss computes without the dropout of "
+            "model.adapter.dropout; set that to 0, or remove the head"
+        )
 
 
 def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[list[str], bool]:

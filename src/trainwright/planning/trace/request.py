@@ -146,6 +146,10 @@ def _adapter_text(section: AdapterSection) -> str:
     values = section.model_dump(include=_OF_ADAPTER)
     if section.start_from is None:
         values |= {"rank": section.rank or RANK, "targets": section.targets or "all-linear"}
+    if section.decomposes:
+        values["initialization"] = section.initialization
+    if section.layers is not None:
+        values["layers"] = section.layers
     return canonical(values)
 
 

@@ -29,6 +29,16 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+def _layers(value: object) -> object:
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value)):
+        first, last = int(match[1]), int(match[2])
+        if first <= last < _COUNTS[0][1]:
+            return list(range(first, last + 1))
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("layers", "numbers of blocks such as [0, 1, 2], or a range such as 8-15")
+    return value
+
+
 class AdapterSection(Section):
     """An adapter: small weights trained in place of the model's own. Short form: lora, rslora, dora or qlora."""
 
@@ -47,10 +57,23 @@ class AdapterSection(Section):
         False, description="Scale by alpha / sqrt(rank) instead, which trains better at high ranks (arXiv 2312.03732)."
     )
     dropout: BelowOne = Field(0.0, description="Dropout probability for the input of the matrices.")
-    targets: Literal["all-linear"] | list[Text] | None = Field(
+    targets: Literal["all-linear"] | Pattern | list[Text] | None = Field(
         None,
-        description="Linear modules to adapt, by the ends of their names, such as [q_proj, v_proj]. all-linear: all "
-        "except the output head. Default: all-linear, or the targets of start_from.",
+        description="Modules to adapt, by the ends of their names, such as [q_proj, v_proj], or by a regular "
+        "expression that their names match fully, such as .*self_attn.[qv]_proj. Linear modules, and by name the "
+        "embeddings and the output head, if they are not tied. all-linear: all linear ones except the head. Default: "
+        "all-linear, or the targets of start_from.",
+    )
+    layers: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_layers)] | None = Field(
+        None,
+        description="Numbers of the blocks to adapt, such as [0, 1, 2], or a range, 8-15. Default: all.",
+    )
+    initialization: Literal["default", "gaussian", "pissa", "olora"] = Field(
+        "default",
+        description="Of new matrices. default: A uniform (Kaiming) and B zero. gaussian: A normal. pissa: the largest "
+        "singular values of each weight (arXiv 2404.02948), from 16 iterations of a randomized decomposition. "
+        "olora: the first columns of its QR decomposition (arXiv 2406.01775). With the last two, the first product is "
+        "subtracted, so that training starts from the model, and the saved adapter has twice the rank.",
     )
     modules_to_save: list[Text] = Field(
         [],
@@ -70,6 +93,11 @@ class AdapterSection(Section):
         False,
         description="Freeze the adapter of start_from and train a new one on top; they are saved as one adapter.",
     )
+
+    @property
+    def decomposes(self) -> bool:
+        """Whether new matrices are parts of the weights that they adapt."""
+        return self.initialization in ("pissa", "olora")
 
     @model_validator(mode="before")
     @classmethod

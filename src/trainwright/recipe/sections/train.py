@@ -48,8 +48,13 @@ class TrainSection(Section):
     )
     global_batch_size: Count = Field(
         16,
-        description="Examples per optimizer step, over all processes and gradient accumulation, packed or not. It "
-        "does not depend on the number of processes.",
+        description="Examples (or packs, see batch_unit) per optimizer step, over all processes and gradient "
+        "accumulation, packed or not. It does not depend on the number of processes.",
+    )
+    batch_unit: Literal["examples", "packs"] = Field(
+        "examples",
+        description="What global_batch_size counts. packs: a step has the examples, in the order of the epoch, that "
+        "fit into so many packs of data.pack_length tokens. No step depends on the number of processes.",
     )
     initial_batch_size: Count | None = Field(
         None,

@@ -49,6 +49,7 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
         gradient_accumulation_steps=len(first.for_rank(0, world.size)),
         global_batch_size=recipe.train.global_batch_size,
+        batch_unit=recipe.train.batch_unit,
         parameters=sizes[0],
         trainable_parameters=sizes[1],
         resumed_from=trainer.progress.step or None,

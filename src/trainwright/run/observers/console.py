@@ -266,7 +266,8 @@ def _banner(event: EventRecord) -> list[tuple[str, str]]:
     rows += [("data" if i == 0 else "", line) for i, line in enumerate(event.get("data", []))]
     if event.get("epoch_tokens"):
         rows.append(("epoch", f"{text.count(event['epoch_tokens'])} tokens"))
-    if "epoch_examples" in event and (remark := repeated(event["global_batch_size"], event["epoch_examples"])):
+    examples = event["global_batch_size"] if event.get("batch_unit", "examples") == "examples" else 0
+    if "epoch_examples" in event and (remark := repeated(examples, event["epoch_examples"])):
         rows.append(("", remark))
     if event.get("max_steps"):
         done = (resumed_step(event) or 0) >= event["max_steps"]
@@ -289,7 +290,7 @@ def _processes(event: EventRecord) -> str:
 
 
 def _batch(event: EventRecord) -> str:
-    examples = text.plural(event["global_batch_size"], "example")
+    examples = text.plural(event["global_batch_size"], event.get("batch_unit", "examples").removesuffix("s"))
     steps, requested = event["gradient_accumulation_steps"], event.get("accumulation_asked")
     accumulated = "not accumulated" if steps == 1 else f"accumulated {steps} times"
     if event.get("batch_varies"):  # varies in examples, or in the packs that they fill

@@ -109,7 +109,9 @@ def _check_adapter(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradi
     adapter = recipe.model.adapter
     if adapter.type == "none":
         return
-    if section.facts.subtracts and (adapter.type != "lora" or adapter.modules_to_save or adapter.start_from):
+    if section.facts.subtracts and (
+        adapter.type != "lora" or adapter.modules_to_save or adapter.start_from or adapter.decomposes
+    ):
         yield Contradiction(
             ("unlearn.objective", "model.adapter"),
             "an adapter can only be subtracted if it is a new lora without modules_to_save",

@@ -24,7 +24,7 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
 from trainwright.errors import RequestError
-from trainwright.models.adapters.attaching import lora_layers, switched_off
+from trainwright.models.adapters.attaching import ZERO_AT_FIRST, lora_layers, switched_off
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.freezing import freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
@@ -365,7 +365,9 @@ def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) ->
 
 def negated_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
     """Negate and scale the matrices of a LoRA, which was initially zero."""
-    return ((name, tensor * -scale if ".lora_B." in name else tensor) for name, tensor in tensors)
+    return (
+        (name, tensor * -scale if any(part in name for part in ZERO_AT_FIRST) else tensor) for name, tensor in tensors
+    )
 
 
 @contextmanager
