@@ -43,13 +43,15 @@ def test_a_folder_is_checked(tmp_path: Path) -> None:
     files.write_all(tmp_path)
     (tmp_path / "blocked.yaml").write_text(files.AXOLOTL + "tokens: [a]\n")
     (tmp_path / "rl.yaml").write_text(files.AXOLOTL + "rl: grpo\n")
-    (tmp_path / "packed.yaml").write_text(files.AXOLOTL + "sample_packing: true\n")
+    missing = files.LLAMA_FACTORY.replace("mine,chats", "gone")
+    (tmp_path / "missing.yaml").write_text(missing)
     (tmp_path / "other.yaml").write_text("a: 1\n")
     done = trainwright("recipe", "from", "--check", ".", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line and line[0].isalpha()}
-    assert rows["Axolotl"] == ["4", "0", "(0%)", "1", "(33%)", "1", "(33%)", "1", "(33%)", "1"]
-    assert rows["LLaMA-Factory"][:1] == rows["torchtune"][:1] == rows["Unsloth"][:1] == rows["TRL"][:1] == ["1"]
+    assert rows["Axolotl"] == ["3", "0", "(0%)", "1", "(50%)", "0", "(0%)", "1", "(50%)", "1"]
+    assert rows["LLaMA-Factory"] == ["2", "1", "(50%)", "0", "(0%)", "1", "(50%)", "0", "(0%)", "0"]
+    assert rows["torchtune"][:1] == rows["Unsloth"][:1] == rows["TRL"][:1] == ["1"]
     assert "aside: online RL 1" in done.stdout and "2 files of no known tool" in done.stdout
     assert "tokens: adds tokens to the vocabulary" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("recipe")) == []

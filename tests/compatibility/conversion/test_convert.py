@@ -229,14 +229,20 @@ def test_what_other_training_needs_is_aside(tmp_path: Path) -> None:
     assert conversion.kind == "aside" and {line.aside for line in conversion.failures} == {"online RL"}
 
 
-def test_a_batch_in_packs_needs_the_examples_of_a_pack(tmp_path: Path) -> None:
-    packed = files.AXOLOTL + "sample_packing: true\n"
-    conversion = of(tmp_path, packed)
-    (failure,) = failures(conversion)
-    assert conversion.kind == "computed" and "a step has 8 packs" in failure and "--examples-per-pack" in failure
-    values = recipe(of(tmp_path, packed, examples_per_pack=3.4, processes=2), tmp_path)
-    assert values["train"]["global_batch_size"] == round(2 * 4 * 2 * 3.4)
+def test_a_batch_of_packed_examples_counts_packs(tmp_path: Path) -> None:
+    values = recipe(of(tmp_path, files.AXOLOTL + "sample_packing: true\n", processes=2), tmp_path)
+    assert (values["train"]["global_batch_size"], values["train"]["batch_unit"]) == (2 * 4 * 2, "packs")
     assert values["data"]["pack_length"] == values["data"]["max_length"] == 256
+
+
+def test_modules_by_a_pattern(tmp_path: Path) -> None:
+    text = files.AXOLOTL.replace(
+        "lora_target_linear: true", "lora_target_modules: 'model.layers.[0-9]+.mlp.(up|down)_proj'"
+    )
+    adapter = recipe(of(tmp_path, text + "peft_layers_to_transform: [0, 1]\n"), tmp_path)["model"]["adapter"]
+    assert adapter["targets"] == "model.layers.[0-9]+.mlp.(up|down)_proj" and adapter["layers"] == [0, 1]
+    images = text.replace("model.layers", "model.language_model.layers")
+    assert of(tmp_path, images).kind == "aside"
 
 
 def test_intervals_of_epochs_need_the_rows(tmp_path: Path) -> None:

@@ -48,9 +48,6 @@ def convert(
     rows: Annotated[
         int | None, typer.Option(min=1, help="Training rows, for intervals that are a part of an epoch.")
     ] = None,
-    examples_per_pack: Annotated[
-        float | None, typer.Option(min=1.0, help="Mean number of examples of a pack, for batches that count packs.")
-    ] = None,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The Accelerate or DeepSpeed file that the tool is started with."),
@@ -72,7 +69,7 @@ def convert(
     from trainwright.compatibility.conversion.convert import Numbers
     from trainwright.recipe.extensions import trusting
 
-    numbers = Numbers(processes, rows, examples_per_pack)
+    numbers = Numbers(processes, rows)
     with trusting(False):  # a file may name code as the source of its rows
         if check:
             for line in _checked(source, numbers):

@@ -60,11 +60,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers that configurations do not have: of processes, of training rows, and of the mean examples of a pack."""
+    """Numbers that configurations do not have: of processes, and of training rows."""
 
     processes: int | None = None
     rows: int | None = None
-    examples_per_pack: float | None = None
 
 
 @dataclass

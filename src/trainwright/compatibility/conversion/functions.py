@@ -36,9 +36,7 @@ def read_launcher(conversion: Conversion) -> None:
         if setting is not None:
             processes = accelerate_file(conversion, setting) or processes
     if conversion.numbers.processes is None and processes is not None:
-        conversion.numbers = type(conversion.numbers)(
-            processes, conversion.numbers.rows, conversion.numbers.examples_per_pack
-        )
+        conversion.numbers = type(conversion.numbers)(processes, conversion.numbers.rows)
 
 
 def accelerate_file(conversion: Conversion, setting: Setting, rule: Rule | None = None) -> int | None:
@@ -130,7 +128,7 @@ def _translated(conversion: Conversion, setting: Setting, translate: Any) -> int
 def global_batch_size(
     conversion: Conversion, setting: Setting, rule: Rule, micro: str, packing: str = "", world: str = ""
 ) -> None:
-    """Compute the examples of a step: micro-batch x accumulation x processes, x examples of a pack if packed."""
+    """Compute the examples of a step, or its packs if packed: micro-batch x accumulation x processes."""
     rows, steps, processes = conversion.value(micro), setting.value, conversion.processes
     if world and isinstance(count := conversion.value(world), int) and conversion.numbers.processes is None:
         processes = count
@@ -141,15 +139,7 @@ def global_batch_size(
     if conversion.numbers.processes is None and processes == 1:
         words += ": pass --processes N for more"
     if packing and conversion.is_on(packing):
-        mean = conversion.numbers.examples_per_pack
-        if mean is None:
-            conversion.need(
-                setting,
-                f"a step has {size} packs ({words}), and global_batch_size counts examples: pass --examples-per-pack "
-                "N, the mean number of examples of a pack, which is data.pack_length / the mean length of examples",
-            )
-            return
-        size, words = max(1, round(size * mean)), f"{words} packs x {mean:g} examples"
+        conversion.take(setting, "train.batch_unit", "packs", computed="a batch counts packs")
     conversion.take(setting, "train.global_batch_size", size, computed=words)
 
 
@@ -293,14 +283,12 @@ def targets(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     key = "model.adapter.targets"
     if any(name in ("all", "all-linear") for name in names) or value is True:
         conversion.take(setting, key, "all-linear")
-    elif len(names) == 1 and re.search(r"[*+()|\\\[\]^$]", names[0]):
-        expand_pattern(conversion, setting, names[0], key)
     elif not names or not setting.is_on:
         conversion.drop(setting, "asks for nothing")
-    elif bad := [name for name in names if name.split(".")[-1] in ("lm_head", "embed_tokens", "wte", "output")]:
-        conversion.refuse(setting, f"adapts {', '.join(bad)}, which are the head or the embeddings")
-    elif "vision" in "".join(names):
-        conversion.refuse(setting, "adapts the part of the model that reads images", "vision")
+    elif re.search("vision|language_model|visual", "".join(names)):
+        conversion.refuse(setting, "adapts modules of a model that reads images", "vision")
+    elif len(names) == 1 and re.search(r"[*+()|\\\[\]^$]", names[0]):
+        conversion.take(setting, key, names[0])
     else:
         conversion.take(setting, key, names)
 
@@ -320,19 +308,6 @@ def adapter_type(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "model.adapter.type", "qlora" if "qlora" in setting.pattern else "dora")
     else:
         conversion.drop(setting, "asks for nothing")
-
-
-def expand_pattern(conversion: Conversion, setting: Setting, pattern: str, key: str) -> None:
-    """Write out a regular expression that ends with the names of modules, in every layer."""
-    match = re.fullmatch(r"[\w.\\*+\[\]\d|()?:-]*?\(?((?:\w+\|)*\w+)\)?(_proj)?\$?", pattern)
-    layers = re.search(r"layers\\?\.(?!\[\\?\\?d|\\d|\.\*|\[\^)", pattern)
-    if "vision" in pattern:
-        conversion.refuse(setting, "adapts modules by a pattern of a model that reads images", "vision")
-    elif match is None or layers is not None:
-        conversion.refuse(setting, "adapts modules by a pattern that is not a list of their names; write it out")
-    else:
-        names = [f"{name}{match[2] or ''}" for name in match[1].split("|")]
-        conversion.take(setting, key, names, computed="the modules of the pattern")
 
 
 def chat_template(conversion: Conversion, setting: Setting, rule: Rule) -> None:

@@ -24,10 +24,11 @@ def model(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "model.adapter.type", kind)
 
 
-def targets(conversion: Conversion, setting: Setting, rule: Rule, mlp: str) -> None:
+def targets(conversion: Conversion, setting: Setting, rule: Rule, mlp: str, output: str) -> None:
     """Take the modules to adapt by the names that transformers has for them."""
-    names = [_MODULES.get(name, name) for name in setting.value]
-    conversion.take(setting, "model.adapter.targets", names + (_MLP if conversion.is_on(mlp) else []))
+    names = [_MODULES.get(name, name) for name in setting.value] + (_MLP if conversion.is_on(mlp) else [])
+    names += ["lm_head"] if conversion.is_on(output) else []
+    conversion.take(setting, "model.adapter.targets", names)
 
 
 def tokenizer(conversion: Conversion, setting: Setting, rule: Rule) -> None:
