@@ -81,7 +81,6 @@ def test_axolotl(tmp_path: Path) -> None:
             "mixed_precision": "bf16",
             "activation_checkpointing": "full",
             "seed": 42,
-            "tf32": True,
         },
         "logging": {"observers": {"wandb": True}},
     }
