@@ -206,8 +206,8 @@ def trl_targets(conversion: Conversion, setting: Setting, rule: Rule, answers: s
     if conversion.is_on(answers) or setting.value is True:
         conversion.take(conversion.settings.get(answers, setting), "data.targets", "answers")
     else:
-        note = "rows of prompt and completion are trained on the completion: set answers for them"
-        conversion.take(setting, "data.targets", "all", note if setting.value is None else None)
+        by_default = "as TRL does for turns and texts; for rows of prompt and completion set answers"
+        conversion.take(setting, "data.targets", "all", computed=by_default if setting.is_default else "")
 
 
 def test_split(conversion: Conversion, setting: Setting, rule: Rule, source: str, config: str, strategy: str) -> None:
