@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from trainwright.cli.main import app
+from trainwright.compatibility.conversion.table import names, table
 from trainwright.recipe import registries
 from trainwright.recipe.extensions import Registry
 from trainwright.recipe.json_schema import recipe_json_schema
@@ -32,6 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
     pages = {target: root_page(source) for source, target in ROOT_FILES.items()}
     pages |= {"reference/recipe.md": recipe_reference(), "reference/commands.md": command_reference()}
     pages["reference/extensions.md"] = extension_reference()
+    pages["reference/other-tools.md"] = conversion_reference()
     for target, content in pages.items():
         files.append(File.generated(config, target, content=content))
     return files
@@ -177,6 +179,45 @@ def extension_reference() -> str:
                 f"| `{name}` | {_text(_summary(registry.get(name)))} | {registry.package(name) or 'built in'} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def conversion_reference() -> str:
+    """Return what the keys of other tools become, by tool, and our keys with theirs, from the tables of conversions."""
+    lines = ["# Keys of other tools", "", "Generated from the tables that `trainwright recipe from` applies."]
+    theirs: dict[str, list[str]] = {}
+    for name in names():
+        tool = table(name)
+        lines += [
+            "",
+            f"## {tool.name}",
+            "",
+            f"Their documentation: {tool.source}",
+            "",
+            "| Key | Here |",
+            "| --- | --- |",
+        ]
+        for key, rule in tool.rules.items():
+            ours = sorted(
+                {*([rule.to] if rule.to else []), *(word for value in rule.values.values() for word in _ours(value))}
+            )
+            what = ", ".join(f"`{word.replace('@', 'data.')}`" for word in ours)
+            what += f"; {rule.by.partition(':')[2].replace('_', ' ')}, computed" if rule.by else ""
+            reason = rule.drop or (f"not possible: {rule.refuse}" if rule.refuse else "")
+            if not what and not reason:
+                words = [value.get("drop") or value.get("refuse") or "" for value in rule.values.values()]
+                reason = "; ".join(filter(None, dict.fromkeys(words)))
+            reason = f"another name of `{rule.alias}`" if rule.alias else reason
+            lines.append(f"| `{key}` | {_text('; '.join(filter(None, (what.removeprefix('; '), reason))))} |")
+            for word in ours:
+                theirs.setdefault(word.replace("@", "data."), []).append(f"{tool.name} `{key}`")
+    lines += ["", "## Our keys", "", "| Here | There |", "| --- | --- |"]
+    lines += [f"| `{key}` | {_text(', '.join(words))} |" for key, words in sorted(theirs.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _ours(value: Any) -> list[str]:
+    """Return the keys of ours that a value of another tool sets."""
+    return [key for key in value if "." in key or key == "task"] if isinstance(value, dict) else []
 
 
 def all_registries() -> list[Registry[Any]]:

@@ -22,7 +22,7 @@ TINY = ROOT / "recipes" / "sft" / "tiny.yaml"
 RUN = "train under submit collect ablate unlearn-study drill launch data-alternates"
 READ_NO_RECIPE = (
     "jobs stop checkpoint runs gpus watch report compare doctor tensorboard setup recipe-schema recipe-objectives "
-    "recipe-new data-prepare data-style data-tokenize data-train-tokenizer machine-cards machine-calibrate"
+    "recipe-new recipe-from data-prepare data-style data-tokenize data-train-tokenizer machine-cards machine-calibrate"
 )
 
 

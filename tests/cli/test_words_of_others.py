@@ -50,6 +50,7 @@ from trainwright.cli.words_of_others import COMMANDS
         ("train --resumee", "(Possible options: --resume)"),
         ("nothing-like-it", "choose from train, under, submit"),
         ("recipe chek run.yaml", "did you mean trainwright recipe check?"),
+        ("recipe translate axolotl.yaml", "did you mean trainwright recipe from FILE?"),
         ("recipe validate run.yaml", "did you mean trainwright recipe check RECIPE?"),
         ("recipe train run.yaml", "trainwright recipe has no such command; choose from "),
         ("data prepar rows.jsonl", "did you mean trainwright data prepare?"),

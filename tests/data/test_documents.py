@@ -82,6 +82,16 @@ def test_a_long_document_is_split_and_every_token_learnt_once(tmp_path: Path) ->
     assert (len(cut.train), cut.train.report["cut_tokens"]) == (1, 284)
 
 
+def test_rows_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
+    lines = [f'{{"question": "q", "answer": "{"a" * length}"}}\n' for length in (10, 100, 11, 90)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    cut = run(tmp_path, train=str(tmp_path / "rows.jsonl"), max_length=60)
+    left = run(tmp_path, train=str(tmp_path / "rows.jsonl"), max_length=60, long_documents="drop")
+    assert [cut.train.target_count(i) for i in (0, 2)] == [left.train.target_count(i) for i in range(len(left.train))]
+    assert len(cut.train) == 4 and left.train.report["cut_tokens"] == left.train.report["truncated"] == 0
+    assert any("2 rows left out: it is longer than data.max_length 60" in line for line in left.summary)
+
+
 @pytest.mark.parametrize("length", [49, 50, 51, 98, 99, 100, 148])
 def test_windows_at_their_borders(tmp_path: Path, length: int) -> None:
     (tmp_path / "a.py").write_text("x" * (length - 1))  # and the end of text

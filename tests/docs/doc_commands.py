@@ -28,7 +28,7 @@ NOT_RUN = {
     r"--rendezvous|--hosts |^trainwright launch --host": "several nodes: tests/run and tests/cli run them",
     r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/clusters/slurm runs the page",
     r"--to (pods|sky|sky-nodes|spot-pods) ": "a cluster of clusters.yaml: tests/docs/test_clusters.py runs them",
-    r"<name>|\b(RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
+    r"<name>|\b(FILE|RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
     r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|documents/|[ =]recipe\.yaml": (
         "files of the reader"
     ),

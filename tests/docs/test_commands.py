@@ -149,7 +149,7 @@ def _check_trainwright(arguments: tuple[str, ...]) -> None:
 
 def _check_overrides(path: list[str], overrides: list[str]) -> None:
     """Overrides of a recipe that the reader has: each is valid over a small recipe of some task."""
-    if path[0] not in ("train", "plan", "verify", "ablate", "recipe"):
+    if path[0] not in ("train", "plan", "verify", "ablate", "recipe") or path == ["recipe", "from"]:
         return
     base = ["task=sft", "model.name=x", "data.train=rows.jsonl", "train.max_steps=1", "train.global_batch_size=1"]
     for override in overrides:

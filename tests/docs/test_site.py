@@ -14,11 +14,12 @@ import yaml
 
 from tests.support.commands import ROOT
 from trainwright.cli.main import app
+from trainwright.compatibility.conversion.table import names, table
 from trainwright.recipe.json_schema import recipe_json_schema
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]
-GENERATED = ("recipe", "commands", "extensions")
+GENERATED = ("recipe", "commands", "extensions", "other-tools")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -81,6 +82,16 @@ def test_pages_of_the_root_link_to_pages_of_the_site(hooks: Any) -> None:
             if "://" not in link and not link.startswith("#"):
                 page = link.partition("#")[0]
                 assert page in hooks.ROOT_FILES.values() or (DOCS / page).is_file(), f"{target}: {link}"
+
+
+def test_the_reference_has_every_key_of_other_tools(hooks: Any) -> None:
+    page = hooks.conversion_reference()
+    for name in names():
+        part = page.partition(f"\n## {table(name).name}\n")[2].partition("\n## ")[0]
+        assert [key for key in table(name).rules if f"| `{key}` | " not in part] == []
+    assert [row for row in page.splitlines() if row.endswith("|  |")] == [], "keys without a word"
+    (row,) = [row for row in page.splitlines() if row.startswith("| `train.micro_batch_size` |")]
+    assert "Axolotl `micro_batch_size`" in row and "TRL `per_device_train_batch_size`" in row
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -19,6 +19,7 @@ COMMANDS = {
     "plan RECIPE": "estimate estimate-memory memory cost",
     "recipe new NAME": "init new config",
     "recipe check RECIPE": "validate lint",
+    "recipe from FILE": "import migrate translate",
     "ablate RECIPE": "sweep grid tune-hyperparameters",
     "data prepare": "prepare preprocess dataset",
     "data tokenize": "tokenize",

@@ -331,6 +331,7 @@ COMMANDS: Registry[Any] = Registry(
         "launch": "trainwright.compatibility.commands:launch",
         "data": "trainwright.cli.data:app",
         "recipe": "trainwright.cli.recipe:app",
+        "recipe from": "trainwright.compatibility.conversion.commands:convert",
         "machine": "trainwright.cli.machine:app",
         "machine calibrate": "trainwright.doctor.commands:calibrate",
     },

@@ -69,12 +69,13 @@ class TokenRows:
     encoding: Remarks = field(default_factory=Remarks)  # what their text or their template changes
     largest: tuple[int, int] = (-1, 0)  # the largest token id, and minus the index of the first row with it
     notes: list[str] = field(default_factory=list)
+    drops: bool = False  # whether examples that are too long are left out
 
     def __len__(self) -> int:
         return len(self.spool) // self.sequences_per_example
 
     def add(self, index: int, examples: Sequence[Sequence[Encoded]], roles: Sequence[int]) -> None:
-        """Add the examples of row ``index`` of the source: cut or split those that are too long.
+        """Add the examples of row ``index`` of the source: cut, split or leave out those that are too long.
 
         An example is left out if one of its sequences keeps no target, or if all of them are the same.
 
@@ -85,20 +86,23 @@ class TokenRows:
         self.sequences_per_example = len(roles)
         digest = hashlib.blake2b(digest_size=_DIGEST)
         count = cut = 0
-        parts = same = split = False
+        parts = same = split = dropped = False
         for sequences in examples:
             tokens = [np.asarray(ids, dtype=np.int32) for ids, _ in sequences]
             targets = [np.asarray(flags, dtype=np.bool_) for _, flags in sequences]
             self.longest = max(self.longest, *map(len, tokens))
+            is_long = any(len(ids) > self.max_length for ids in tokens)
             ends = [(0, self.max_length)]
             if self.splits and len(tokens[0]) > self.max_length and len(tokens) == 1:
                 ends = windows_of(len(tokens[0]), self.max_length)
-            else:
+            elif not self.drops:
                 cut += sum(max(0, len(ids) - self.max_length) for ids in tokens)
                 tokens = [ids[: self.max_length] for ids in tokens]
                 targets = [flags[: self.max_length] for flags in targets]
             # Nothing precedes the first token to predict it from.
             trained = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
+            if self.drops and is_long:
+                trained, dropped = [], True
             if len(tokens) > 1 and trained and all(np.array_equal(ids, tokens[0]) for ids in tokens):
                 trained, same = [], True
             if trained:
@@ -121,6 +125,8 @@ class TokenRows:
             self.digests += digest.digest()
         elif same:
             self.left_out[_SAME_TOKENS] += 1
+        elif dropped:
+            self.left_out[f"it is longer than data.max_length {self.max_length:,}"] += 1
         else:
             self.without_target += 1
 
@@ -237,6 +243,7 @@ def tokenize_source(
         raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
     splits = splits_long(data.long_documents, layout)
     token_rows = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
+    token_rows.drops = data.long_documents == "drop"
     token_rows.notes += source_notes(name, key, documents)
     if unused := layout.unused(columns):
         token_rows.notes.append(f"{columns_not_used(unused)}; data.columns reads a column as a field")

@@ -175,11 +175,11 @@ class DataSection(Section):
         description="Maximum length of an example in tokens; for pairs, of each answer with its prompt. Longer "
         "examples are truncated, counted and reported, or split according to long_documents.",
     )
-    long_documents: Literal["auto", "cut", "split"] = Field(
+    long_documents: Literal["auto", "cut", "split", "drop"] = Field(
         "auto",
         description="How to handle examples longer than max_length. cut: truncate. split: split into several "
         "examples, each starting with the last token of the previous one, so that every token is a target once. "
-        "auto: split plain text, truncate conversations.",
+        "drop: leave them out. auto: split plain text, truncate conversations.",
     )
     pack_length: Count | None = Field(
         None,

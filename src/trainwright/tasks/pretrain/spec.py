@@ -44,8 +44,8 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(recipe: Recipe) -> Iterator[Contradiction]:
-    if recipe.data.long_documents == "cut":
-        why = "pretraining does not truncate documents; set it to auto or split"
+    if recipe.data.long_documents in ("cut", "drop"):
+        why = "pretraining truncates and leaves out no documents; set it to auto or split"
         yield Contradiction(("data.long_documents", "task"), why)
     if recipe.model.chat_template is not None:
         why = "pretraining texts have no turns, so a chat template has no effect; remove it"

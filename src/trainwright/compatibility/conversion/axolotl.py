@@ -1,0 +1,229 @@
+"""What the table of Axolotl computes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from trainwright.compatibility.conversion import functions
+from trainwright.compatibility.conversion.convert import Conversion, Setting
+from trainwright.compatibility.conversion.reading import shown
+from trainwright.compatibility.conversion.table import Rule
+
+_ALPACA = "{instruction}\n\n### Input:\n{input}"
+
+
+def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Set how the rows of a data set of Axolotl are read: its type (prompt_strategies)."""
+    item = conversion.source("train", setting)
+    kind = setting.value
+    if isinstance(kind, dict):
+        _own_prompt(conversion, setting, item, kind)
+        return
+    word = str(kind).partition(":")[0]
+    if word in ("alpaca", "alpaca_instruct", "alpaca_chat", "alpaca.load", "alpaca_instruct.load", "gpteacher"):
+        item |= {"prompt": _ALPACA, "prompt_without_input": "{instruction}"}
+        conversion.take(setting, "model.chat_template", "alpaca")
+    elif word.startswith("alpaca_chat.load_qa"):
+        item |= {"prompt": "{question}", "columns.answer": "answer"}
+        conversion.take(setting, "model.chat_template", "alpaca")
+    elif word in ("completion", "pretrain"):
+        item["format"] = "text"
+        conversion.add("taken", setting, "data.train: format text")
+    elif word in ("chat_template", "chat_template.default", "chat_template.argilla_chat", "chat_template.ultra"):
+        conversion.add("taken", setting, "the turns of the rows, written by model.chat_template")
+    elif word.startswith("sharegpt"):
+        item["format"] = "conversations"
+        conversion.add("taken", setting, "data.train: format conversations", differs=True)
+        if not conversion.is_on("chat_template"):
+            style = "chatml" if "chatml" in word or not conversion.is_on("datasets[0].conversation") else None
+            if style:
+                conversion.take(setting, "model.chat_template", style)
+    elif match := re.fullmatch(r"(chatml|llama3|zephyr)\.(\w+)(?:\.load)?", word):
+        conversion.take(setting, "model.chat_template", match[1])
+        columns = {"intel": "question", "icr": "input"}.get(match[2])
+        if columns:
+            item["columns.prompt"] = columns
+    else:
+        conversion.refuse(setting, "builds the prompts of the rows in a way of its own; write them as turns")
+
+
+def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Leave out rows that are too long, unless they are texts, which are split."""
+    kinds = [one.value for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+    are_texts = any(str(kind).startswith(("completion", "pretrain")) for kind in kinds)
+    if are_texts or conversion.is_on("pretraining_dataset"):
+        conversion.take(setting, "data.long_documents", "auto", computed="texts are split")
+    elif str(setting.value) == "truncate":
+        conversion.take(setting, "data.long_documents", "cut")
+    elif setting.value in (None, "drop"):
+        conversion.take(setting, "data.long_documents", "drop")
+    else:
+        conversion.take(setting, "data.long_documents", "cut", "rows that are cut are counted and shown")
+
+
+def _own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], kind: dict[str, Any]) -> None:
+    """Set the prompt of one's own format, where the text around the fields is written as it is."""
+    known = {"format", "no_input_format", "system_prompt", "system_format", "field_output", "field_instruction"}
+    unknown = [key for key in kind if key not in known | {"field_input", "field_system"} and kind[key] is not None]
+    if unknown or kind.get("system_format") not in (None, "{system}", "{system}\n"):
+        conversion.refuse(setting, f"has {', '.join(unknown or ['system_format'])}, which changes the text of the rows")
+        return
+    text = str(kind.get("format") or "{instruction}")
+    names = {"instruction": kind.get("field_instruction"), "input": kind.get("field_input")}
+    system = kind.get("field_system")
+
+    def renamed(text: str) -> str:
+        for field, column in {**names, "system": system}.items():
+            text = text.replace(f"{{{field}}}", f"{{{column or field}}}")
+        return text
+
+    item["prompt"] = str(kind.get("system_prompt") or "") + renamed(text)
+    if kind.get("no_input_format"):
+        item["prompt_without_input"] = renamed(str(kind["no_input_format"]))
+    if names["input"]:
+        item["columns.input"] = names["input"]
+    item["columns.answer"] = kind.get("field_output") or "output"
+    conversion.take(setting, "model.chat_template", "plain")
+
+
+def messages(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the column of the turns, which only types of turns read."""
+    kind = str(conversion.value(setting.key.removesuffix("field_messages") + "type"))
+    if kind.startswith(("chat_template", "sharegpt", "None")) or conversion.is_on("rl"):
+        conversion.take(setting, "@train.columns.messages", setting.value)
+    else:
+        conversion.drop(setting, f"has no effect with type: {kind}")
+
+
+def field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Use a column in the prompt in place of the field that it is."""
+    name = setting.pattern.rpartition("_")[2]
+    item = conversion.source("train", setting)
+    for key in ("prompt", "prompt_without_input"):
+        if key in item:
+            item[key] = item[key].replace(f"{{{name}}}", f"{{{setting.value}}}")
+    if name == "input":
+        item["columns.input"] = setting.value
+    conversion.add("taken", setting, f"data.prompt: {{{setting.value}}}")
+
+
+def trainable(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the parameters whose names begin with a pattern."""
+    patterns = [
+        f"{pattern.removesuffix('$')}{'' if pattern.endswith('$') else '.*'}"
+        for pattern in map(str, setting.value or ())
+    ]
+    ranges = [pattern for pattern in patterns if re.search(r"\[\d*:\d*\]", pattern)]
+    if ranges:
+        conversion.refuse(setting, f"trains some rows of a matrix only: {shown(ranges[0])}")
+    elif patterns:
+        conversion.take(setting, "model.trainable", patterns)
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
+def rates(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the parameters with a word in their names at rates of their own."""
+    groups = setting.value if isinstance(setting.value, list) else []
+    written = [
+        {"pattern": f".*{re.escape(str(module))}.*", "learning_rate": float(group["lr"])}
+        for group in groups
+        for module in group.get("modules", [])
+    ]
+    if written:
+        conversion.take(setting, "optimizer.groups", written)
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
+def embedding_rate(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train the embeddings and the head at a rate of their own."""
+    if setting.is_on:
+        patterns = (".*embed_tokens.*", ".*lm_head.*")
+        groups = [{"pattern": pattern, "learning_rate": float(setting.value)} for pattern in patterns]
+        conversion.take(setting, "optimizer.groups", groups)
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
+def batch_size(conversion: Conversion, setting: Setting, rule: Rule, packing: str) -> None:
+    """Take the rows of a process and a step, from which Axolotl computes the accumulation."""
+    one = setting._replace(value=1)
+    conversion.settings[setting.key] = setting
+    functions.global_batch_size(conversion, one, rule, micro=setting.key, packing=packing)
+
+
+def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Accept tokens that padding and templates do not need; added ones are not possible."""
+    values = setting.value if isinstance(setting.value, dict) else {}
+    if added := values.get("additional_special_tokens"):
+        conversion.refuse(setting, f"adds the tokens {shown(added)} to the vocabulary")
+    elif end := values.get("eos_token"):
+        kinds = [str(one.value) for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+        has_turns = all(kind.startswith(("chat_template", "sharegpt", "chatml", "llama3")) for kind in kinds)
+        if has_turns or end in _USUAL_ENDS:
+            conversion.drop(setting, "the end of an answer is found in the template or the tokenizer", differs=True)
+        else:
+            conversion.refuse(setting, f"ends an answer with {end}, not with the end of text of the tokenizer")
+    else:
+        conversion.drop(setting, "padding is not read")
+
+
+_USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<｜end▁of▁sentence｜>")
+_HARMLESS = (
+    "swanlab",
+    "liger",
+    "cut_cross_entropy",
+    "moe_kernels",
+    "kernels",
+    "expert_parallel",
+    "lm_eval",
+    "llm_compressor",
+)
+_OTHERS = {
+    "kd": ("trains against a teacher", "distillation"),
+    "spectrum": ("trains the layers with the largest signal-to-noise ratio only", None),
+    "grokfast": ("filters the gradients (Grokfast)", None),
+    "diffusion": ("trains a diffusion language model", "diffusion"),
+}
+
+
+def plugins(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Leave out plugins that change how it is computed."""
+    names = setting.value if isinstance(setting.value, list) else [setting.value] if setting.is_on else []
+    for name in map(str, names):
+        word = next((word for word in _OTHERS if f".{word}" in name), None)
+        if word is not None:
+            conversion.refuse(setting, f"{name} {_OTHERS[word][0]}", _OTHERS[word][1])
+        elif any(f".{known}" in name for known in _HARMLESS):
+            conversion.drop(setting, f"{name} is about how it is computed, not what")
+        else:
+            conversion.refuse(setting, f"{name} is code that changes the training")
+
+
+def fsdp_config(conversion: Conversion, setting: Setting, rule: Rule, words: str) -> None:
+    """Take the options of FSDP, which need no list of words beside them."""
+    if setting.is_on and not conversion.is_on(words):
+        on = setting._replace(value=["full_shard"])
+        functions.fsdp(conversion, on, rule, options=setting.key)
+    elif not setting.is_default:
+        conversion.drop(setting, "is read with fsdp")
+
+
+def pretraining(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take texts to go on with pretraining."""
+    entries = setting.value if isinstance(setting.value, list) else [{"path": setting.value}]
+    known = {"path", "name", "split", "text_column", "type", "trust_remote_code", "data_files", "skip"}
+    for number, entry in enumerate(entries):
+        entry = entry if isinstance(entry, dict) else {"path": entry}
+        unknown = [key for key in entry if key not in known or (key == "skip" and entry[key])]
+        if unknown:
+            conversion.refuse(setting, f"has {', '.join(unknown)}")
+            return
+        item = {"setting": setting, "source": entry.get("path"), "config": entry.get("name"), "format": "text"}
+        item |= {"split": entry.get("split"), "files": entry.get("data_files")}
+        item["columns.text"] = entry.get("text_column")
+        conversion.sources.setdefault("train", {})[f"{number}"] = item
+        note = "rows are read into a file, and tokenized before training"
+        conversion.add("taken", setting, f"data.train: {entry.get('path')}; {note}", differs=True)

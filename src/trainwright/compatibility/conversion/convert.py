@@ -1,0 +1,380 @@
+"""Convert the keys of another tool to a recipe: apply the rules of its table, and say what became of each key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from trainwright.compatibility.conversion.reading import LAUNCHER, Code, near, shown
+from trainwright.compatibility.conversion.table import NULL, Rule, Table, names, table
+from trainwright.errors import RequestError
+from trainwright.recipe.extensions import load
+from trainwright.recipe.loading import checked
+from trainwright.recipe.schema import recipe_model
+from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+
+Status = Literal["taken", "computed", "dropped", "needs", "not possible", "unknown"]
+STATUSES: tuple[Status, ...] = ("taken", "computed", "dropped", "needs", "not possible", "unknown")
+FAILED: tuple[Status, ...] = ("needs", "not possible", "unknown")
+
+_FUNCTIONS = "trainwright.compatibility.conversion"
+_AROUND = ("functions:read_launcher", "sources:set_sources")
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+_OFF_WORDS = ("none", "false", "no", "null", "off")
+_INDEX = re.compile(r"\[\d+\]")
+
+
+class Setting(NamedTuple):
+    """A key of the tool with its value. ``pattern``: the key as tables have it, with ``[]`` for places in lists."""
+
+    key: str
+    pattern: str
+    value: Any
+    origin: Origin
+    is_default: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the value asks for anything."""
+        value = self.value
+        return not (value in _OFF or (isinstance(value, str) and value.lower() in _OFF_WORDS))
+
+
+class Line(NamedTuple):
+    """What became of a key.
+
+    ``text``: our key and value, or the reason. ``differs``: it is done in another way with the same training.
+    ``aside``: the kind of training or data that is asked for, if that is not what we do.
+    """
+
+    status: Status
+    setting: Setting
+    text: str
+    differs: bool = False
+    aside: str | None = None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers that configurations do not have: of processes, and of training rows."""
+
+    processes: int | None = None
+    rows: int | None = None
+
+
+@dataclass
+class Conversion:
+    """A configuration as a recipe.
+
+    Attributes:
+        tool: the table of its tool.
+        file: where it was read.
+        numbers: what is known beside the file.
+        lines: what became of each key.
+        values: our values by dotted key, each with the setting that decided it.
+        sources: by use (train, validation, forget, retain), the sources, each with its keys.
+    """
+
+    tool: Table
+    file: Path
+    numbers: Numbers
+    settings: dict[str, Setting] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    values: dict[str, tuple[Any, Setting]] = field(default_factory=dict)
+    sources: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key of the tool, which may be its default; None if there is none."""
+        setting = self.settings.get(key)
+        return None if setting is None else setting.value
+
+    def is_on(self, key: str) -> bool:
+        """Return whether a key of the tool asks for anything."""
+        setting = self.settings.get(key)
+        return setting is not None and setting.is_on
+
+    @property
+    def processes(self) -> int:
+        """The number of processes, 1 if nothing says another."""
+        return self.numbers.processes or 1
+
+    def take(self, setting: Setting, key: str, value: Any, note: str | None = None, *, computed: str = "") -> None:
+        """Set our key; with ``@train.source`` and the like, a key of the item's source."""
+        if isinstance(value, Code):
+            self.refuse(setting, f"the script computes it: {shown(value)}; pass {setting.key}=VALUE")
+            return
+        if key.startswith("@"):
+            use, _, name = key[1:].partition(".")
+            self.source(use, setting)[name] = value
+            text = f"data.{use}: {name} {shown(value)}"
+        else:
+            earlier = self.values.get(key)
+            if earlier is not None and earlier[0] != value:
+                if setting.is_default:
+                    return
+                if not earlier[1].is_default:
+                    other = f"{earlier[1].key} on line {earlier[1].origin.line}, which means {shown(earlier[0])}"
+                    self.refuse(setting, f"means {key}: {shown(value)}, and contradicts {other}; remove one of the two")
+                    return
+            if earlier is None or earlier[0] != value or earlier[1].is_default:
+                self.values[key] = (value, setting)
+            text = f"{key}: {shown('null' if value is None else value)}"
+        text += f" ({computed})" if computed else ""
+        text += f"; {note}" if note else ""
+        self.add("computed" if computed else "taken", setting, text, differs=note is not None)
+
+    def source(self, use: str, setting: Setting) -> dict[str, Any]:
+        """Return the keys of the source that a setting is of."""
+        items = self.sources.setdefault(use, {})
+        indices = _INDEX.search(setting.key)
+        return items.setdefault(setting.key[: indices.end()] if indices else "", {"setting": setting})
+
+    def drop(self, setting: Setting, reason: str, *, differs: bool = False) -> None:
+        """Say why a key has no effect; of a default, only if it differs."""
+        if not setting.is_default or differs:
+            self.add("dropped", setting, reason, differs=differs)
+
+    def refuse(self, setting: Setting, reason: str, aside: str | None = None) -> None:
+        """Say what a key would have done."""
+        self.add("not possible", setting, reason, aside=aside)
+
+    def need(self, setting: Setting, what: str) -> None:
+        """Say which number is missing, and how to pass it."""
+        self.add("needs", setting, what)
+
+    def add(
+        self, status: Status, setting: Setting, text: str, *, differs: bool = False, aside: str | None = None
+    ) -> None:
+        """Add a line; a key that depends on another's value may be explained only once."""
+        line = Line(status, setting, text, differs, aside)
+        if line not in self.lines:
+            self.lines.append(line)
+
+    @property
+    def failures(self) -> list[Line]:
+        """The lines of what is not in the recipe."""
+        return [line for line in self.lines if line.status in FAILED]
+
+    @property
+    def kind(self) -> Literal["as it is", "harmlessly", "computed", "not", "aside"]:
+        """How much of the file is in the recipe: aside, if it is for a kind of training that we do not do."""
+        statuses = {line.status for line in self.lines}
+        if any(line.aside for line in self.lines):
+            return "aside"
+        if statuses & {"not possible", "unknown"}:
+            return "not"
+        return (
+            "computed"
+            if "needs" in statuses
+            else "harmlessly"
+            if any(line.differs for line in self.lines)
+            else "as it is"
+        )
+
+    def recipe(self) -> Tree:
+        """Return our values as a recipe's tree, with the places of the settings that decided them."""
+        tree = Tree(file=self.file)
+        for key, (value, setting) in self.values.items():
+            path, index = _path(key)
+            inside = tree.values
+            for part in path[:-1]:
+                inside = inside.setdefault(str(part), {})
+            if index is not None:
+                items = inside.setdefault(str(path[-1]), list(_default(path)))
+                items[index] = value
+            else:
+                inside[str(path[-1])] = deepcopy(value)
+            tree.origins[path] = setting.origin
+        order = ["task", *recipe_model().model_fields]
+        tree.values = dict(sorted(tree.values.items(), key=lambda item: order.index(item[0])))
+        return tree
+
+
+def recognize(tree: Tree) -> Table | None:
+    """Return the table of the tool that a file is for; None if it is for none of them."""
+    keys = {setting.pattern for setting in _flatten(tree.values, (), tree, None)}
+    words = {*keys, *(".".join(key.split(".")[:at]) for key in keys for at in range(1, key.count(".") + 1))}
+    for name in names():
+        candidate = table(name)
+        if any(set(required) <= words for required in candidate.recognized_by):
+            return candidate
+    return None
+
+
+def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
+    """Return the conversion of what was read from a file of ``tool``. What is not possible is in its lines."""
+    conversion = Conversion(tool, tree.file or Path(str(tree)), numbers)
+    written = [_named(setting, tool) for setting in _flatten(tree.values, (), tree, tool)]
+    for problem in tree.problems:
+        text = problem.message.replace("keep one of the two", "the later one counts, as for the tool")
+        conversion.drop(
+            Setting(text.partition(":")[0], "", None, problem.origin), text.partition(": ")[2], differs=True
+        )
+    conversion.settings = {setting.key: setting for setting in written}
+    _add_program(conversion)
+    _add_defaults(conversion)
+    before, after = (load(f"{_FUNCTIONS}.{name}", "a function of conversions") for name in _AROUND)
+    before(conversion)
+    ignored = {key: setting for setting in conversion.settings.values() for key in _overruled(setting, tool)}
+    for setting in list(conversion.settings.values()):
+        other = ignored.get(setting.key)
+        if other is not None:
+            conversion.drop(setting, f"has no effect beside {other.key}")
+            continue
+        _apply(conversion, setting, tool.rule(setting.pattern))
+    after(conversion)
+    _validate(conversion)
+    return conversion
+
+
+def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
+    if rule is None:
+        if setting.key.startswith(f"{LAUNCHER}."):
+            conversion.drop(setting, "is for the launcher; see trainwright train --help")
+        else:
+            conversion.add("unknown", setting, f"is no key that the table of {conversion.tool.name} has")
+        return
+    unmet = [key for key, values in rule.needs.items() if not _meets(conversion, key, values)]
+    if unmet:
+        conversion.drop(setting, f"has no effect with {unmet[0]}: {shown(conversion.value(unmet[0]))}")
+        return
+    word = _word(setting.value)
+    if word in rule.values:
+        _apply_value(conversion, setting, rule, rule.values[word])
+    elif rule.by is not None:
+        function = load(f"{_FUNCTIONS}.{rule.by}", "a function of conversions")
+        function(conversion, setting, rule, **rule.arguments)
+    elif not setting.is_on or setting.value in rule.off or word in map(_word, rule.off):
+        if rule.to is not None and setting.value is not None and not rule.values:
+            conversion.take(setting, rule.to, setting.value, rule.note)
+        else:
+            conversion.drop(setting, "asks for nothing" if rule.drop is None else rule.drop)
+    elif rule.refuse is not None:
+        conversion.refuse(setting, rule.refuse, rule.aside)
+    elif rule.drop is not None:
+        conversion.drop(setting, rule.drop)
+    elif rule.values and not rule.others:
+        conversion.refuse(setting, f"{shown(setting.value)} is not supported; {', '.join(rule.values)} are", rule.aside)
+    elif rule.to is not None:
+        conversion.take(setting, rule.to, setting.value, rule.note)
+
+
+def _apply_value(conversion: Conversion, setting: Setting, rule: Rule, ours: Any) -> None:
+    if not isinstance(ours, dict):
+        if rule.to is not None:
+            conversion.take(setting, rule.to, None if ours == NULL else ours, rule.note)
+        return
+    ours = dict(ours)
+    if (reason := ours.pop("refuse", None)) is not None:
+        conversion.refuse(setting, reason, ours.get("aside"))
+    elif (reason := ours.pop("drop", None)) is not None:
+        conversion.drop(setting, reason, differs=ours.get("differs", False))
+    else:
+        note = ours.pop("note", rule.note)
+        if "value" in ours and rule.to is not None:
+            ours[rule.to] = ours.pop("value")
+        for key, value in ours.items():
+            conversion.take(setting, key, None if value == NULL else value, note)
+
+
+def _meets(conversion: Conversion, key: str, values: Any) -> bool:
+    if values == "*":
+        return conversion.is_on(key)
+    return _word(conversion.value(key)) in (values if isinstance(values, list) else [values])
+
+
+def _word(value: Any) -> str:
+    """Return a value as tables have it: in lower case, whole numbers without a point."""
+    if value is None:
+        return NULL
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).lower()
+
+
+def _overruled(setting: Setting, tool: Table) -> Iterator[str]:
+    rule = tool.rule(setting.pattern)
+    if rule is not None and rule.over and setting.is_on and not setting.is_default:
+        ours = rule.values.get(_word(setting.value))
+        yield from () if isinstance(ours, dict) and "drop" in ours else rule.over
+
+
+def _named(setting: Setting, tool: Table) -> Setting:
+    """Return a setting by the key that it is another name of."""
+    rule = tool.rule(setting.pattern)
+    alias = rule.alias if rule is not None else None
+    return setting if alias is None else setting._replace(key=alias, pattern=alias)
+
+
+def _add_program(conversion: Conversion) -> None:
+    """Add the program that a file without a command is for, if the file or its folder is named after it."""
+    key = f"{LAUNCHER}.program"
+    rule = conversion.tool.rules.get(key)
+    if rule is not None and key not in conversion.settings:
+        words = [word for part in reversed(conversion.file.absolute().parts[-3:]) for word in re.split(r"\W|_", part)]
+        program = next((word for word in words if word in rule.values), None)
+        if program is not None:
+            origin = Origin(f"the name of {conversion.file}")
+            conversion.settings[key] = Setting(key, key, program, origin, is_default=True)
+
+
+def _add_defaults(conversion: Conversion) -> None:
+    """Add what the tool does without a key. Later sets replace earlier ones, and may depend on them."""
+    for when, values in conversion.tool.defaults:
+        if all(_meets(conversion, key, wanted) for key, wanted in when.items()):
+            for key, value in values.items():
+                present = conversion.settings.get(key)
+                if present is None or present.is_default:
+                    origin = Origin(f"{conversion.tool.name} by default")
+                    conversion.settings[key] = Setting(key, key, value, origin, is_default=True)
+
+
+def _flatten(value: Any, path: KeyPath, tree: Tree, tool: Table | None) -> Iterator[Setting]:
+    key = dotted(path)
+    pattern = _INDEX.sub("[]", key)
+    is_known = tool is not None and pattern in tool.rules and not tool.has_rules_inside(pattern)
+    if isinstance(value, dict) and value and not is_known:
+        for name, item in value.items():
+            yield from _flatten(item, (*path, name), tree, tool)
+    elif isinstance(value, list) and not is_known and value and all(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield from _flatten(item, (*path, index), tree, tool)
+    elif path:
+        origin = next((tree.origins[path[:at]] for at in range(len(path), 0, -1) if path[:at] in tree.origins), None)
+        yield Setting(key, pattern, value, origin or Origin(str(tree)))
+
+
+def _path(key: str) -> tuple[KeyPath, int | None]:
+    match = re.fullmatch(r"(.*)\[(\d+)\]", key)
+    return (tuple(match[1].split(".")), int(match[2])) if match else (tuple(key.split(".")), None)
+
+
+def _default(path: KeyPath) -> Any:
+    section: Any = recipe_model()
+    for part in path[:-1]:
+        section = section.model_fields[part].annotation
+    return section.model_fields[path[-1]].default
+
+
+def _validate(conversion: Conversion) -> None:
+    """Add what the product's own schema says about the recipe, by the settings that decided its values."""
+    if any(line.aside for line in conversion.lines):
+        return
+    try:
+        checked(conversion.recipe(), Origin(str(conversion.file)))
+    except RequestError as error:
+        has_others = bool(conversion.failures)
+        for line in str(error).splitlines():
+            where, _, message = line.partition(": ")
+            if not (has_others and ": is missing." in message):  # it follows from the others
+                conversion.refuse(Setting("", "", None, Origin(where)), message)
+
+
+def files_named(conversion: Conversion, setting: Setting) -> Path | None:
+    """Return the file that a setting names; None if it is not here."""
+    return near(str(setting.value), conversion.file) if isinstance(setting.value, str) else None

@@ -1,0 +1,317 @@
+"""Read a configuration of another tool as one mapping of its keys: YAML, JSON, a command line, a Python script.
+
+Nothing in a file is executed. Values that a script computes are ``Code``, which no key accepts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainwright.compatibility.conversion.hydra import compose, configuration_root, resolve
+from trainwright.errors import RequestError
+from trainwright.recipe.files import parse_json, read_text
+from trainwright.recipe.yaml_text import Origin, Tree, parse_mapping, parse_value
+
+SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".slurm", ".sbatch", ".bash", ".py", ".ipynb")
+LAUNCHER = "launcher"  # the key with the options of the launcher of a command
+
+_LARGEST = 16 * 2**20  # bytes; notebooks have pictures in them
+_PROGRAMS = re.compile(
+    r"(?:^|/)(?:trl|llamafactory-cli|lmf|axolotl|tune)$|\baxolotl\.cli\.train$|(?:^|/)(?:sft|dpo|kto|orpo|cpo|reward|"
+    r"grpo|run_\w+|train\w*|finetun\w*|unsloth-cli)[\w-]*\.py$"
+)
+_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3", "llamafactory-cli", "trl", "axolotl", "tune")
+_WORDS = ("train", "launch", "run", "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo")  # of programs' commands
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
+_FILES = ("config", "config_file")
+
+
+class Code(str):
+    """An expression of a script, whose value is only known when it runs."""
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
+    """Return the keys of a file, with ``KEY=VALUE`` over them, and the lines they are from; of a script with several
+    commands, the keys of each.
+
+    Raises:
+        RequestError: the file is not readable, or has no keys.
+    """
+    text = read_text(path, _LARGEST)
+    if (root := configuration_root(path)) is not None:
+        return [compose(path, root, overrides)]
+    if path.suffix == ".json":
+        trees = [parse_mapping(text, str(path))]
+    elif path.suffix == ".ipynb":
+        trees = _script(_cells(text, path), path)
+    elif path.suffix == ".py":
+        trees = _script(text, path)
+    elif path.suffix in (".yaml", ".yml"):
+        trees = [parse_mapping(text, str(path))]
+    else:
+        trees = _commands(text, path)
+    for tree in trees:
+        tree.file = path
+        for override in overrides:
+            key, equals, written = override.partition("=")
+            if not equals:
+                raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
+            put(tree, key, parse_value(written, f"argument {override!r}", ())[0], Origin(f"argument {override!r}"))
+        resolve(tree)
+    return trees
+
+
+def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
+    """Set a dotted key."""
+    *above, last = key.lstrip("-+").split(".")
+    values = tree.values
+    for part in above:
+        inside = values.get(part)
+        values[part] = values = inside if isinstance(inside, dict) else {}
+    values[last] = value
+    tree.origins[(*above, last)] = origin
+
+
+def _commands(text: str, path: Path) -> list[Tree]:
+    """Return the options of each command of a shell script that starts a training."""
+    trees = [tree for line, words in _lines(text, 1) if (tree := _options(words, path, line)) is not None]
+    if not trees:
+        raise RequestError(f"{path}: has no command that starts a training of a known tool")
+    return trees
+
+
+def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line and the words of each command, with variables that the text itself sets."""
+    variables: dict[str, str] = {}
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[2], match[3]
+        return variables.get(name, match[0] if default is None else default)
+
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        start, line = at, lines[at]
+        while line.rstrip().endswith("\\") and at + 1 < len(lines):
+            at += 1
+            line = f"{line.rstrip()[:-1]} {lines[at].strip()}"
+        at += 1
+        line = _VARIABLE.sub(value, line)
+        if match := _ASSIGNMENT.match(line):
+            variables[match[1]] = match[2].strip("\"'")
+            continue
+        try:
+            yield start + first_line, shlex.split(line, comments=True)
+        except ValueError:  # a quote that ends on another line, as in texts
+            continue
+
+
+def _options(words: list[str], path: Path, line: int) -> Tree | None:
+    """Return the options of a command that starts a training; None if it does not."""
+    program = next((at for at, word in enumerate(words) if _PROGRAMS.search(word)), None)
+    starts = next((at for at, word in enumerate(words) if "=" not in word), len(words))
+    if program is None or starts >= len(words) or words[starts].rpartition("/")[2] not in _LAUNCHERS:
+        return None
+    if words[starts + 1 : starts + 2] in (["chat"], ["eval"], ["export"], ["api"], ["webui"], ["download"]):
+        return None
+    tree = Tree(file=path)
+    launcher = dict(_pairs(words[starts + 1 : program]))
+    arguments = dict(_pairs(words[program + 1 :]))
+    origin = Origin(str(path), line)
+    files = [arguments.pop(name) for name in _FILES if name in arguments]
+    files += [word for word in words[program + 1 :] if word.endswith((".yaml", ".yml", ".json")) and "=" not in word][
+        :1
+    ]
+    if files and (file := near(str(files[0]), path)) is not None:
+        tree = parse_mapping(read_text(file), str(file))
+        tree.file = path
+    elif files and len(arguments) < 3:
+        raise RequestError(f"{path}:{line}: {files[0]}, which the command reads, is not here")
+    for name, value in arguments.items():
+        off = name.startswith("no_") and value is True
+        put(tree, name.removeprefix("no_") if off else name, False if off else value, origin)
+    kind = next((word for word in words[program + 1 :][:1] if word in _WORDS), None)
+    named = kind or re.sub(r"\.py$", "", words[program].rpartition("/")[2])
+    put(tree, f"{LAUNCHER}.program", named, origin)
+    for name, value in launcher.items():
+        put(tree, f"{LAUNCHER}.{name}", value, origin)
+    return tree if arguments or files else None
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield options and values: ``--key value``, ``--key=value``, ``--key one two``, ``--flag``, ``key=value``."""
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            if equals and re.fullmatch(r"[\w.+/@-]+", name):
+                yield name, _value(value)
+            continue
+        values = [value] if equals else []
+        while not equals and at < len(words) and not re.match(r"--?[A-Za-z]", words[at]) and words[at] not in "|>&;":
+            values.append(words[at])
+            at += 1
+        if any(_PROGRAMS.search(value) for value in values):
+            values = []
+        name = name.lstrip("-").replace("-", "_")
+        yield name, True if not values else _value(values[0]) if len(values) == 1 else [_value(one) for one in values]
+
+
+def _value(text: str) -> Any:
+    if _VARIABLE.search(text) or text.startswith(("$(", "`")):
+        return Code(text)
+    try:
+        return parse_value(text, "", ())[0] if text and not text.startswith(("*", "&", "!", "%", "@")) else text
+    except RequestError:
+        return text
+
+
+def near(name: str, beside: Path) -> Path | None:
+    """Return the file ``name`` in the working directory, beside a file, or in a directory above that; None if it is
+    nowhere.
+    """
+    path = Path(name)
+    folders = [Path(), *beside.absolute().parents] if not path.is_absolute() else [Path()]
+    return next((folder / path for folder in folders[:8] if (folder / path).is_file()), None)
+
+
+# The calls of a script whose arguments are keys of their own, by the words with which their names end; all arguments of
+# configurations of trainers are keys at the top, as in a file.
+_CONFIGURATIONS = ("Config", "TrainingArguments")
+_CALLS = [
+    "get_peft_model",
+    "load_dataset",
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "ORPOTrainer",
+    "CPOTrainer",
+    "UnslothTrainer",
+    "Trainer",
+    "RewardTrainer",
+    "GRPOTrainer",
+    "PPOTrainer",
+    "train_on_responses_only",
+    "get_chat_template",
+    "standardize_sharegpt",
+    "standardize_data_formats",
+    "apply_chat_template",
+    "map",
+    "filter",
+    "select",
+    "shuffle",
+    "train_test_split",
+    "concatenate_datasets",
+    "interleave_datasets",
+    "from_generator",
+    "from_list",
+    "from_dict",
+    "to_sharegpt",
+]
+_OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
+
+
+def _cells(text: str, path: Path) -> str:
+    notebook = parse_json(text, str(path))
+    cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
+    sources = [cell.get("source", "") for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    lines = [line for source in sources for line in "".join(source).splitlines()]
+    return "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in lines)
+
+
+def _script(text: str, path: Path) -> list[Tree]:
+    """Return the arguments of the calls that configure a training, or of the command in the script's docstring."""
+    try:
+        module = ast.parse("\n".join("" if line.startswith(("!", "%")) else line for line in text.splitlines()))
+    except (SyntaxError, ValueError) as error:
+        raise RequestError(f"{path}: is not Python: {error}") from None
+    tree = Tree(file=path)
+    constants = _constants(module)
+    for call in sorted((node for node in ast.walk(module) if isinstance(node, ast.Call)), key=lambda node: node.lineno):
+        name = _called(call)
+        if name is None:
+            continue
+        top = name.endswith(_CONFIGURATIONS) and name not in _OF_ADAPTERS
+        arguments = {word.arg: word.value for word in call.keywords if word.arg}
+        arguments |= {f"argument_{at}": value for at, value in enumerate(call.args)}
+        if not arguments:
+            arguments = {"called": ast.Constant(True)}
+        if not top and isinstance(tree.values.get(name), dict) and name in ("load_dataset", "map"):
+            name = f"{name}_{sum(key.startswith(name) for key in tree.values)}"
+        for key, node in arguments.items():
+            value = _evaluate(node, constants)
+            put(
+                tree,
+                key if top else f"{name}.{key}",
+                value,
+                Origin(str(path), node.lineno if hasattr(node, "lineno") else call.lineno),
+            )
+    docstring = ast.get_docstring(module, clean=False)
+    is_library = docstring and not {"learning_rate", "per_device_train_batch_size"} & tree.values.keys()
+    return _commands(docstring, path) if is_library and docstring else [tree]
+
+
+def _called(call: ast.Call) -> str | None:
+    function = call.func
+    if isinstance(function, ast.Name):
+        name, owner = function.id, ""
+    elif isinstance(function, ast.Attribute):
+        name = function.attr
+        owner = function.value.id if isinstance(function.value, ast.Name) else ""
+    else:
+        return None
+    if name == "from_pretrained":
+        return owner or None
+    is_known = name in _CALLS or name.endswith(_CONFIGURATIONS) or name in _OF_ADAPTERS
+    return name if is_known else None
+
+
+def _constants(module: ast.Module) -> dict[str, Any]:
+    """Return the names that a script assigns one value."""
+    values: dict[str, list[Any]] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            values.setdefault(node.targets[0].id, []).append(node.value)
+    constants: dict[str, Any] = {}
+    for name, nodes in values.items():
+        if len(nodes) == 1 and not isinstance(value := _evaluate(nodes[0], constants), Code):
+            constants[name] = value
+    return constants
+
+
+def _evaluate(node: ast.AST, constants: dict[str, Any]) -> Any:
+    """Return the value of an expression of constants; ``Code`` for others."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in constants:
+        return constants[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_evaluate(item, constants) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else Code("a key") for key in node.keys]
+        if not any(isinstance(key, Code) for key in keys):
+            return {key: _evaluate(value, constants) for key, value in zip(keys, node.values, strict=True)}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _evaluate(node.operand, constants)
+        return -value if isinstance(value, int | float) else Code(ast.unparse(node))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _evaluate(node.left, constants), _evaluate(node.right, constants)
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            return left * right
+    return Code(ast.unparse(node))
+
+
+def shown(value: Any) -> str:
+    """Return a value on one line, shortened."""
+    text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,280 @@
+"""The data of a conversion: the names, splits and columns of other tools as sources of a recipe."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from trainwright.compatibility.conversion.convert import Conversion, Setting
+from trainwright.compatibility.conversion.reading import Code, near, shown
+from trainwright.compatibility.conversion.table import Rule
+from trainwright.errors import RequestError
+from trainwright.recipe.files import read_json
+from trainwright.recipe.yaml_text import Origin
+
+# datasets' names of kinds of files, whose files are in another key.
+_FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
+# Keys of an item that make up the name of its source, and those that are of its setting only.
+_OF_NAME = ("source", "config", "split", "files", "setting", "fraction")
+_USES = {"train": "data.train", "validation": "data.validation", "forget": "data.forget", "retain": "data.retain"}
+
+
+def set_sources(conversion: Conversion) -> None:
+    """Set the sections' sources from the items that keys have described, and check what depends on them."""
+    for use, items in conversion.sources.items():
+        named = [item for item in items.values() if item.get("source") or item.get("files")]
+        if not named:
+            continue
+        sources = [source for item in named if (source := _source(conversion, item, use)) is not None]
+        setting = named[0]["setting"]
+        if use != "train" or len(sources) == 1:
+            if len(sources) > 1:
+                conversion.refuse(setting, f"names {len(sources)} {use} sets; one is supported")
+            elif sources:
+                _one(conversion, setting, use, sources[0])
+        elif sources:
+            conversion.take(setting, "data.train", sources, computed=f"{len(sources)} sources")
+            if "data.mixing" not in conversion.values:
+                conversion.take(setting, "data.mixing", "concatenate", computed="one after another")
+    conversion.values.setdefault("task", ("sft", Setting("", "", None, Origin("default"), is_default=True)))
+    is_unlearning = conversion.values["task"][0] == "unlearn"  # which measures forget rows, and trains on them
+    if "data.validation" not in conversion.values and not is_unlearning:
+        default = Setting("validation rows", "", None, Origin("default"), is_default=True)
+        conversion.take(default, "data.validation", None)
+    validation = conversion.values.get("data.validation")
+    if validation is not None and validation[0] is None and "evaluate.every" in conversion.values:
+        conversion.drop(conversion.values.pop("evaluate.every")[1], "there are no validation rows")
+
+
+def _one(conversion: Conversion, setting: Setting, use: str, source: dict[str, Any]) -> None:
+    """Set a single source, whose other keys are keys of the section."""
+    name = source.pop("source")
+    if use == "validation":
+        conversion.values.pop("data.validation", None)
+    conversion.values[_USES[use]] = (name, setting)
+    for key, value in source.items():
+        if use == "train":
+            conversion.values[f"data.{key}"] = (value, setting)
+
+
+def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str, Any] | None:
+    """Return a source with its name, its slice, and how its rows are read."""
+    setting: Setting = item["setting"]
+    name, config, split = (item.get(key) for key in ("source", "config", "split"))
+    files = item.get("files")
+    files = files[0] if isinstance(files, list) and len(files) == 1 else files
+    if files:
+        if isinstance(files, list | dict):
+            conversion.refuse(setting, f"reads the files {shown(files)}; put them in a directory of their own")
+            return None
+        if name and name not in _FILE_KINDS and not str(name).startswith((".", "/")):
+            conversion.refuse(setting, f"reads {files} of {name}; download it and name the file")
+            return None
+        name = files if name in (None, *_FILE_KINDS) or str(files).startswith(("/", ".")) else str(Path(name) / files)
+    if isinstance(name, Code) or not isinstance(name, str):
+        conversion.refuse(setting, f"the script makes the rows: {shown(name)}; write them to a file and name it")
+        return None
+    split = "train" if split is None else str(split)
+    plain, rows = re.fullmatch(r"([^\[]*)((?:\[.*\])?)", split).groups()  # type: ignore[union-attr]
+    if "+" in split:
+        conversion.refuse(setting, f"reads the splits {split} together; name each as a source")
+        return None
+    is_file = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
+    parts = [name]
+    if config not in (None, "default"):
+        parts += [str(config), plain]
+    elif not is_file and plain not in ("train", ""):
+        parts += [plain]
+    source = {key: value for key, value in item.items() if key not in _OF_NAME and value not in (None, {}, "")}
+    columns = {key.partition(".")[2]: source.pop(key) for key in list(source) if key.startswith("columns.")}
+    if columns := {field: column for field, column in columns.items() if field != column}:
+        source["columns"] = columns
+    fraction = item.get("fraction")
+    if isinstance(fraction, int | float) and fraction > 1:
+        source["limit"] = int(fraction)
+    elif isinstance(fraction, int | float) and 0 < fraction < 1 and not rows:
+        rows = f"[:{fraction * 100:g}%]"
+        if fraction * 100 % 1:
+            conversion.refuse(setting, f"takes {fraction:.2%} of the rows of {name}; slices are of whole percents")
+            return None
+    return {"source": ":".join(parts) + rows, **source}
+
+
+def llamafactory_datasets(
+    conversion: Conversion, setting: Setting, rule: Rule, folder: str, limit: str = "", stage: str = ""
+) -> None:
+    """Read the data sets by their names in dataset_info.json (LLaMA-Factory, data/README.md)."""
+    use = str(rule.to)
+    names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    file = near(str(Path(str(conversion.value(folder) or "data")) / "dataset_info.json"), conversion.file)
+    try:
+        infos = read_json(file) if file is not None else {}
+    except RequestError as error:
+        conversion.refuse(setting, str(error))
+        return
+    for name in filter(None, (str(name).strip() for name in names)):
+        info = infos.get(name)
+        if info is None:
+            where = "dataset_info.json is not here" if file is None else f"{file} does not have it"
+            conversion.need(setting, f"{name}: {where}; run the command beside it, or pass {folder}=DIRECTORY")
+            continue
+        item = conversion.sources.setdefault(use, {}).setdefault(name, {"setting": setting})
+        _llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path())
+        if limit and conversion.is_on(limit) and use == "train":
+            item["limit"] = conversion.value(limit)
+        if use == "train":
+            conversion.add("taken", setting, f"data.train: {name}, {shown(item.get('source'))}")
+
+
+def _llamafactory_item(
+    conversion: Conversion, setting: Setting, item: dict[str, Any], info: dict[str, Any], folder: Path
+) -> None:
+    columns = dict(info.get("columns") or {})
+    if media := [key for key in ("images", "videos", "audios") if key in columns]:
+        conversion.refuse(setting, f"has {', '.join(media)}", "vision" if "audios" not in media else "audio")
+    if info.get("script_url") or columns.get("history"):
+        reason = "is a script" if info.get("script_url") else "has turns in a column history; write rows of turns"
+        if info.get("script_url"):
+            conversion.refuse(setting, reason)
+            return
+    hub = info.get("hf_hub_url") or info.get("ms_hub_url")
+    item["source"] = hub or str(folder / str(info.get("file_name", "")))
+    item["config"], item["split"] = info.get("subset"), info.get("split")
+    item["fraction"] = info.get("num_samples")
+    layout = info.get("formatting", "alpaca")
+    ranking = bool(info.get("ranking"))
+    if layout in ("sharegpt", "openai"):
+        item["columns.messages" if layout == "openai" else "columns.conversations"] = columns.get("messages")
+    elif ranking:
+        item["columns.prompt"] = columns.get("prompt", "instruction")
+    elif "kto_tag" in columns:
+        item |= {"columns.prompt": columns.get("prompt", "instruction"), "columns.label": columns["kto_tag"]}
+    else:
+        prompt, query = columns.get("prompt", "instruction"), columns.get("query", "input")
+        if set(columns) <= {"prompt"} and columns:
+            item |= {"format": "text", "columns.text": prompt}
+        else:
+            item |= {"prompt": f"{{{prompt}}}\n{{{query}}}", "prompt_without_input": f"{{{prompt}}}"}
+            item |= {"columns.answer": columns.get("response", "output"), "columns.input": query}
+            if columns and "query" not in columns:
+                item["prompt"] = item.pop("prompt_without_input")
+                del item["columns.input"]
+    for field in ("chosen", "rejected"):
+        item[f"columns.{field}"] = columns.get(field)
+    item["columns.system"] = columns.get("system")
+    item["columns.tools"] = columns.get("tools")
+
+
+def mixer(conversion: Conversion, setting: Setting, rule: Rule, splits: str) -> None:
+    """Take the data sets and parts of alignment-handbook's older dataset_mixer, and of open-instruct's."""
+    wanted = conversion.value(splits)
+    wanted = wanted if isinstance(wanted, list) else [wanted] if wanted else ["train"]
+    if not isinstance(setting.value, dict):
+        conversion.refuse(setting, "is not a mapping of data sets to parts of them")
+        return
+    for name, part in setting.value.items():
+        for use, split in (("train", wanted[0]), ("validation", wanted[1] if len(wanted) > 1 else None)):
+            if split is not None:
+                item = {"setting": setting, "source": name, "split": split}
+                item["fraction"] = part if use == "train" and part != 1.0 else None
+                conversion.sources.setdefault(use, {})[name] = item
+        conversion.add("taken", setting, f"data.train: {name}, {shown(part)} of it", differs=part != 1.0)
+    conversion.values.setdefault("data.validation", (None, setting))
+
+
+def mixer_list(conversion: Conversion, setting: Setting, rule: Rule, splits: str) -> None:
+    """Take the data sets and parts of open-instruct's dataset_mixer_list: names and parts by turns."""
+    words = setting.value if isinstance(setting.value, list) else str(setting.value).split()
+    parts = {str(name): float(share) for name, share in zip(words[::2], words[1::2], strict=False)}
+    mixer(conversion, setting._replace(value=parts), rule, splits)
+
+
+def part(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take a part of a data set: its first rows, where the tool draws them."""
+    value = setting.value
+    if value in (None, 1, 1.0):
+        conversion.drop(setting, "is all of it")
+        return
+    conversion.source("train", setting)["fraction"] = value
+    conversion.add("taken", setting, f"data.train: the first {shown(value)} of the rows, not drawn ones", differs=True)
+
+
+def trl_targets(conversion: Conversion, setting: Setting, rule: Rule, answers: str) -> None:
+    """Set what is trained on: TRL trains on every token of a conversation, unless it is told otherwise."""
+    if conversion.is_on(answers) or setting.value is True:
+        conversion.take(conversion.settings.get(answers, setting), "data.targets", "answers")
+    else:
+        by_default = "as TRL does for turns and texts; for rows of prompt and completion set answers"
+        conversion.take(setting, "data.targets", "all", computed=by_default if setting.is_default else "")
+
+
+def test_split(conversion: Conversion, setting: Setting, rule: Rule, source: str, config: str, strategy: str) -> None:
+    """Take the split to evaluate on, which is read if there are evaluations."""
+    if str(conversion.value(strategy)).lower() in ("no", "false", "none"):
+        if not setting.is_default:
+            conversion.drop(setting, f"has no effect with {strategy}: no")
+        conversion.take(setting, "data.validation", None)
+        return
+    item = conversion.source("validation", setting)
+    item |= {"source": conversion.value(source), "config": conversion.value(config), "split": setting.value}
+    conversion.add("taken", setting, f"data.validation: the split {setting.value}")
+
+
+_TORCHTUNE_SOURCES = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "chat"),
+    "samsum_dataset": ("Samsung/samsum", "summary"),
+    "grammar_dataset": ("liweili/c4_200m", "grammar"),
+    "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "pairs"),
+    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", "preference"),
+    "wikitext_dataset": ("EleutherAI/wikitext_document_level", "text"),
+    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", "article"),
+}
+_TORCHTUNE_ROWS = ("chat_dataset", "instruct_dataset", "text_completion_dataset", "preference_dataset")
+_OF_ALPACA = (
+    "Below is an instruction that describes a task{more}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{{instruction}}\n\n{input}### Response:\n"
+)
+
+
+def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule, targets: str) -> None:
+    """Set the rows of a data set of torchtune (torchtune/datasets), and what is trained on."""
+    use, name = str(rule.to), str(setting.value).rpartition(".")[2]
+    item = conversion.source(use, setting)
+    if "multimodal" in str(setting.value):
+        conversion.refuse(setting, "has images", "vision")
+        return
+    source, kind = _TORCHTUNE_SOURCES.get(name, (None, None))
+    if source is None and name not in _TORCHTUNE_ROWS:
+        conversion.refuse(setting, "is a data set that torchtune builds in a way of its own; write rows of turns")
+        return
+    if source is not None:
+        item.setdefault("source", source)
+    if kind == "alpaca":
+        more = ", paired with an input that provides further context"
+        item["prompt"] = _OF_ALPACA.format(more=more, input="### Input:\n{input}\n\n")
+        item["prompt_without_input"] = _OF_ALPACA.format(more="", input="")
+    elif kind in ("summary", "grammar", "pairs", "article"):
+        conversion.refuse(setting, f"{name} has a prompt of its own; write it as data.prompt")
+        return
+    elif kind == "text" or name == "text_completion_dataset":
+        item["format"] = "text"
+    if use == "train":
+        conversion.add("taken", setting, f"data.train: {shown(item.get('source') or name)}")
+        written = conversion.value(targets)
+        on_input = written if written is not None else kind == "alpaca"
+        if kind != "text" and "preference" not in name and kind != "preference":
+            conversion.values["data.targets"] = ("all" if on_input else "answers", setting)
+
+
+def json_text(value: Any) -> Any:
+    """Return the mapping that a text has as JSON, else the value."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,309 @@
+"""Configurations of other tools as recipes: what is taken, computed, left out, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compatibility.conversion import files
+from trainwright.compatibility.conversion.convert import Conversion, Numbers, convert, recognize
+from trainwright.compatibility.conversion.reading import read
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.yaml_text import to_yaml
+
+ALPACA = "{instruction}\n\n### Input:\n{input}"
+
+
+def converted(path: Path, *values: str, **numbers: Any) -> Conversion:
+    """Return the conversion of a file."""
+    (tree,) = read(path, values)
+    tool = recognize(tree)
+    assert tool is not None
+    return convert(tree, tool, Numbers(**numbers))
+
+
+def of(tmp_path: Path, text: str, *values: str, name: str = "axolotl.yaml", **numbers: Any) -> Conversion:
+    (tmp_path / name).write_text(text)
+    return converted(tmp_path / name, *values, **numbers)
+
+
+def recipe(conversion: Conversion, tmp_path: Path) -> dict[str, Any]:
+    """Return the recipe's values, which the product itself accepts from a file."""
+    assert [line.text for line in conversion.failures] == []
+    tree = conversion.recipe()
+    (tmp_path / "recipe.yaml").write_text(to_yaml(tree.values))
+    load_recipe(tmp_path / "recipe.yaml")
+    return tree.values
+
+
+def statuses(conversion: Conversion) -> dict[str, str]:
+    return {line.setting.key: line.status for line in conversion.lines if not line.setting.is_default}
+
+
+def failures(conversion: Conversion) -> list[str]:
+    return [f"{line.setting.origin}: {line.setting.key}: {line.text}" for line in conversion.failures]
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    conversion = of(tmp_path, files.AXOLOTL)
+    assert recipe(conversion, tmp_path) == {
+        "task": "sft",
+        "model": {
+            "name": "owner/small",
+            "chat_template": "alpaca",
+            "adapter": {"type": "qlora", "rank": 8, "alpha": 16, "targets": "all-linear"},
+        },
+        "data": {
+            "validation": 0.1,
+            "max_length": 256,
+            "long_documents": "drop",
+            "train": [
+                {"source": "rows.jsonl", "prompt": ALPACA, "prompt_without_input": "{instruction}"},
+                {"source": "owner/chats[:10%]", "prompt": ALPACA, "prompt_without_input": "{instruction}"},
+            ],
+            "mixing": "concatenate",
+        },
+        "optimizer": {
+            "name": "adamw_8bit",
+            "schedule": "cosine",
+            "final_learning_rate_ratio": 0.1,
+            "learning_rate": 2e-4,
+            "warmup_steps": 0.1,
+            "weight_decay": 0.01,
+            "max_grad_norm": 1.0,
+        },
+        "train": {
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "epochs": 2,
+            "mixed_precision": "bf16",
+            "activation_checkpointing": "full",
+            "seed": 42,
+        },
+        "logging": {"observers": {"wandb": True}},
+    }
+    assert conversion.kind == "harmlessly"
+    of_keys = statuses(conversion)
+    assert of_keys["learning_rate"] == "taken" and of_keys["gradient_accumulation_steps"] == "computed"
+    assert of_keys["flash_attention"] == of_keys["special_tokens"] == "dropped"
+    written = {line.split(":")[0].strip() for line in files.AXOLOTL.splitlines() if not line.startswith(" ")}
+    keys = {key.partition("[")[0].partition(".")[0] for key in of_keys}
+    assert {word for word in written if not word.startswith("-")} <= keys  # nothing is left out in silence
+
+
+def test_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> None:
+    conversion = converted(files.write_llama_factory(tmp_path))
+    values = recipe(conversion, tmp_path)
+    assert values["model"]["adapter"] == {"type": "lora", "rank": 4, "targets": ["q_proj", "v_proj"], "alpha": 8}
+    assert values["data"]["train"] == [
+        {
+            "source": str(tmp_path / "data" / "mine.json"),
+            "prompt": "{instruction}\n{input}",
+            "prompt_without_input": "{instruction}",
+            "limit": 50,
+            "columns": {"answer": "output"},
+        },
+        {"source": "owner/chats", "limit": 50, "columns": {"conversations": "talk", "system": "setting"}},
+    ]
+    assert values["train"]["activation_checkpointing"] == "full"  # by default
+    assert values["parallel"] == {"strategy": "zero2", "offload_optimizer": True}  # by the name of a file not here
+    assert values["evaluate"] == {"every": 20} and values["data"]["validation"] == 0.2
+
+
+def test_trl_trains_on_all_tokens_and_evaluates_nothing_unless_it_is_told(tmp_path: Path) -> None:
+    values = recipe(of(tmp_path, files.TRL, name="trl.yaml"), tmp_path)
+    assert values["data"] == {"train": "owner/chats", "max_length": 512, "targets": "all", "validation": None}
+    assert values["optimizer"]["final_learning_rate_ratio"] == 0.1
+    assert values["train"]["epochs"] == 1 and "max_steps" not in values["train"]
+    assert values["train"]["mixed_precision"] == "bf16" and values["train"]["activation_checkpointing"] == "full"
+    told = recipe(
+        of(tmp_path, files.TRL + "assistant_only_loss: true\neval_strategy: epoch\n", name="trl.yaml"), tmp_path
+    )
+    assert told["data"]["targets"] == "answers" and told["data"]["validation"] == "owner/chats:test"
+
+
+def test_torchtune(tmp_path: Path) -> None:
+    values = recipe(of(tmp_path, files.TORCHTUNE, name="tune.yaml"), tmp_path)
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert values["model"]["adapter"] == {"type": "lora", "rank": 8, "alpha": 16, "targets": targets}
+    assert values["optimizer"]["weight_decay"] == 0.01  # of torch's AdamW
+    assert values["optimizer"]["max_grad_norm"] is None and values["data"]["validation"] is None
+    assert values["data"]["targets"] == "all" and values["data"]["train"] == "tatsu-lab/alpaca"
+    assert values["data"]["prompt"].endswith("### Input:\n{input}\n\n### Response:\n")
+
+
+def test_unsloth_is_read_and_not_run(tmp_path: Path) -> None:
+    values = recipe(of(tmp_path, files.UNSLOTH, name="unsloth.py"), tmp_path)
+    assert not (tmp_path / "ran").exists() and not Path("ran").exists()
+    adapter = values["model"]["adapter"]
+    assert (adapter["quantization"], adapter["rank"], adapter["alpha"]) == ("nf4", 16, 32)
+    assert values["data"]["max_length"] == 512 and values["data"]["targets"] == "all"
+    assert values["train"]["max_steps"] == 60 and "epochs" not in values["train"]
+    answers = files.UNSLOTH + "trainer = train_on_responses_only(trainer, instruction_part='a', response_part='b')\n"
+    assert recipe(of(tmp_path, answers, name="unsloth.py"), tmp_path)["data"]["targets"] == "answers"
+    made = files.UNSLOTH.replace("tokenizer.apply_chat_template(row, tokenize=False)", "row[0]")
+    (failure,) = failures(of(tmp_path, made, name="unsloth.py"))
+    assert "unsloth.py:29: map.argument_0: changes the rows by a function of the script" in failure
+
+
+def test_open_unlearning_is_composed(tmp_path: Path) -> None:
+    path = files.write_hydra(tmp_path)
+    values = recipe(converted(path), tmp_path)
+    assert values["task"] == "unlearn" and values["unlearn"] == {
+        "objective": "npo",
+        "beta": 0.2,
+        "alpha": 1.0,
+        "gamma": 1.0,
+    }
+    assert values["model"] == {"name": "owner/small"} and values["data"]["system"] == "Be kind."
+    assert values["data"]["forget"] == "owner/tofu:forget05:train"
+    assert values["data"]["retain"] == "owner/other:retain90:train"
+    assert values["optimizer"]["warmup_steps"] == 0.1  # 1 of 10 epochs
+    changed = recipe(
+        converted(path, "forget_split=forget01", "model=large", "trainer.args.num_train_epochs=5"), tmp_path
+    )
+    assert changed["data"]["forget"] == "owner/tofu:forget01:train" and changed["model"] == {"name": "owner/large"}
+    assert changed["optimizer"]["warmup_steps"] == 0.2 and changed["train"]["epochs"] == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "failure"),
+    [
+        ("no_such_key: 3", "no_such_key: is no key that the table of Axolotl has"),
+        ("tokens: [a]", "tokens: adds tokens to the vocabulary"),
+        ("lr_scheduler: rex", "lr_scheduler: is the schedule REX"),
+        ("optimizer: came_pytorch", "optimizer: came_pytorch is not supported; "),
+        ("context_parallel_size: 2", "context_parallel_size: divides sequences over processes"),
+        ("sequence_len: soon", "data.max_length: expected a whole number"),
+        ("learning_rate: [1, 2]", "optimizer.learning_rate: expected a number"),
+    ],
+)
+def test_what_is_not_possible_is_named_with_its_line(tmp_path: Path, line: str, failure: str) -> None:
+    key = line.partition(":")[0]
+    kept = [text for text in files.AXOLOTL.splitlines() if not text.startswith(f"{key}:")]
+    conversion = of(tmp_path, "\n".join([*kept, line, ""]))
+    (text,) = failures(conversion)
+    assert text.startswith(f"{tmp_path / 'axolotl.yaml'}:{len(kept) + 1}: ") and failure in text
+    assert conversion.kind == "not"
+
+
+@pytest.mark.parametrize(
+    "line", ["context_parallel_size: 1", "tokens: []", "early_stopping_patience: null", "rl: null"]
+)
+def test_a_key_that_asks_for_nothing_has_no_effect(tmp_path: Path, line: str) -> None:
+    conversion = of(tmp_path, files.AXOLOTL + line + "\n")
+    assert failures(conversion) == [] and statuses(conversion)[line.partition(":")[0]] == "dropped"
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "value"),
+    [
+        ("early_stopping_patience: 2\neval_steps: 10", "evaluate.early_stopping", {"patience": 2}),
+        ("loss_watchdog_threshold: 5.0", "train.max_loss", 5.0),
+        ("neftune_noise_alpha: 5", "train.neftune_noise_alpha", 5),
+        ("loraplus_lr_ratio: 16", "optimizer.loraplus_ratio", 16),
+        ("embedding_lr: 1e-5", "optimizer.groups", [
+            {"pattern": ".*embed_tokens.*", "learning_rate": 1e-5},
+            {"pattern": ".*lm_head.*", "learning_rate": 1e-5},
+        ]),
+    ],
+)  # fmt: skip
+def test_knobs_of_axolotl(tmp_path: Path, lines: str, key: str, value: object) -> None:
+    values: Any = recipe(of(tmp_path, f"{files.AXOLOTL}{lines}\n"), tmp_path)
+    section, name = key.split(".")
+    assert values[section][name] == value
+
+
+def test_parameters_that_are_trained_alone(tmp_path: Path) -> None:
+    text = files.AXOLOTL.replace("adapter: qlora\n", "")
+    more = "unfrozen_parameters:\n  - ^lm_head.weight$\n  - model.layers.4[4-7]+.mlp\n"
+    values = recipe(of(tmp_path, text + more), tmp_path)
+    assert values["model"]["trainable"] == ["^lm_head.weight", "model.layers.4[4-7]+.mlp.*"]
+
+
+def test_what_other_training_needs_is_aside(tmp_path: Path) -> None:
+    conversion = of(tmp_path, files.AXOLOTL + "rl: grpo\ntrl: {num_generations: 4}\n")
+    assert conversion.kind == "aside" and {line.aside for line in conversion.failures} == {"online RL"}
+
+
+def test_a_batch_of_packed_examples_counts_packs(tmp_path: Path) -> None:
+    values = recipe(of(tmp_path, files.AXOLOTL + "sample_packing: true\n", processes=2), tmp_path)
+    assert (values["train"]["global_batch_size"], values["train"]["batch_unit"]) == (2 * 4 * 2, "packs")
+    assert values["data"]["pack_length"] == values["data"]["max_length"] == 256
+
+
+def test_modules_by_a_pattern(tmp_path: Path) -> None:
+    text = files.AXOLOTL.replace(
+        "lora_target_linear: true", "lora_target_modules: 'model.layers.[0-9]+.mlp.(up|down)_proj'"
+    )
+    adapter = recipe(of(tmp_path, text + "peft_layers_to_transform: [0, 1]\n"), tmp_path)["model"]["adapter"]
+    assert adapter["targets"] == "model.layers.[0-9]+.mlp.(up|down)_proj" and adapter["layers"] == [0, 1]
+    images = text.replace("model.layers", "model.language_model.layers")
+    assert of(tmp_path, images).kind == "aside"
+
+
+def test_intervals_of_epochs_need_the_rows(tmp_path: Path) -> None:
+    text = files.AXOLOTL + "saves_per_epoch: 2\nevals_per_epoch: 4\n"
+    assert "checkpoint" not in recipe(of(tmp_path, text), tmp_path)
+    values = recipe(of(tmp_path, text, rows=800), tmp_path)
+    assert values["checkpoint"] == {"every": 50} and values["evaluate"] == {"every": 25}
+
+
+def test_of_two_keys_the_one_that_the_tool_reads_counts(tmp_path: Path) -> None:
+    conversion = of(tmp_path, files.AXOLOTL + "warmup_steps: 20\nmax_steps: 100\n")
+    values = recipe(conversion, tmp_path)
+    assert values["optimizer"]["warmup_steps"] == 20 and values["train"]["max_steps"] == 100
+    assert "epochs" not in values["train"]
+    texts = {line.setting.key: line.text for line in conversion.lines if line.status == "dropped"}
+    assert texts["warmup_ratio"] == "has no effect beside warmup_steps"
+    assert texts["num_epochs"] == "has no effect beside max_steps"
+
+
+def test_of_a_key_that_is_written_twice_the_later_counts(tmp_path: Path) -> None:
+    conversion = of(tmp_path, files.AXOLOTL + "lora_r: 4\n")
+    assert recipe(conversion, tmp_path)["model"]["adapter"]["rank"] == 4
+    (line,) = [line for line in conversion.lines if "given twice" in line.text]
+    assert line.setting.key == "lora_r" and "the later one counts" in line.text and conversion.kind == "harmlessly"
+
+
+def test_open_instruct_trains_on_answers_without_clipping(tmp_path: Path) -> None:
+    text = "model_name_or_path: owner/small\nwith_tracking: true\nlearning_rate: 5e-6\nmax_seq_length: 64\n"
+    text += "dataset_mixer:\n  owner/chats: 1.0\n  owner/more: 500\n"
+    values = recipe(of(tmp_path, text, name="some.yaml"), tmp_path)
+    assert values["data"]["targets"] == "answers" and values["optimizer"]["max_grad_norm"] is None
+    assert values["data"]["train"] == [{"source": "owner/chats"}, {"source": "owner/more", "limit": 500}]
+    assert values["train"]["epochs"] == 2 and values["optimizer"]["warmup_steps"] == 0.03
+
+
+def test_keys_of_an_adapter_have_no_effect_without_one(tmp_path: Path) -> None:
+    conversion = of(tmp_path, files.AXOLOTL.replace("adapter: qlora\n", ""))
+    assert "rank" not in str(recipe(conversion, tmp_path)) and statuses(conversion)["lora_r"] == "dropped"
+
+
+def test_a_contradiction_names_both(tmp_path: Path) -> None:
+    other = "  - path: owner/more\n    type: chatml.intel\n"
+    conversion = of(tmp_path, files.AXOLOTL.replace("val_set_size", f"{other}val_set_size"))
+    (failure,) = failures(conversion)
+    assert "datasets[2].type: means model.chat_template: chatml, and contradicts datasets[0].type on line 5" in failure
+
+
+def test_accelerate_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {zero_stage: 3}\n"
+    )
+    script = "accelerate launch --config_file accelerate.yaml scripts/sft.py --config trl.yaml --learning_rate 1e-4\n"
+    (tmp_path / "trl.yaml").write_text(files.TRL.replace("  min_lr: 5.0e-07", "  min_lr: 1.0e-05"))
+    values = recipe(of(tmp_path, script, name="run.sh"), tmp_path)
+    assert values["parallel"]["strategy"] == "zero3" and values["train"]["global_batch_size"] == 4 * 2 * 4
+    assert values["optimizer"]["learning_rate"] == 1e-4 and values["optimizer"]["final_learning_rate_ratio"] == 0.1
+
+
+def test_the_loss_is_that_of_the_command_or_of_the_folder(tmp_path: Path) -> None:
+    text = files.TRL.replace("max_length: 512", "max_length: 512\nbeta: 0.05")
+    (tmp_path / "orpo").mkdir()
+    for name, loss in (("some.yaml", "dpo"), ("orpo/config.yaml", "orpo")):
+        values = recipe(of(tmp_path, text, name=name), tmp_path)
+        assert values["task"] == "dpo" and values["dpo"].get("loss", "dpo") == loss and values["dpo"]["beta"] == 0.05
+        assert "targets" not in values["data"]

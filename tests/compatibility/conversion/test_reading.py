@@ -1,0 +1,90 @@
+"""Commands, scripts and compositions as one mapping, without running anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.compatibility.conversion.reading import Code, read
+from trainwright.errors import RequestError
+
+
+def values(tmp_path: Path, text: str, name: str = "run.sh") -> dict[str, object]:
+    (tmp_path / name).write_text(text)
+    return read(tmp_path / name)[0].values
+
+
+def test_a_command_with_variables_lists_flags_and_comments(tmp_path: Path) -> None:
+    text = """#!/bin/bash
+# python sft.py --learning_rate 9
+export MODEL=owner/small   # which one
+RATE='2e-4'
+torchrun --nproc_per_node 4 --nnodes=2 \\
+    sft.py \\
+    --model_name_or_path $MODEL --learning_rate ${RATE} \\
+    --lora_target_modules q_proj v_proj \\
+    --output_dir "runs/${NAME:-new} one" \\
+    --bf16 --no_remove_unused_columns --seed=7 > log.txt
+"""
+    assert values(tmp_path, text) == {
+        "model_name_or_path": "owner/small",
+        "learning_rate": 2e-4,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "output_dir": "runs/new one",
+        "bf16": True,
+        "remove_unused_columns": False,
+        "seed": 7,
+        "launcher": {"program": "sft", "nproc_per_node": 4, "nnodes": 2},
+    }
+
+
+def test_a_value_that_only_the_shell_has_is_no_value(tmp_path: Path) -> None:
+    found = values(tmp_path, "python train_sft.py --model_name_or_path $(ls) --seed $UNSET --x 1\n")
+    assert isinstance(found["model_name_or_path"], Code) and isinstance(found["seed"], Code)
+
+
+def test_each_command_of_a_script_is_one(tmp_path: Path) -> None:
+    (tmp_path / "two.sh").write_text("trl sft --seed 1 --x 2\necho done\ntrl dpo --seed 2 --x 2\n")
+    trees = read(tmp_path / "two.sh")
+    assert [tree.values["seed"] for tree in trees] == [1, 2]
+    assert [tree.origins[("seed",)].line for tree in trees] == [1, 3]
+
+
+def test_a_script_is_parsed_and_not_run(tmp_path: Path) -> None:
+    text = "import os\nrank = 8\nos.mkdir('made')\n"
+    text += "model = FastModel.from_pretrained('owner/small', dtype=torch.bfloat16)\n"
+    text += "args = SFTConfig(learning_rate=1e-4, r=rank * 2, seed=len(x), betas=[1, -2])\n"
+    found = values(tmp_path, text, "script.py")
+    assert found["FastModel"] == {"argument_0": "owner/small", "dtype": Code("torch.bfloat16")}
+    assert (found["learning_rate"], found["r"], found["betas"]) == (1e-4, 16, [1, -2])
+    assert isinstance(found["seed"], Code) and not (tmp_path / "made").exists() and not Path("made").exists()
+
+
+def test_cells_of_a_notebook(tmp_path: Path) -> None:
+    notebook = '{"cells": [{"cell_type": "markdown", "source": ["SFTConfig(seed=1)"]}, {"cell_type": "code", "source": '
+    notebook += '["!pip install x\\n", "args = SFTConfig(\\n", "    seed=2,\\n", ")"]}]}'
+    assert values(tmp_path, notebook, "notebook.ipynb") == {"seed": 2}
+
+
+def test_interpolations_of_a_file(tmp_path: Path) -> None:
+    text = "name: a\nout: /tmp/${name}/x\nsize: ${deep.size}\ndeep: {size: 3}\nhome: ${oc.env:HOME}\nloop: ${loop}\n"
+    found = values(tmp_path, text, "file.yaml")
+    assert (found["out"], found["size"], found["home"], found["loop"]) == ("/tmp/a/x", 3, "${oc.env:HOME}", "${loop}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.sh", "echo hello\n", "a.sh: has no command that starts a training"),
+        ("a.sh", "trl sft --config gone.yaml\n", "a.sh:1: gone.yaml, which the command reads, is not here"),
+        ("a.py", "def (\n", "a.py: is not Python"),
+        ("a.yaml", "x: !!python/object/apply:os.system [ls]\n", "a.yaml:1: YAML tag"),
+        ("a.ipynb", "{", "a.ipynb:1:2: not JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RequestError) as error:
+        read(tmp_path / name)
+    assert message in str(error.value)
