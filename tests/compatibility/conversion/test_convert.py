@@ -277,6 +277,14 @@ def test_open_instruct_trains_on_answers_without_clipping(tmp_path: Path) -> Non
     assert values["train"]["epochs"] == 2 and values["optimizer"]["warmup_steps"] == 0.03
 
 
+def test_states_of_8_bits_are_wider_where_they_are_not_sharded(tmp_path: Path) -> None:
+    text = files.AXOLOTL.replace("adapter: qlora\n", "").replace("load_in_4bit: true\n", "")
+    conversion = of(tmp_path, text + "deepspeed: deepspeed_configs/zero2.json\n")
+    values = recipe(conversion, tmp_path)
+    assert (values["optimizer"]["name"], values["parallel"]["strategy"]) == ("adamw", "zero2")
+    assert any(line.differs and "zero2 does not shard states of 8 bits" in line.text for line in conversion.lines)
+
+
 def test_keys_of_an_adapter_have_no_effect_without_one(tmp_path: Path) -> None:
     conversion = of(tmp_path, files.AXOLOTL.replace("adapter: qlora\n", ""))
     assert "rank" not in str(recipe(conversion, tmp_path)) and statuses(conversion)["lora_r"] == "dropped"

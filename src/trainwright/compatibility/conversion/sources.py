@@ -12,6 +12,7 @@ from trainwright.compatibility.conversion.reading import Code, near, shown
 from trainwright.compatibility.conversion.table import Rule
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
+from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import Origin
 
 # datasets' names of kinds of files, whose files are in another key.
@@ -38,6 +39,7 @@ def set_sources(conversion: Conversion) -> None:
             conversion.take(setting, "data.train", sources, computed=f"{len(sources)} sources")
             if "data.mixing" not in conversion.values:
                 conversion.take(setting, "data.mixing", "concatenate", computed="one after another")
+    _widen_states(conversion)
     conversion.values.setdefault("task", ("sft", Setting("", "", None, Origin("default"), is_default=True)))
     is_unlearning = conversion.values["task"][0] == "unlearn"  # which measures forget rows, and trains on them
     if "data.validation" not in conversion.values and not is_unlearning:
@@ -46,6 +48,18 @@ def set_sources(conversion: Conversion) -> None:
     validation = conversion.values.get("data.validation")
     if validation is not None and validation[0] is None and "evaluate.every" in conversion.values:
         conversion.drop(conversion.values.pop("evaluate.every")[1], "there are no validation rows")
+
+
+def _widen_states(conversion: Conversion) -> None:
+    """Use states of 32 bits where the strategy cannot shard those of 8: the same rule with more memory."""
+    name, strategy = conversion.values.get("optimizer.name"), conversion.values.get("parallel.strategy")
+    if name is None or strategy is None or not str(name[0]).endswith("_8bit"):
+        return
+    limits = [limit for limit in spec_of(strategy[0]).limits if limit.key == "optimizer.name"]
+    wide = str(name[0]).removesuffix("_8bit")
+    if any(name[0] not in limit.allowed and wide in limit.allowed for limit in limits):
+        del conversion.values["optimizer.name"]
+        conversion.take(name[1], "optimizer.name", wide, f"{strategy[0]} does not shard states of 8 bits")
 
 
 def _one(conversion: Conversion, setting: Setting, use: str, source: dict[str, Any]) -> None:
