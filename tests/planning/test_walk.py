@@ -20,7 +20,7 @@ from trainwright.planning.trace.units import (
     TracedParameter,
     UnitTrace,
 )
-from trainwright.planning.workload import Choice
+from trainwright.planning.workload import Choice, OptimizerState
 
 FACTS = ModelFacts("toy", 3, 4, 1, 1, 4, 4, 10, 0, False, 0, 0)
 HIDDEN, KEPT, BLOCKS = 100, 1000, 3
@@ -94,7 +94,7 @@ def test_a_unit_of_which_nothing_is_trained_has_no_gradients() -> None:
 
 def memory_of(kind: Any, strategy: str, held: Inventory, **changed: Any) -> Any:
     choice = {"num_processes": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "mixed_precision": "no"}
-    return kind(held, Choice(strategy, **{**choice, **changed}), "adamw", on_gpu=True)
+    return kind(held, Choice(strategy, **{**choice, **changed}), OptimizerState("adamw"), on_gpu=True)
 
 
 @pytest.mark.parametrize("tied", [False, True])
