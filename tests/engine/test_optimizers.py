@@ -160,7 +160,13 @@ def test_sgd_without_momentum_has_no_state_and_none_is_planned() -> None:
     assert optimizer_state(Inventory(tuple(weights), 1, 4), OptimizerState("sgd", momentum=False)) == 0
 
 
-WIDE = ("model.config.hidden_size=128", "model.dropout=0", "optimizer.learning_rate=1e-3", "optimizer.weight_decay=0.1")
+WIDE = (
+    "model.config.hidden_size=128",
+    "model.config.num_key_value_heads=1",
+    "model.dropout=0",
+    "optimizer.learning_rate=1e-3",
+    "optimizer.weight_decay=0.1",
+)
 SMALL = ("data.validation=8", "train.max_steps=4", "train.micro_batch_size=1", "train.mixed_precision=no")
 
 

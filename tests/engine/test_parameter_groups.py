@@ -153,9 +153,9 @@ def test_averages_are_resumed_to_the_bit_and_exported(runs: Runs, tmp_path: Path
 
 def test_averages_begin_at_the_first_weights() -> None:
     section = OptimizerSection.model_validate({"name": "sgd", "momentum": 0.0, "learning_rate": 1.0, "ema_decay": 0.75})
-    weight = nn.Parameter(torch.zeros(3))
+    weight = nn.Parameter(torch.full((3,), 2.0))
     optimizer = optimizer_factory(section)([("weight", weight)])
-    expected = torch.zeros(3)
+    expected = weight.detach().clone()
     for step in range(3):
         weight.grad = torch.full((3,), -1.0 - step)
         optimizer.step()

@@ -341,3 +341,14 @@ def test_products_that_are_counted_together_are_priced_by_their_flops() -> None:
 
     assert products(4, 4 * flops) == pytest.approx(4 * products(1, flops))
     assert products(4, 2 * flops) == pytest.approx(2 * products(1, flops))  # the sizes are those of the largest
+
+
+def test_an_optimizer_takes_its_own_time_and_an_average_adds_to_it() -> None:
+    choice, rates = Choice("single", 1, 8, 1, "bf16"), rates_of(parse_machine("1xA100-80GB"))
+
+    def update(**more: Any) -> float:
+        return step_time(workload(**more), choice, parse_machine("1xA100-80GB"), rates).parts["optimizer"]
+
+    adamw = update()
+    assert update(optimizer="adamw_8bit") < adamw < update(optimizer="lion") < update(optimizer="schedule_free_adamw")
+    assert update(averages=True) > adamw

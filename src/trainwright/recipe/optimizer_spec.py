@@ -43,7 +43,9 @@ class OptimizerSpec:
         reads: which of ``momentum``, ``nesterov``, ``betas``, ``eps`` and ``options`` of the section have an effect.
         state: elements of the optimizer's state for each element of a parameter, for the plan; or a function that
             returns the bytes of the state of a rank's ``part`` of a parameter, see `StatePart`.
-        time: seconds of an update relative to AdamW's of as many elements, for the plan.
+        time: of an update relative to AdamW's of as many elements, for the plan: on a GPU by the bytes that its
+            operations read and write, of which torch's fused AdamW has 28 an element.
+        time_on_cpu: the same on a CPU, as measured on a core; None: ``time``.
         averages: whether the state has an ``average`` of each parameter, which is evaluated and exported in its place.
         library: a library that has to be installed.
         whole_matrices: whether the matrices of blocks are updated as a whole, from one element of state for each of
@@ -56,6 +58,7 @@ class OptimizerSpec:
     state: int | Callable[[StatePart], int] = 2
     whole_matrices: bool = False
     time: float = 1.0
+    time_on_cpu: float | None = None
     averages: bool = False
     library: Library | None = None
 
@@ -99,14 +102,16 @@ SGD = OptimizerSpec(
     implementation="trainwright.engine.optimizers.plain:sgd",
     reads=("momentum", "nesterov"),
     state=lambda part: 4 * part.numel * part.momentum,
-    time=0.7,
+    time=44 / 28,
+    time_on_cpu=2.1,
 )
 LION = OptimizerSpec(
     summary="lion: the sign of an interpolated momentum (arXiv 2302.06675; published with betas [0.9, 0.99])",
     implementation="trainwright.engine.optimizers.plain:Lion",
     reads=("betas",),
     state=1,
-    time=1.2,
+    time=52 / 28,
+    time_on_cpu=2.5,
 )
 
 
@@ -124,7 +129,8 @@ ADAFACTOR = OptimizerSpec(
     implementation="trainwright.engine.optimizers.adafactor:Adafactor",
     reads=(),
     state=_factors,
-    time=2.5,
+    time=104 / 28,
+    time_on_cpu=8.5,
 )
 SCHEDULE_FREE_ADAMW = OptimizerSpec(
     summary="schedule_free_adamw: AdamW that evaluates and exports an average of its iterates in place of a falling "
@@ -132,7 +138,8 @@ SCHEDULE_FREE_ADAMW = OptimizerSpec(
     implementation="trainwright.engine.optimizers.plain:ScheduleFreeAdamW",
     reads=("betas", "eps"),
     state=3,
-    time=2.0,
+    time=112 / 28,
+    time_on_cpu=6.0,
     averages=True,
 )
 
@@ -162,7 +169,8 @@ ADAMW_8BIT = OptimizerSpec(
     implementation="trainwright.engine.optimizers.eight_bit:adamw",
     reads=("betas", "eps"),
     state=_in_8_bits(2),
-    time=0.9,
+    time=16 / 28,
+    time_on_cpu=35.0,
     library=BITSANDBYTES,
 )
 LION_8BIT = OptimizerSpec(
@@ -170,7 +178,8 @@ LION_8BIT = OptimizerSpec(
     implementation="trainwright.engine.optimizers.eight_bit:lion",
     reads=("betas",),
     state=_in_8_bits(1),
-    time=0.8,
+    time=14 / 28,
+    time_on_cpu=20.0,
     library=BITSANDBYTES,
 )
 

@@ -202,13 +202,18 @@ ANSWERS: dict[OwnKey | str, str] = {
     "leave it out: code that comes with a model is never run": "trust_remote_code",
     "leave it out: training keeps no cache of keys and values": "use_cache",
     "it is not supported; see the keys of optimizer": "optim_args optim_target_modules",
-    "it is only supported as dpo.label_smoothing and algorithm_distillation.label_smoothing": "label_smoothing_factor",
+    OwnKey("sft.label_smoothing"): "label_smoothing_factor",
+    OwnKey("optimizer.loraplus_ratio"): "loraplus_lr_ratio",
+    OwnKey("train.max_loss"): "loss_watchdog_threshold",
+    OwnKey("train.max_loss_steps"): "loss_watchdog_patience",
+    OwnKey("evaluate.early_stopping.patience"): "early_stopping_patience",
+    OwnKey("model.adapter.layers"): "layers_to_transform",
+    OwnKey("model.adapter.initialization"): "init_lora_weights",
     "it is not supported; model.adapter.modules_to_save trains modules in full": "bias lora_bias",
     "leave it out: adapters are for causal language models": "task_type inference_mode",
     "it is not supported; parallel.strategy lists how a model can be distributed": "tensor_parallel_size tp_size "
     "tensor_model_parallel_size pipeline_parallel_size pp_size pipeline_model_parallel_size context_parallel_size "
     "cp_size expert_parallel_size expert_model_parallel_size ep_size sequence_parallel sequence_parallel_size",
-    "it is not supported: no noise is added to embeddings": "neftune_noise_alpha",
     "leave it out: every step is recorded": "logging_steps logging_strategy logging_first_step log_every_n_steps "
     "log_interval summary_interval include_num_input_tokens_seen skip_memory_metrics log_peak_memory_stats",
     "leave it out; faults.on_non_finite is for losses that are NaN or infinite": "logging_nan_inf_filter",
@@ -244,6 +249,13 @@ _VALUES: dict[str, dict[str, str]] = {
         "adamw_torch_fused": "adamw",
         "adamw_hf": "adamw",
         "torch.optim.adamw": "adamw",
+        "paged_adamw": "adamw",
+        "paged_adamw_32bit": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "paged_adamw_8bit": "adamw_8bit",
+        "lion_32bit": "lion",
+        "paged_lion_32bit": "lion",
+        "paged_lion_8bit": "lion_8bit",
     },
     "optimizer.schedule": {
         "wsd": "warmup_stable_decay",
@@ -254,6 +266,7 @@ _VALUES: dict[str, dict[str, str]] = {
         "cosine_with_warmup": "cosine",
         "cosine_with_restarts": "cosine_restarts",
         "inverse_square_root": "inverse_sqrt",
+        "reduce_lr_on_plateau": "reduce_on_plateau",
     },
     "train.mixed_precision": {
         "bfloat16": "bf16",

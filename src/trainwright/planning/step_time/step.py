@@ -102,8 +102,8 @@ def least_seconds(workload: Workload, processes: int, precision: MixedPrecision,
     return model_operations(workload) / peak if peak else 0.0
 
 
-# Of an average of the weights: bytes that are read and written, relative to AdamW's.
-_AVERAGE = 12 / 28
+# Of an average of the weights, relative to AdamW, as the times of optimizers are.
+_AVERAGE, _AVERAGE_ON_CPU = 12 / 28, 0.7
 
 
 class _Step:
@@ -230,6 +230,9 @@ class _Step:
 
     def _update(self) -> Update:
         spec = OPTIMIZERS.get(self.workload.optimizer)
+        relative, average = spec.time, _AVERAGE
+        if not self.on_gpu or "optimizer state" in self.choice.offloaded:
+            relative, average = spec.time_on_cpu or spec.time, _AVERAGE_ON_CPU
         return Update(
             choice=self.choice,
             pricing=self.pricing,
@@ -238,7 +241,7 @@ class _Step:
             matrices=max(1, len(self.parameters.trainable)),
             width=self.choice.width,
             orthogonalized=self.parameters.matrices if spec.whole_matrices else (),
-            relative=spec.time + _AVERAGE * self.workload.averages,
+            relative=relative + average * self.workload.averages,
         )
 
     def _data(self) -> float:
