@@ -15,7 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.utils.text import plural, quoted, say, table
 
 if TYPE_CHECKING:
-    from trainwright.compatibility.conversion.convert import Conversion, Line, Numbers
+    from trainwright.compatibility.conversion.convert import Conversion, Numbers, ResultLine
     from trainwright.recipe.yaml_text import Tree
 
 _MOST_BLOCKING = 30
@@ -136,7 +136,7 @@ def _recipe_text(conversion: Conversion) -> str:
     return "\n".join(lines) + "\n" + to_yaml(conversion.recipe().values)
 
 
-def _failure(line: Line) -> tuple[str, str]:
+def _failure(line: ResultLine) -> tuple[str, str]:
     setting = line.setting
     return str(setting.origin), f"{setting.key}: {line.text}" if setting.key else line.text
 
@@ -215,6 +215,6 @@ def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
         yield from (f"  {problem.splitlines()[0]}" for problem in unreadable[:_MOST_BLOCKING])
 
 
-def _cause(line: Line) -> str:
+def _cause(line: ResultLine) -> str:
     setting = line.setting
     return f"{setting.pattern}: {line.text}" if setting.pattern else line.text

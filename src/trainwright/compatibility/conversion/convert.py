@@ -44,7 +44,7 @@ class Setting(NamedTuple):
         return not (value in _OFF or (isinstance(value, str) and value.lower() in _OFF_WORDS))
 
 
-class Line(NamedTuple):
+class ResultLine(NamedTuple):
     """What became of a key.
 
     ``text``: our key and value, or the reason. ``differs``: it is done in another way with the same training.
@@ -83,7 +83,7 @@ class Conversion:
     file: Path
     numbers: Numbers
     settings: dict[str, Setting] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ResultLine] = field(default_factory=list)
     values: dict[str, tuple[Any, Setting]] = field(default_factory=dict)
     sources: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -151,12 +151,12 @@ class Conversion:
         self, status: Status, setting: Setting, text: str, *, differs: bool = False, aside: str | None = None
     ) -> None:
         """Add a line; a key that depends on another's value may be explained only once."""
-        line = Line(status, setting, text, differs, aside)
+        line = ResultLine(status, setting, text, differs, aside)
         if line not in self.lines:
             self.lines.append(line)
 
     @property
-    def failures(self) -> list[Line]:
+    def failures(self) -> list[ResultLine]:
         """The lines of what is not in the recipe."""
         return [line for line in self.lines if line.status in FAILED]
 

@@ -34,7 +34,7 @@ _WINDOW = 48  # of a traced model, if sequences are longer
 
 
 @dataclass(frozen=True)
-class Sample:
+class BatchSample:
     """The shape of a traced batch.
 
     ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
@@ -64,7 +64,7 @@ class Sample:
         return tuple(values[name] for name in BASIS)
 
 
-def samples(rows: Rows, regime: Regime, *, short: bool) -> list[Sample]:
+def samples(rows: Rows, regime: Regime, *, short: bool) -> list[BatchSample]:
     """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another.
 
     Args:
@@ -87,7 +87,7 @@ _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
 _TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (96, 112, 64), (16, 48, 32)
 
 
-def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: int) -> Sample:
+def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: int) -> BatchSample:
     tokens = sum(lengths)
     if rows == "masked":
         lengths = (lengths[0] // 2, *lengths[1:])
@@ -95,7 +95,7 @@ def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, s
     targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number] // scale
     targets = tokens if regime.every else targets
     chunk = _CHUNK[number] // scale if regime.chunked else targets
-    return Sample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, _BLOCK[number] // scale)
+    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, _BLOCK[number] // scale)
 
 
 class Built(NamedTuple):
@@ -231,7 +231,7 @@ def _number(config: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def batch_of(sample: Sample, vocabulary: int) -> Batch:
+def batch_of(sample: BatchSample, vocabulary: int) -> Batch:
     """Return a batch of this shape."""
     lengths = sample.lengths
     packed = sample.rows in ("packed", "equal")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.models import linear_losses
-from trainwright.planning.trace.build import Sample
+from trainwright.planning.trace.build import BatchSample
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder
 from trainwright.planning.trace.values import tensors_in
 
@@ -116,7 +116,7 @@ def to_fake(module: nn.Module, leave: Sequence[nn.Module]) -> dict[int, nn.Param
 
 
 @contextmanager
-def loops_of_loss(recorder: Recorder, sample: Sample, *, on_gpu: bool) -> Iterator[None]:
+def loops_of_loss(recorder: Recorder, sample: BatchSample, *, on_gpu: bool) -> Iterator[None]:
     """Let the loss take as many chunks and blocks as a sample says, and note the iterations."""
 
     def chunks(count: int, hidden: Any, weight: Any) -> Iterator[slice]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.planning.trace.batch import BASIS
-from trainwright.planning.trace.record import Done, Event, Segment
+from trainwright.planning.trace.record import Done, MemoryEvent, Segment
 from trainwright.planning.trace.units import Moment, Operation, PassTrace, Size
 
 Values = npt.NDArray[np.float64]
@@ -102,7 +102,7 @@ def passes(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> Pass
     )
 
 
-def _moments(events: Sequence[Sequence[Event]], fitter: Fitter, natural: Values) -> list[Moment[Size]]:
+def _moments(events: Sequence[Sequence[MemoryEvent]], fitter: Fitter, natural: Values) -> list[Moment[Size]]:
     moments: list[Moment[Size]] = []
     live = np.zeros(len(BASIS))
     parts = [_until_gradients(one) for one in events]
@@ -116,8 +116,8 @@ def _moments(events: Sequence[Sequence[Event]], fitter: Fitter, natural: Values)
     return moments
 
 
-def _until_gradients(events: Sequence[Event]) -> list[tuple[list[Event], str]]:
-    parts: list[tuple[list[Event], str]] = []
+def _until_gradients(events: Sequence[MemoryEvent]) -> list[tuple[list[MemoryEvent], str]]:
+    parts: list[tuple[list[MemoryEvent], str]] = []
     begun = 0
     for index, event in enumerate(events):
         if event.kind == "gradient":
@@ -126,7 +126,7 @@ def _until_gradients(events: Sequence[Event]) -> list[tuple[list[Event], str]]:
     return [*parts, (list(events[begun:]), "")]
 
 
-def _line(lines: Sequence[Sequence[Event]], live: Values, fitter: Fitter) -> tuple[list[Values], Values]:
+def _line(lines: Sequence[Sequence[MemoryEvent]], live: Values, fitter: Fitter) -> tuple[list[Values], Values]:
     """Return the live bytes at every high point, and at the end."""
     changes = [[event.size if event.kind == "allocated" else -event.size for event in line] for line in lines]
     kinds = [[event.kind for event in line] for line in lines]

@@ -21,7 +21,7 @@ Direction = Literal["forward", "backward", "evaluation"]
 EMBEDDING = -1  # the unit before block 0; the head is the number of blocks
 
 
-class Event(NamedTuple):
+class MemoryEvent(NamedTuple):
     """A change of the live bytes. ``kind``: "gradient" if they are those of the ready gradient ``of``."""
 
     kind: Literal["allocated", "released", "gradient"]
@@ -46,7 +46,7 @@ class Segment:
 
     unit: int
     direction: Direction
-    events: list[Event] = field(default_factory=list)
+    events: list[MemoryEvent] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
     remaining: dict[int, int] = field(default_factory=dict)  # bytes of what was allocated and not released
 
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
     def change(self, size: int) -> None:
         """Note bytes that no operation shows: allocated ones, or released ones below 0."""
         if size:
-            self.segments[-1].events.append(Event("allocated" if size > 0 else "released", abs(size)))
+            self.segments[-1].events.append(MemoryEvent("allocated" if size > 0 else "released", abs(size)))
 
     def begin_later(self, unit: int, direction: Direction) -> None:
         """Begin the pass over a unit at the next operation, when the output of the one before replaced its input."""
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
         name = "" if parameter is None else self._names[parameter]
         segment.done.append(_described(func, args, kwargs, inputs, results, name, self._scope))
         if extra := self._workspace(func, args):
-            segment.events += (Event("allocated", extra), Event("released", extra))
+            segment.events += (MemoryEvent("allocated", extra), MemoryEvent("released", extra))
         return out
 
     def _adds_to_gradient(self, func: Any, args: Any) -> bool:
@@ -135,18 +135,18 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, storage: Any, segment: Segment) -> None:
         if size := self._storages.follow(storage):
-            segment.events.append(Event("allocated", size))
+            segment.events.append(MemoryEvent("allocated", size))
             segment.remaining[id(storage)] = size
 
     def _released(self, key: int, size: int) -> None:
         self.segments[-1].remaining.pop(key, None)
-        self.segments[-1].events.append(Event("released", size))
+        self.segments[-1].events.append(MemoryEvent("released", size))
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Note that a parameter's gradient is ready; from now on it is not counted."""
         assert parameter.grad is not None and isinstance(parameter, nn.Parameter)
         size = self._storages.forget(parameter.grad.untyped_storage())
-        self.segments[-1].events.append(Event("gradient", size, self._names[parameter]))
+        self.segments[-1].events.append(MemoryEvent("gradient", size, self._names[parameter]))
 
 
 _REDUCTIONS = {"softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm", "cumsum", "topk", "sort"}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class _Entry(NamedTuple):
+class _Storage(NamedTuple):
     finalizer: weakref.finalize | None
     size: int
 
@@ -31,29 +31,29 @@ class Storages:
     ) -> None:
         self._released, self._block = released, block
         self._existing = list(existing)
-        self._entries: dict[int, _Entry] = {id(storage): _Entry(None, 0) for storage in self._existing}
+        self._storages: dict[int, _Storage] = {id(storage): _Storage(None, 0) for storage in self._existing}
 
     def follow(self, storage: torch.UntypedStorage) -> int:
         """Return the bytes by which a storage has grown since it was last seen: all of a new one."""
         key, size = id(storage), -(-storage.nbytes() // self._block) * self._block
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = _Entry(weakref.finalize(storage, self._release, key), 0)
-        elif entry.finalizer is None:
+        followed = self._storages.get(key)
+        if followed is None:
+            followed = _Storage(weakref.finalize(storage, self._release, key), 0)
+        elif followed.finalizer is None:
             return 0
-        self._entries[key] = entry._replace(size=size)
-        return size - entry.size
+        self._storages[key] = followed._replace(size=size)
+        return size - followed.size
 
     def forget(self, storage: torch.UntypedStorage) -> int:
         """Stop following a storage, and return its bytes; 0 if it is not followed."""
-        entry = self._entries.get(id(storage))
-        if entry is None or entry.finalizer is None or entry.finalizer.detach() is None:
+        followed = self._storages.get(id(storage))
+        if followed is None or followed.finalizer is None or followed.finalizer.detach() is None:
             return 0
-        self._entries[id(storage)] = _Entry(None, 0)
-        return entry.size
+        self._storages[id(storage)] = _Storage(None, 0)
+        return followed.size
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        return id(storage) in self._entries
+        return id(storage) in self._storages
 
     def _release(self, key: int) -> None:
-        self._released(key, self._entries.pop(key).size)
+        self._released(key, self._storages.pop(key).size)

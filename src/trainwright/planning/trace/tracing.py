@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.data.stream.batch import Batch
 from trainwright.models.linear_losses import linear_cross_entropy, token_statistics
-from trainwright.planning.trace.build import Built, Sample, batch_of, build, facts_of_model, quantized, samples
+from trainwright.planning.trace.build import BatchSample, Built, batch_of, build, facts_of_model, quantized, samples
 from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
 from trainwright.planning.trace.gpu import functions_as_on_gpu, workspace_on_gpu
@@ -60,7 +60,7 @@ def _fake(built: Built, division: Division) -> Built:
 
 
 def _run(
-    request: TraceRequest, built: Built, recorder: Recorder, division: Division, sample: Sample, batch: Batch
+    request: TraceRequest, built: Built, recorder: Recorder, division: Division, sample: BatchSample, batch: Batch
 ) -> None:
     lm, head, wanted, on_gpu = built.lm, len(built.blocks), request.model, request.device.is_gpu
     collects = gc.isenabled()
@@ -125,7 +125,7 @@ def _flash_workspace(query: torch.Tensor, backward: bool) -> int:
 
 
 def _assembled(
-    request: TraceRequest, built: Built, division: Division, recorders: list[Recorder], shapes: list[Sample]
+    request: TraceRequest, built: Built, division: Division, recorders: list[Recorder], shapes: list[BatchSample]
 ) -> ModelTrace[Size]:
     fitter = Fitter([sample.basis() for sample in shapes])
     natural = natural_terms(request.rows == "packed")
