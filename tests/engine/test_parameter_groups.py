@@ -17,7 +17,7 @@ from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.parameter_groups import parameter_groups
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
-from trainwright.parallel.strategy import set_learning_rate
+from trainwright.parallel.strategy import check_averages, set_learning_rate
 from trainwright.recipe.schema import OptimizerSection
 
 NAMES = (
@@ -149,6 +149,16 @@ def test_averages_are_resumed_to_the_bit_and_exported(runs: Runs, tmp_path: Path
     exported = load_file(run / "final" / "model.safetensors")[name.removeprefix("model.")]
     torch.testing.assert_close(exported.float(), average, rtol=0, atol=0)
     assert not torch.equal(average, weights[4])
+
+
+def test_a_strategy_without_averages_is_refused_with_them() -> None:
+    class Plain:
+        name = "plain"
+
+    section = OptimizerSection.model_validate({"ema_decay": 0.9})
+    with pytest.raises(RequestError, match=r"optimizer\.ema_decay: plain cannot exchange weights"):
+        check_averages(Plain(), section)  # type: ignore[arg-type]
+    check_averages(Plain(), OptimizerSection())  # type: ignore[arg-type]
 
 
 def test_averages_begin_at_the_first_weights() -> None:

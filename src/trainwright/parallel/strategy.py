@@ -25,7 +25,8 @@ from trainwright.parallel.layout import ModelLayout, Shard
 from trainwright.parallel.matrix_exchange import MatrixExchange
 from trainwright.parallel.world import World
 from trainwright.recipe.extensions import load
-from trainwright.recipe.registries import STRATEGIES
+from trainwright.recipe.registries import OPTIMIZERS, STRATEGIES
+from trainwright.recipe.schema import OptimizerSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 
@@ -138,6 +139,17 @@ class Averaging(Strategy, Protocol):
 
     def exchange_averages(self) -> None:
         """Exchange weights and averages; every rank must call this, and once more before training goes on."""
+
+
+def check_averages(strategy: Strategy, optimizer: OptimizerSection) -> None:
+    """Raise RequestError if the optimizer has averages, and the strategy cannot run them."""
+    named = optimizer.ema_decay is not None or OPTIMIZERS.get(optimizer.name).averages
+    if named and not isinstance(strategy, Averaging):
+        key = "optimizer.name" if optimizer.ema_decay is None else "optimizer.ema_decay"
+        raise RequestError(
+            f"{key}: {strategy.name} cannot exchange weights and their averages, as it has no exchange_averages; use "
+            "another parallel.strategy"
+        )
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.openmp import limit_spinning
-from trainwright.parallel.strategy import Setup, Strategy, build_strategy
+from trainwright.parallel.strategy import Setup, Strategy, build_strategy, check_averages
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
@@ -358,6 +358,7 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
     optimizer = optimizer_factory(recipe.optimizer)
     setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
     strategy = build_strategy(setup)
+    check_averages(strategy, recipe.optimizer)
     return strategy, check_layout(recipe, dtype, strategy)
 
 
