@@ -15,6 +15,7 @@ from tests.support.runs import Runs, difference
 from tests.support.slow import slow_but
 from tests.support.training import Case, train
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.parallel.row_shards import DividedByRows, RowShards
 from trainwright.planning.memory.inventory import Inventory, Weight, optimizer_state
 from trainwright.planning.workload import OptimizerState
 from trainwright.recipe.schema import OptimizerSection
@@ -210,6 +211,18 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_moves_between_strategies(
     first = train(runs, {"first": Case(case(name, "fsdp"), 2, str(tmp_path / "moved"))}, 2)["first"]
     then = train(runs, {"then": Case(case(name, "single"), None, str(tmp_path / "moved"))}, 1)["then"]
     assert difference(first.column("loss") + then.column("loss"), single.column("loss")) < 1e-5
+
+
+def test_whether_a_state_has_8_bits_follows_from_the_whole_parameter() -> None:
+    pytest.importorskip("bitsandbytes")
+    part = nn.Parameter(torch.ones(16, 128))
+    section = OptimizerSection.model_validate({"name": "adamw_8bit"})
+    optimizer = optimizer_factory(section)([("block.weight", part)])
+    assert isinstance(optimizer, DividedByRows)
+    optimizer.divide(RowShards(2, lambda parameter: (32, 128), lambda tensor: None))
+    part.grad = torch.ones_like(part)
+    optimizer.step()
+    assert optimizer.state[part]["state1"].dtype == torch.uint8
 
 
 def test_8_bit_states_that_would_be_divided_within_a_block_are_refused(runs: Runs) -> None:

@@ -131,6 +131,9 @@ def test_averages_are_resumed_to_the_bit_and_exported(runs: Runs, tmp_path: Path
 
     settings = (*SMALL, *AVERAGED, f"train.mixed_precision={precision}", "evaluate.every=1", "parallel.strategy=ddp")
     whole = train(runs, {"whole": Case(settings)}, 2)["whole"]
+    plain = train(runs, {"plain": Case((*settings, "optimizer.ema_decay=null"))}, 2)["plain"]
+    assert whole.column("loss") == plain.column("loss")
+    assert whole.metrics()[-1] != plain.metrics()[-1]
     parts = train(runs, {part: Case(settings, part, str(tmp_path)) for part in (2, None)}, 2)
     assert parts[2].column("loss") + parts[None].column("loss") == whole.column("loss")
     assert parts[2].metrics() + parts[None].metrics() == whole.metrics()
