@@ -148,7 +148,7 @@ def test_the_rates_of_this_machine_are_told_in_one_line() -> None:
 def test_a_configuration_with_missing_numbers_says_which(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}))
-    missing = r"config\.json: num_attention_heads, intermediate_size, vocab_size are missing"
+    missing = r"config\.json: num_attention_heads, vocab_size are missing"
     with pytest.raises(RequestError, match=missing):
         shown("--model", str(tmp_path), "--on", "8xH100")
 

@@ -17,7 +17,7 @@ from trainwright.data.rows.chat_templates import arguments_in, with_defaults
 from trainwright.data.rows.formats import EXAMPLES, to_example
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.recipe.sections.data import DataSection
+from trainwright.recipe.sections.data import DataSection, RowSettings
 
 KEEPING = QWEN_3.replace(
     "loop.index0 > ns.last", "loop.index0 > ns.last or (keep_thinking is defined and keep_thinking)"
@@ -75,7 +75,7 @@ def test_rows_whose_reasoning_is_dropped_are_counted_in_check_and_training(tmp_p
     opened = "3 rows have answers that do not follow '<think>\\n', with which the generation prompt of r1 ends"
     summary = run(tmp_path, deepseek(), rows).summary
     checked = check_rows(
-        str(tmp_path / "a.jsonl"), EXAMPLES, "auto", key="data.train", encoding=EncodingCheck(deepseek())
+        str(tmp_path / "a.jsonl"), EXAMPLES, RowSettings(), key="data.train", encoding=EncodingCheck(deepseek())
     )
     for lines in (summary, checked.lines(None)):
         assert any(f"{what} (first: {tmp_path}/a.jsonl:2)" in line for line in lines)

@@ -59,9 +59,12 @@ def test_what_fits_is_measured_and_what_does_not_is_said(runs: Runs, tmp_path: P
 
 
 def test_another_failure_is_not_taken_for_the_end_of_memory(runs: Runs, tmp_path: Path) -> None:
-    found = probed(runs, tmp_path, ON_ROWS, "model.config.hidden_act=none_such", *spread(1, "single"))
+    data = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{n}?", "answer": 7 if n == 300 else "x" * 5} for n in range(400)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))  # plans read fewer rows
+    found = probed(runs, tmp_path, ON_ROWS, f"data.train={data}", *spread(1, "single"))
     assert not found["fits"] and not found["out_of_memory"]
-    assert found["memory_bytes"] is None and "none_such" in found["error"]
+    assert found["memory_bytes"] is None and "rows.jsonl:301" in found["error"]
 
 
 @pytest.mark.slow

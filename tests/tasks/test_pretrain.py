@@ -201,7 +201,7 @@ def test_recipes_are_read_and_planned(path: Path, tmp_path: Path) -> None:
     [
         (("train.max_tokens=0",), "max_tokens"),
         (("train.max_tokens=5",), "train.max_steps and train.max_tokens"),
-        (("optimizer.name=muon", "parallel.strategy=zero2"), "Muon needs whole matrices"),
+        (("optimizer.name=muon", "parallel.strategy=zero2"), "muon needs whole rows, blocks or matrices"),
         (("train.initial_batch_size=2",), "batch_warmup_steps"),
         (("train.initial_batch_size=8", "train.batch_warmup_steps=5"), "not less than"),
         (("evaluate.metrics=[f1]",), "evaluate.metrics"),

@@ -36,6 +36,7 @@ _SIZES = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("vocab_size",),
 )
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from trainwright.recipe.observer_spec import names_as_settings
-from trainwright.recipe.yaml_text import KeyPath, Tree, dotted
+from trainwright.recipe.yaml_text import Tree
 from trainwright.utils.text import say
 
 
@@ -20,20 +20,15 @@ def _address(value: Any) -> Any:
     return False if value is None else {"address": value}
 
 
-# By old path: the new one, and what the value becomes.
-_RENAMED: dict[KeyPath, tuple[KeyPath, Callable[[Any], Any]]] = {
-    ("logging", "tensorboard"): (("logging", "observers", "tensorboard"), _same),
-    ("logging", "report"): (("logging", "observers", "report"), _same),
-    ("unlearn", "trainable"): (("model", "trainable"), _same),
-    ("logging", "prometheus"): (("logging", "observers", "prometheus"), _address),
-    **{
-        ("model", "adapter", old): (("model", "adapter", new), _same)
-        for old, new in {
-            "quantisation": "quantization",
-            "double_quantisation": "double_quantization",
-            "rank_stabilised": "rank_stabilized",
-        }.items()
-    },
+# By old key: the new one, and what the value becomes.
+_RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "logging.tensorboard": ("logging.observers.tensorboard", _same),
+    "logging.report": ("logging.observers.report", _same),
+    "logging.prometheus": ("logging.observers.prometheus", _address),
+    "unlearn.trainable": ("model.trainable", _same),
+    "model.adapter.quantisation": ("model.adapter.quantization", _same),
+    "model.adapter.double_quantisation": ("model.adapter.double_quantization", _same),
+    "model.adapter.rank_stabilised": ("model.adapter.rank_stabilized", _same),
 }
 
 
@@ -43,7 +38,8 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
     Args:
         silently: without the notice: the tree is of a run of the last version.
     """
-    for old, (new, changed) in _RENAMED.items():
+    for old_key, (new_key, changed) in _RENAMED.items():
+        old, new = tuple(old_key.split(".")), tuple(new_key.split("."))
         parent: Any = tree.values
         for key in old[:-1]:
             parent = parent.get(key) if isinstance(parent, dict) else None
@@ -59,7 +55,7 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
             tree.origins[(*new, *path[len(old) :])] = tree.origins.pop(path)
         if not silently:
             origin = tree.origins.get(new)
-            _notice(f"note: {'' if origin is None else f'{origin}: '}{dotted(old)} is now {dotted(new)}")
+            _notice(f"note: {'' if origin is None else f'{origin}: '}{old_key} is now {new_key}")
 
 
 @cache  # once for each file and key

@@ -27,7 +27,7 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     elif word.startswith("alpaca_chat.load_qa"):
         item |= {"prompt": "{question}", "columns.answer": "answer"}
         conversion.take(setting, "model.chat_template", "alpaca")
-    elif word in ("completion", "pretrain"):
+    elif re.fullmatch(r"completion|pretrain", word):
         item["format"] = "text"
         conversion.add("taken", setting, "data.train: format text")
     elif word in ("chat_template", "chat_template.default", "chat_template.argilla_chat", "chat_template.ultra"):

@@ -69,7 +69,7 @@ def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None
     strategy = f"zero{match[1]}" if match[1] != "0" else "ddp"
     conversion.take(setting, "parallel.strategy", strategy, computed=f"by its name: {setting.value} is not here")
     for word, key in (("offload", "parallel.offload_optimizer"), ("cpu", "parallel.offload_optimizer")):
-        if word in name and strategy != "ddp":
+        if word in name and match[1] != "0":
             conversion.take(setting, key, True, computed="by its name")
 
 

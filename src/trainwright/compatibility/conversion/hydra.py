@@ -20,8 +20,6 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, parse_mapping, p
 _REFERENCE = re.compile(r"\$\{([\w.@-]+)\}")
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _DEEPEST = 20
-# An experiment is composed over the configuration that its folder is for.
-_PRIMARY = {"unlearn": "unlearn.yaml", "finetune": "train.yaml", "eval": "eval.yaml"}
 
 
 def configuration_root(path: Path) -> Path | None:
@@ -55,7 +53,9 @@ def compose(path: Path, root: Path, overrides: Sequence[str]) -> Tree:
     inside = path.absolute().relative_to(root).with_suffix("")
     primary = path.absolute()
     if inside.parts[0] == "experiment":
-        primary = root / next((_PRIMARY[part] for part in inside.parts if part in _PRIMARY), "train.yaml")
+        # It is composed over the configuration that its folder is for.
+        files = (root / f"{part}.yaml" for part in inside.parts)
+        primary = next((file for file in files if file.is_file()), root / "train.yaml")
         groups["experiment"] = "/".join(inside.parts[1:])
     tree = _Composer(root, groups).composed(primary)
     tree.file = path

@@ -41,8 +41,7 @@ def set_sources(conversion: Conversion) -> None:
                 conversion.take(setting, "data.mixing", "concatenate", computed="one after another")
     _widen_states(conversion)
     conversion.values.setdefault("task", ("sft", Setting("", "", None, Origin("default"), is_default=True)))
-    is_unlearning = conversion.values["task"][0] == "unlearn"  # which measures forget rows, and trains on them
-    if "data.validation" not in conversion.values and not is_unlearning:
+    if "data.validation" not in conversion.values and "forget" not in conversion.sources:  # which are measured
         default = Setting("validation rows", "", None, Origin("default"), is_default=True)
         conversion.take(default, "data.validation", None)
     validation = conversion.values.get("data.validation")
