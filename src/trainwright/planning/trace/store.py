@@ -131,9 +131,9 @@ def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size
     units = tuple(
         UnitTrace(
             tuple(TracedParameter(name, tuple(shape), *rest) for name, shape, *rest in parameters),
-            *(pass_of(passes[0]), pass_of(passes[1]), pass_of(passes[2])),
+            *(pass_of(forward), pass_of(backward), pass_of(evaluation)),
         )
-        for parameters, *passes in values["units"]
+        for parameters, forward, backward, evaluation in values["units"]
     )
     order, reference = (tuple(_unrolled(values[name])) for name in ("order", "reference"))
     return ModelTrace(units, order, facts_from_json(values["facts"]), reference, values["copied"])
