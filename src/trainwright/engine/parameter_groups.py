@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"\.(\d+)\.")
 _MODULE = "model."  # the module around the model (models/causal_lm.py)
 
 
-class _Settings(NamedTuple):
+class _GroupRates(NamedTuple):
     """What differs between groups."""
 
     weight_decay: float
@@ -45,7 +45,7 @@ def parameter_groups(
     names = [name.removeprefix(_MODULE) for name, _ in parameters]
     _check(section, names)
     depth = 1 + max((block for block in map(_block, names) if block is not None), default=-1)
-    groups: dict[_Settings, list[nn.Parameter]] = {}
+    groups: dict[_GroupRates, list[nn.Parameter]] = {}
     for (full, parameter), name in zip(parameters, names, strict=True):
         decay = section.weight_decay if parameter.dim() >= 2 else 0.0
         rate = _of_layer(section, name, depth)
@@ -55,7 +55,7 @@ def parameter_groups(
             if re.fullmatch(group.pattern, name):
                 decay = decay if group.weight_decay is None else group.weight_decay
                 rate = rate if group.learning_rate is None else group.learning_rate / section.learning_rate
-        groups.setdefault(_Settings(decay, rate, kind(full, parameter)), []).append(parameter)
+        groups.setdefault(_GroupRates(decay, rate, kind(full, parameter)), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: not item[0].kind)
     return [{"params": members, **setting._asdict()} for setting, members in ordered]
 
