@@ -118,7 +118,10 @@ def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers, num_attention_heads are missing"),
+        (
+            '{"model_type": "llama", "hidden_size": 64}',
+            "num_hidden_layers, num_attention_heads, vocab_size are missing",
+        ),
         ("[]", "JSON object"),
         ("{", "JSON"),
         ("[" * 100_000, "nested more than"),
