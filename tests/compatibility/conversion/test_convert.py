@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,17 @@ def test_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> None:
     assert values["train"]["activation_checkpointing"] == "full"  # by default
     assert values["parallel"] == {"strategy": "zero2", "offload_optimizer": True}  # by the name of a file not here
     assert values["evaluate"] == {"every": 20} and values["data"]["validation"] == 0.2
+
+
+def test_llama_factory_with_earlier_turns_in_a_column_is_refused(tmp_path: Path) -> None:
+    path = files.write_llama_factory(tmp_path)
+    file = tmp_path / "data" / "dataset_info.json"
+    infos = json.loads(file.read_text())
+    infos["mine"]["columns"] = {**infos["mine"].get("columns", {}), "history": "before"}
+    file.write_text(json.dumps(infos))
+    assert [line.text for line in converted(path).failures] == [
+        "has earlier turns in the column before; write rows of turns"
+    ]
 
 
 def test_trl_trains_on_all_tokens_and_evaluates_nothing_unless_it_is_told(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 def _own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], kind: dict[str, Any]) -> None:
     """Set the prompt of one's own format, where the text around the fields is written as it is."""
-    known = {"format", "no_input_format", "system_prompt", "system_format", "field_output", "field_instruction"}
-    unknown = [key for key in kind if key not in known | {"field_input", "field_system"} and kind[key] is not None]
+    read = {"format", "no_input_format", "system_prompt", "system_format", "field_output", "field_instruction"}
+    unknown = [key for key in kind if key not in read | {"field_input", "field_system"} and kind[key] is not None]
     if unknown or kind.get("system_format") not in (None, "{system}", "{system}\n"):
         conversion.refuse(setting, f"has {', '.join(unknown or ['system_format'])}, which changes the text of the rows")
         return
@@ -214,10 +214,10 @@ def fsdp_config(conversion: Conversion, setting: Setting, rule: Rule, words: str
 def pretraining(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take texts to go on with pretraining."""
     entries = setting.value if isinstance(setting.value, list) else [{"path": setting.value}]
-    known = {"path", "name", "split", "text_column", "type", "trust_remote_code", "data_files", "skip"}
+    read = {"path", "name", "split", "text_column", "type", "trust_remote_code", "data_files", "skip"}
     for number, entry in enumerate(entries):
         entry = entry if isinstance(entry, dict) else {"path": entry}
-        unknown = [key for key in entry if key not in known or (key == "skip" and entry[key])]
+        unknown = [key for key in entry if key not in read or (key == "skip" and entry[key])]
         if unknown:
             conversion.refuse(setting, f"has {', '.join(unknown)}")
             return

@@ -110,8 +110,8 @@ def _one(source: Path, values: list[str], numbers: Numbers, accelerate_config: P
     tree = trees[at.index(number)] if number in at else trees[0]
     tool = recognize(tree)
     if tool is None:
-        known = ", ".join(table(name).name for name in names())
-        raise RequestError(f"{file}: has the keys of no tool that is known: {known}")
+        tools = ", ".join(table(name).name for name in names())
+        raise RequestError(f"{file}: has the keys of no tool that is known: {tools}")
     if accelerate_config is not None:
         put(
             tree,

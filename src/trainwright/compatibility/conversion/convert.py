@@ -168,13 +168,9 @@ class Conversion:
             return "aside"
         if statuses & {"not possible", "unknown"}:
             return "not"
-        return (
-            "computed"
-            if "needs" in statuses
-            else "harmlessly"
-            if any(line.differs for line in self.lines)
-            else "as it is"
-        )
+        if "needs" in statuses:
+            return "computed"
+        return "harmlessly" if any(line.differs for line in self.lines) else "as it is"
 
     def recipe(self) -> Tree:
         """Return our values as a recipe's tree, with the places of the settings that decided them."""

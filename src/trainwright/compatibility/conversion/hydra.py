@@ -85,9 +85,9 @@ class _Composer:
         for group, name, is_override in self._defaults(file):
             option = self.chosen.get(self._key(group, file, package), name) if group else name
             for choice in option if isinstance(option, list) else [option]:
-                found = self._file(group, choice, file) if choice and not is_override and depth < _DEEPEST else None
-                if found is not None and choice != "_self_":
-                    self._find_overrides(found, self._package(group, package), depth + 1)
+                included = self._file(group, choice, file) if choice and not is_override and depth < _DEEPEST else None
+                if included is not None and choice != "_self_":
+                    self._find_overrides(included, self._package(group, package), depth + 1)
 
     def _key(self, group: str, file: Path, package: str) -> str:
         """Return a group by its folder from the root, and by its package if that is another: `data/sets@data.train`."""
@@ -139,10 +139,10 @@ class _Composer:
             for choice in option if isinstance(option, list) else [option]:
                 if choice in (None, "null"):
                     continue
-                found = self._file(group, choice, file)
-                if found is None:
+                included = self._file(group, choice, file)
+                if included is None:
                     raise RequestError(f"{file}: defaults: there is no {group or '.'}/{choice}.yaml in {self.root}")
-                self._add(tree, found, self._package(group, package), depth + 1)
+                self._add(tree, included, self._package(group, package), depth + 1)
 
     @staticmethod
     def _package(group: str, package: str) -> str:

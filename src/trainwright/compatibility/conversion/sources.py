@@ -147,11 +147,11 @@ def _llamafactory_item(
     columns = dict(info.get("columns") or {})
     if media := [key for key in ("images", "videos", "audios") if key in columns]:
         conversion.refuse(setting, f"has {', '.join(media)}", "vision" if "audios" not in media else "audio")
-    if info.get("script_url") or columns.get("history"):
-        reason = "is a script" if info.get("script_url") else "has turns in a column history; write rows of turns"
-        if info.get("script_url"):
-            conversion.refuse(setting, reason)
-            return
+    if info.get("script_url"):
+        conversion.refuse(setting, "is a script")
+        return
+    if columns.get("history"):
+        conversion.refuse(setting, f"has earlier turns in the column {columns['history']}; write rows of turns")
     hub = info.get("hf_hub_url") or info.get("ms_hub_url")
     item["source"] = hub or str(folder / str(info.get("file_name", "")))
     item["config"], item["split"] = info.get("subset"), info.get("split")
@@ -182,13 +182,13 @@ def _llamafactory_item(
 
 def mixer(conversion: Conversion, setting: Setting, rule: Rule, splits: str) -> None:
     """Take the data sets and parts of alignment-handbook's older dataset_mixer, and of open-instruct's."""
-    wanted = conversion.value(splits)
-    wanted = wanted if isinstance(wanted, list) else [wanted] if wanted else ["train"]
+    value = conversion.value(splits)
+    split_names = value if isinstance(value, list) else [value] if value else ["train"]
     if not isinstance(setting.value, dict):
         conversion.refuse(setting, "is not a mapping of data sets to parts of them")
         return
     for name, part in setting.value.items():
-        for use, split in (("train", wanted[0]), ("validation", wanted[1] if len(wanted) > 1 else None)):
+        for use, split in (("train", split_names[0]), ("validation", split_names[1] if len(split_names) > 1 else None)):
             if split is not None:
                 item = {"setting": setting, "source": name, "split": split}
                 item["fraction"] = part if use == "train" and part != 1.0 else None

@@ -150,10 +150,10 @@ def _assembled(
 def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
     merged: dict[_Key, Segment] = {}
     for segment in segments:
-        known = merged.setdefault((segment.unit, segment.direction), Segment(segment.unit, segment.direction))
-        known.events += segment.events
-        known.done += segment.done
-        known.remaining |= segment.remaining
+        combined = merged.setdefault((segment.unit, segment.direction), Segment(segment.unit, segment.direction))
+        combined.events += segment.events
+        combined.done += segment.done
+        combined.remaining |= segment.remaining
     return merged
 
 
