@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,23 @@ def test_a_plan_counts_the_logits_of_all_positions_and_every_parameter() -> None
         choice = Choice("single", 1, 8, 1, "no")
         peaks[name] = memory_of(facts.workload, choice, parse_machine("1xH100")).phases["forward"]
     assert peaks["Logits"] > peaks["Hidden"]  # with all logits at once
+
+
+def test_a_plan_after_loading_another_model_creates_its_tensors_on_one_device(tmp_path: Path) -> None:
+    program = """if True:
+        import sys, torch, trainwright.models.own_module
+        from transformers import AutoModelForCausalLM
+        from trainwright.models.configuration import fresh_config
+        from trainwright.models.tokenization import bytes_tokenizer
+        config = fresh_config({"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}, bytes_tokenizer())
+        AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
+        AutoModelForCausalLM.from_pretrained(sys.argv[1])
+        with torch.device("meta"):
+            print(torch.linspace(0, 1, 3).device)
+    """
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    output = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    assert output.split()[-1] == "meta"  # the first lines may be notices of libraries
 
 
 def test_recomputing_its_blocks_changes_no_loss(runs: Runs) -> None:

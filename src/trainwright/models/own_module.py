@@ -27,6 +27,11 @@ from trainwright.recipe.extensions import is_file, load_named
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils.paths import user_path
 
+# torch lists the functions that follow `torch.device("meta")` at its first use. transformers replaces torch.linspace
+# while it loads a model, so without this the list may lack it, and a module that calls it would mix devices.
+with torch.device("meta"):
+    torch.empty(0)
+
 
 @strict
 class OwnConfig(PreTrainedConfig):
