@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
 
 
-def recipe(tmp_path: Path, **sections: dict[str, Any]) -> Recipe:
+def recipe(tmp_path: Path, **sections: Any) -> Recipe:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": "a" * 74}) for _ in range(10)))
     values: dict[str, Any] = {
@@ -34,7 +34,7 @@ def recipe(tmp_path: Path, **sections: dict[str, Any]) -> Recipe:
         "train": {"max_steps": 5, "global_batch_size": 12},
     }
     for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section}
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return Recipe.model_validate(values)
 
 
@@ -86,6 +86,15 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
         train = asked.train.model_copy(update={"global_batch_size": size})
         remarks = facts_of(asked.model_copy(update={"train": train})).assumptions
         assert [remark.rpartition(": ")[2] for remark in remarks] == told
+
+
+@pytest.mark.parametrize(("loss", "each"), [("dpo", 2), ("kto", 1)])
+def test_rows_that_are_not_there_yet_count_as_the_longest_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, each: int
+) -> None:
+    monkeypatch.setattr("trainwright.planning.facts._first_examples", lambda recipe, each: [])
+    facts = facts_of(recipe(tmp_path, task="dpo", dpo={"loss": loss}, data={"format": "auto"}))
+    assert facts.workload.row_tokens == 128 * each
 
 
 @pytest.mark.parametrize(

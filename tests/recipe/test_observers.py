@@ -21,6 +21,13 @@ def settings(*overrides: str, recipe: Path = TINY) -> dict[str, Any]:
     return load_recipe(recipe, overrides).logging.observers
 
 
+def test_a_function_can_be_built_in_and_takes_any_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBSERVERS._builtin, "losses", "tests.support.runs:Losses")
+    monkeypatch.setitem(OBSERVERS._loaded, "losses", lambda run, **options: print)
+    assert settings() == DEFAULTS
+    assert settings("logging.observers={losses: {path: x}}") == DEFAULTS | {"losses": {"path": "x"}}
+
+
 @pytest.mark.parametrize(
     ("overrides", "more"),
     [

@@ -214,7 +214,7 @@ class PreparedTraining:
 
 
 def prepare(options: TrainingRequest) -> PreparedTraining:
-    """Read, plan and check the request, without torch and before anything is written.
+    """Read, plan and check the request, without torch and before anything is written to the run's directory.
 
     Raises:
         RequestError: the recipe, the arguments or the data are invalid.

@@ -39,7 +39,7 @@ class ObserverSpec:
         after_workers: called by the launcher with a run's directory and the ranks that have ended here without failure.
         setting: the type of the observer's setting, without options.
         options: the section with the options that may be set instead.
-        default: the setting where a recipe has none.
+        default: the setting where a recipe has none; only that of built-in observers is used.
         library: a module that must be installed.
         extra: the extra of Trainwright with this library.
     """
@@ -68,7 +68,13 @@ class ObserverSpec:
 def _specs() -> dict[str, ObserverSpec]:
     """Return the built-in observers that are present, by name."""
     names = [name for name in OBSERVERS.names() if OBSERVERS.is_built_in(name) and OBSERVERS.is_present(name)]
-    return {name: OBSERVERS.get(name) for name in names}
+    return {name: _spec(name) for name in names}
+
+
+def _spec(name: str) -> ObserverSpec:
+    """Return what is known of an observer; nothing of a function, or of one that a recipe names as `module:Name`."""
+    spec = _OWN if is_entry_point(name) else OBSERVERS.get(name)
+    return spec if isinstance(spec, ObserverSpec) else _OWN
 
 
 def check_installed(settings: Settings) -> None:
@@ -128,7 +134,7 @@ def _checked(name: str, setting: Any) -> Any:
         expected = {"expected": f"{', '.join(map(repr, names))} (your own: {OWN})"}
         unknown: InitErrorDetails = {"type": "literal_error", "loc": (), "input": name, "ctx": expected}
         raise ValidationError.from_exception_data(name, [unknown])
-    spec = OBSERVERS.get(name) if OBSERVERS.is_built_in(name) else _OWN
+    spec = _spec(name)
     if not isinstance(setting, dict):
         return TypeAdapter(spec.setting).validate_python(setting)
     if spec.options is None:

@@ -165,7 +165,7 @@ STRATEGIES: Registry[StrategySpec] = Registry(
     required=("summary", "implementation", "memory", "shards", "collectives", "reads", "offloads", "layouts", "limits"),
 )
 
-# Each is a subclass of reinforcement.environments.Environment.
+# Each is a subclass of tasks.algorithm_distillation.environments.base.Environment.
 ENVIRONMENTS: Registry[Any] = Registry(
     "trainwright.environments",
     {
@@ -180,7 +180,7 @@ ENVIRONMENTS: Registry[Any] = Registry(
     required=("tasks", "describe", "optimal_return", "vector"),
 )
 
-# Each is a subclass of engine.policies.base.StepPolicy; the built-in ones (engine/policies/builtin.py) are always on.
+# Each is a subclass of engine.policies.base.StepPolicy; the built-in ones (engine/policies/) are always on.
 STEP_POLICIES: Registry[Any] = Registry(
     "trainwright.step_policies", {}, kind="step policy", required=("before", "again", "metrics", "skips", "after")
 )

@@ -81,7 +81,11 @@ class OptimizerSection(Section):
         (0.9, 0.999), description="Decay rates of the running averages of the gradient and of its square."
     )
     eps: Positive = Field(1e-8, description="Added to the denominator of the update for numerical stability.")
-    weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, applied to matrices only.")
+    weight_decay: NotNegative = Field(
+        0.0,
+        description="Weight decay, of matrices only unless groups say otherwise. It is decoupled, except for sgd, "
+        "where it is added to the gradient, as in torch.",
+    )
     groups: list[ParameterGroup] = Field(
         [], description="Learning rates and weight decays by the names of parameters; of several that match, the last."
     )

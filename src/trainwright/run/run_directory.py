@@ -147,7 +147,7 @@ def check_not_started(directory: Path) -> None:
 
 
 def find(resume: str, run_directory: str, stem: str) -> Path:
-    """Return the run that --resume refers to: the directory `wanted`, or, if empty, the recipe's newest run.
+    """Return the run that --resume refers to: the directory `resume`, or, if empty, the recipe's newest run.
 
     The newest is the one that began last, of runs/<stem>-<date>-<time> and runs/<stem>, where `--resume auto` and
     `submit` begin it. `run_directory` is the recipe's logging.run_directory. Raises RequestError if there is no such

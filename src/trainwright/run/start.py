@@ -119,7 +119,7 @@ def _as_node(
 
 @dataclass
 class _Launch:
-    """One launch of a run on this machine.
+    """A run on this machine, launch after launch.
 
     Attributes:
         resolved: the recipe and its plan; replaced if the plan is made again once the data is prepared.

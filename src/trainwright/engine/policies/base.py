@@ -1,7 +1,8 @@
 """Step policies: decisions about an optimizer step, each in a small class.
 
 The training loop calls the built-in ones first, then those that the recipe names. The built-in ones handle
-out-of-memory halving, the loss scale of fp16, the gradient noise scale, and loss spikes.
+out-of-memory halving, the loss scale of fp16, the gradient noise scale, replayed steps, slow ranks, losses
+above a limit or not finite, and loss spikes.
 """
 
 from __future__ import annotations

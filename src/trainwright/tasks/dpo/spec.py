@@ -143,6 +143,10 @@ def _rows(recipe: Recipe, key: str) -> str:
     return "answers" if recipe.own(DpoSection).loss_spec.rates_answers else "pairs"
 
 
+def _needs(recipe: Recipe) -> Needs:
+    return Needs(of_losses=True, sequences_per_example=1 if _rows(recipe, "train") == "answers" else 2)
+
+
 SPEC = TaskSpec(
     name="dpo",
     summary="preference tuning on compared or rated answers",
@@ -151,7 +155,7 @@ SPEC = TaskSpec(
     section_description="Preference loss; only with `task: dpo`.",
     check=_check,
     rows=_rows,
-    needs=lambda recipe: Needs(of_losses=True),
+    needs=_needs,
     no_validation_rows="a run on answers to compare; name rows with one answer each",
     also_called=("preference",),
 )
