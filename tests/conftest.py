@@ -15,6 +15,7 @@ from tests.support import commands
 from tests.support.commands import MACHINE
 from tests.support.janitor import Janitor
 from tests.support.runs import Runs
+from tests.support.traces import share, shared_directory
 from trainwright.utils import heartbeat
 from trainwright.utils.heartbeat import Heartbeat
 from trainwright.utils.phase_clock import Use
@@ -63,6 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "HF_HOME": str(directory / "huggingface"),
             "NLTK_DATA": str(directory),
         }
+        kept = getattr(config, "cache", None)  # nothing is kept with `-p no:cacheprovider`
+        traces = shared_directory(kept.mkdir("traces") if kept is not None else Path(tempfile.mkdtemp(dir=directory)))
+        share(directory / "cache", traces)
         machine = {"TRAINWRIGHT_MACHINE": str(Path(config.getoption("machine")).absolute())}
         os.environ.update({**_SET, **caches, **machine})
     config.stash[_janitor] = Janitor(directory)
@@ -127,5 +131,6 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Use]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Starts training runs; tests that ask for the same finished run share it."""
     made = Runs(tmp_path_factory.mktemp("runs"))
+    share(made.directory / "cache")
     yield made
     made.close()

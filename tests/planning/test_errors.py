@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +49,9 @@ def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:
     assert interval_of([1.0] * 3) is None
 
 
-def test_a_plan_says_that_activations_are_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_that_activations_are_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
+
     def fails(*_: object) -> None:
         raise NotImplementedError("aten.nonzero reads data")
 

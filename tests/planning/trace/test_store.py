@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT
 from trainwright.planning.trace import bound, store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.bound import trace_or_bound
@@ -52,7 +56,22 @@ def test_a_trace_reads_back_as_it_was_written() -> None:
     assert again.units == trace.units and again.order == trace.order and again.facts == trace.facts
 
 
-def test_a_model_that_cannot_be_traced_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", ["models/linear_losses.py", "planning/trace/fit.py", "planning/search.py"])
+def test_a_trace_of_other_code_of_ours_is_not_read(changed: str, tmp_path: Path) -> None:
+    store.write("a trace", 1)
+    copy = Path(shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.zip", "__pycache__")))
+    with (copy / "trainwright" / changed).open("a") as file:
+        file.write("# another version\n")
+    program = "from trainwright.planning.trace import store; print(store.read('a trace'))"
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    read = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True, text=True
+    )
+    assert read.stdout.strip() == ("1" if changed == "planning/search.py" else "None")
+
+
+def test_a_model_that_cannot_be_traced_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
     request = TraceRequest(TracedModel.of({**CONFIGURATION, "vocab_size": 99}), Device("cpu"), "fp32", "plain")
     exact = sized(TraceRequest(TracedModel.of(CONFIGURATION), Device("cpu"), "fp32", "plain"), SHAPE)
 

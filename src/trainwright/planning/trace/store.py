@@ -25,6 +25,15 @@ from trainwright.planning.trace.units import (
     UnitTrace,
 )
 
+# The product's own code that a trace runs, in this package.
+_CODE = (
+    "planning/trace",
+    "models",
+    "tasks/unlearn",
+    "data/stream",
+    "parallel/constants.py",
+    "recipe/sections/model.py",
+)
 SHIPPED = Path(__file__).with_name("traces.zip")
 _FORMAT = 1
 _VERSIONS = "versions.json"  # in the archive: those of the libraries that were traced
@@ -39,6 +48,16 @@ def key_of(what: Any) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of what is traced."""
     return {"format": str(_FORMAT), **{name: version(name) for name in ("torch", "transformers", "peft")}}
+
+
+@cache
+def _code() -> str:
+    """Return a hash of the code that a trace runs: another version of it makes other traces."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in (root / name for name in _CODE):
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def read(key: str) -> Any:
@@ -71,7 +90,7 @@ def shipped() -> dict[str, Any]:
 
 
 def _file(key: str) -> Path:
-    return cache_root() / "traces" / f"{key_of([key, versions()])}.json"
+    return cache_root() / "traces" / f"{key_of([key, versions(), _code()])}.json"
 
 
 @cache
