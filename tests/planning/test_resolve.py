@@ -218,18 +218,6 @@ def test_fused_kernels_are_refused_where_they_cannot_run(here: Machine, why: str
     with pytest.raises(MachineError) as raised:
         resolve(asked, here)
     assert str(raised.value) == f"model.kernels: triton is not possible here: {why}; set it to auto or eager"
-    assert resolve(recipe(), here).recipe.model.kernels == "auto"
-
-
-def test_fused_kernels_are_planned_and_remarked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.run.resolve.why_no_triton", lambda: None)
-    cards = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("NVIDIA H200", 139 * GIB, (9, 0)),))
-    asked = recipe({"mixed_precision": "bf16"})
-    fused = asked.model_copy(update={"model": asked.model.model_copy(update={"kernels": "triton"})})
-    plain, planned = resolve(asked, cards), resolve(fused, cards)
-    assert any(line.startswith("model.kernels triton: ") for line in planned.reasons)
-    times = [resolved.plan.document["predicted"]["step_time"] for resolved in (plain, planned)]
-    assert times[1] < 0.9 * times[0]
 
 
 def test_tf32_that_is_no_faster_is_remarked() -> None:
