@@ -38,6 +38,9 @@ _SET = {
     "TRAINWRIGHT_QUIET": "1",  # how long something takes is up to the machine, and what takes long is told
     "PYTHONUTF8": "1",  # what commands print is read as that, whatever the locale
 }
+# Without a GPU Triton's kernels are interpreted, which it decides when it is imported.
+if not Path("/dev/nvidiactl").exists():
+    _SET["TRITON_INTERPRET"] = "1"
 _janitor = pytest.StashKey[Janitor]()
 
 

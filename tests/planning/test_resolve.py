@@ -202,6 +202,24 @@ def test_nothing_is_offloaded_to_the_same_memory(section: str, key: str, strateg
         resolve(recipe(**sections), spark)
 
 
+@pytest.mark.parametrize(
+    ("here", "why"),
+    [
+        (machine(), "needs an NVIDIA GPU, the device is a CPU"),
+        (
+            Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Tesla T4", 16 * GIB, (7, 5)),)),
+            "needs compute capability 8.0 or higher, this GPU has 7.5",
+        ),
+    ],
+)
+def test_fused_kernels_are_refused_where_they_cannot_run(here: Machine, why: str) -> None:
+    asked = recipe()
+    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"kernels": "triton"})})
+    with pytest.raises(MachineError) as raised:
+        resolve(asked, here)
+    assert str(raised.value) == f"model.kernels: triton is not possible here: {why}; set it to auto or eager"
+
+
 def test_tf32_that_is_no_faster_is_remarked() -> None:
     cards = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB, (8, 6)),))
     assert any("TF32 no faster than in fp32" in line for line in resolve(recipe({"tf32": True}), cards).reasons)

@@ -21,6 +21,8 @@ from trainwright.models.attention import packs, plain
 from trainwright.models.attention.kernels import CPU, AttentionNeeds, choose
 from trainwright.models.attention.packs import UnpackableError, register
 from trainwright.models.attention.sequences import Sequences
+from trainwright.models.fused.choice import Kernels, is_fused
+from trainwright.models.fused.modules import fuse
 from trainwright.models.linear_losses import (
     Head,
     Terms,
@@ -50,7 +52,7 @@ class CausalLM(nn.Module):
     Args:
         model: on its device, with loaded weights.
         packed: whether batches are packs; sets the attention implementation of the model.
-        attention: of the recipe, ``model.attention``.
+        attention, kernels: of the recipe, ``model.attention`` and ``model.kernels``.
         z_loss, label_smoothing: of losses to minimize, see ``linear_losses.Terms``.
 
     Attributes:
@@ -65,6 +67,7 @@ class CausalLM(nn.Module):
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         attention: str = "auto",
+        kernels: Kernels = "auto",
     ) -> None:
         super().__init__()
         self.model = model
@@ -73,7 +76,9 @@ class CausalLM(nn.Module):
             model.set_attn_implementation(register(attention))
         elif attention != "auto":
             _attend_padded(model, attention)
-        self._head = _head_settings(model)
+        self._head = {**_head_settings(model), "fused": is_fused(kernels)}
+        if is_fused(kernels):
+            fuse(model)
         self._terms = Terms(z_loss, label_smoothing)
         self.embedding_noise = 0.0
 

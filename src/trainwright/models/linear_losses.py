@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from trainwright.models.fused import operators
 from trainwright.models.padding import padded_rows
-from trainwright.parallel.constants import BLOCK_BYTES, CHUNK_BYTES
+from trainwright.parallel.constants import BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES
 
 
 @contextmanager
@@ -93,6 +94,7 @@ class Head(NamedTuple):
 
     Without a weight, the hidden states are the logits [N, V].
     ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
+    ``fused``: one kernel computes the loss of logits and their gradient, if its dtype allows it.
     """
 
     hidden: torch.Tensor
@@ -100,6 +102,12 @@ class Head(NamedTuple):
     bias: torch.Tensor | None
     softcap: float | None = None
     logit_scale: float = 1.0
+    fused: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel computes the loss."""
+        return self.fused and self.hidden.dtype != torch.float64
 
 
 class Terms(NamedTuple):
@@ -135,12 +143,13 @@ def linear_cross_entropy(
 @torch.no_grad()
 def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without gradients."""
-    hidden, weight, bias, softcap, logit_scale = head
+    hidden, weight, bias, softcap, logit_scale, _ = head
     losses, correct = [], []
-    for part in chunks(len(targets), hidden, weight):
+    compute = operators.loss_and_correct if head.is_fused else _loss_and_correct
+    for part in chunks(len(targets), hidden, weight, fused=head.is_fused):
         chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
         for rows in row_blocks(chunk):
-            loss, right = _loss_and_correct(chunk[rows], targets[part][rows], softcap, logit_scale)
+            loss, right = compute(chunk[rows], targets[part][rows], softcap, logit_scale)
             losses.append(loss)
             correct.append(right)
     if not losses:
@@ -164,7 +173,7 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
 
     Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).
     """
-    hidden, weight, bias, softcap, logit_scale = head
+    hidden, weight, bias, softcap, logit_scale, _ = head
     blocks = [hidden.new_zeros(0, dtype=torch.float32)]
     for part in chunks(len(targets), hidden, weight):
         chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
@@ -193,8 +202,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants = ctx.needs_input_grad
         total = hidden.new_zeros((), dtype=at_least_fp32(hidden))
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
-        grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
-        for part in chunks(len(targets), hidden, weight):
+        grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None, fused=head.is_fused)
+        for part in chunks(len(targets), hidden, weight, fused=head.is_fused):
             logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
             weights = None if target_weights is None else target_weights[part]
             for rows in row_blocks(logits[:count]):
@@ -217,10 +226,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class HeadGradients:
-    """Gradients of the head, summed over chunks; in fp32 if there is more than one chunk."""
+    """Gradients of the head, summed over chunks; in fp32 if there is more than one chunk.
 
-    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    ``fused``: products are added to the sum in fp32 by their kernel, also the first one.
+    """
+
+    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, *, fused: bool = False) -> None:
         self._like = (weight, bias)
+        self._fused = fused
         self._sums: list[torch.Tensor | None] = [None, None]
 
     def add(self, delta: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -228,10 +241,15 @@ class HeadGradients:
         weight, bias = self._like
         hidden = padded_rows(hidden)
         if weight is not None:
-            before = self._sums[0]
-            if before is None:
+            before, wide = self._sums[0], at_least_fp32(delta)
+            if self._fused and delta.dtype != wide and has_wide_products(delta):
+                if before is None:
+                    self._sums[0] = torch.mm(delta.t(), hidden, out_dtype=wide)
+                else:
+                    torch.addmm(before, delta.t(), hidden, out_dtype=wide, out=before)
+            elif before is None:
                 self._sums[0] = delta.t() @ hidden
-            elif delta.dtype == at_least_fp32(delta):
+            elif delta.dtype == wide:
                 before.addmm_(delta.t(), hidden)
             else:
                 self._sums[0] = before.float().add_(delta.t() @ hidden)
@@ -246,6 +264,11 @@ class HeadGradients:
             None if like is None else torch.zeros_like(like) if total is None else total.to(like.dtype)
             for like, total in zip(self._like, self._sums, strict=True)
         ]
+
+
+def has_wide_products(tensor: torch.Tensor) -> bool:
+    """Return whether products of the tensor's dtype can have fp32 results, as torch has them on GPUs."""
+    return tensor.is_cuda
 
 
 def padded_logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
@@ -281,6 +304,8 @@ def _loss_to_gradient(
     """Return the summed loss of some rows of a head's logits, and overwrite the logits with its gradient."""
     softcap, logit_scale = head.softcap, head.logit_scale
     z_loss, smoothing = terms
+    if head.is_fused:
+        return operators.cross_entropy(logits, targets, weights, softcap, logit_scale, z_loss, smoothing).sum()
     columns = targets[:, None]
     work = _finished_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
@@ -343,10 +368,10 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def chunks(count: int, hidden: torch.Tensor, weight: torch.Tensor | None) -> list[slice]:
+def chunks(count: int, hidden: torch.Tensor, weight: torch.Tensor | None, *, fused: bool = False) -> list[slice]:
     """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
     vocabulary, width = (hidden.shape[1], 0) if weight is None else weight.shape
-    rows = CHUNK_BYTES // (hidden.element_size() * vocabulary)
+    rows = (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES) // (hidden.element_size() * vocabulary)
     return _slices(count, max(rows, count * width // vocabulary) if hidden.is_cuda else rows)
 
 

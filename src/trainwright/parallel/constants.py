@@ -10,6 +10,8 @@ CACHED_PRODUCTS, PRODUCT_BYTES = 256, 570_000
 # these are more: large products use it best, and the memory is small beside that of the activations. (As torch's
 # LinearCrossEntropyOptions, whose chunks follow the hidden states at every size.)
 CHUNK_BYTES = 128 * 2**20
+# Bytes of the logits of a chunk of the fused loss, which makes no copies of them in fp32.
+FUSED_CHUNK_BYTES = 2**30
 # Bytes of the fp32 logits that a CPU processes at a time.
 BLOCK_BYTES = 2 * 2**20
 # Measured on AVX-512 with bf16 units: below this length the backward pass of the CPU's bf16 flash kernel is slower than

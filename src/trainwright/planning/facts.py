@@ -97,6 +97,7 @@ def facts_of(recipe: Recipe) -> Facts:
         deterministic=train.deterministic,
         tf32=train.tf32,
         attention=recipe.model.attention,
+        kernels=recipe.model.kernels,
         # A model that is initialized at random has no trained weights to adapt.
         takes_adapters=recipe.model.config is None
         and configuration.get("model_type") not in (MODEL_TYPE, OWN)
@@ -308,6 +309,7 @@ def full_rows(recipe: Recipe) -> Facts:
         deterministic=train.deterministic,
         tf32=train.tf32,
         attention=recipe.model.attention,
+        kernels=recipe.model.kernels,
     )
     _check(workload, data)
     steps = train.max_steps

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from trainwright.machine.describe import Cluster
+from trainwright.models.fused.choice import Kernels
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TracedModel, TraceRequest, device_of
 from trainwright.planning.trace.traced import model_facts, sized
@@ -70,6 +71,7 @@ class Workload:
     deterministic: bool = False
     tf32: bool = False
     attention: str = "auto"
+    kernels: Kernels = "auto"
     momentum: bool = True
     averages: bool = False
 
@@ -89,7 +91,7 @@ class Workload:
 
     def request(self, choice: Choice, cluster: Cluster, batch: BatchShape) -> TraceRequest:
         """Return what decides the operations of these passes."""
-        device = device_of(cluster, choice, self.attention, deterministic=self.deterministic)
+        device = device_of(cluster, choice, self.attention, deterministic=self.deterministic, kernels=self.kernels)
         return TraceRequest.of(self.model, device, choice, batch)
 
     @property

@@ -85,6 +85,9 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
     if model.is_own and model.attention != "auto":
         why = "the module of model.implementation computes its attention itself; remove it"
         yield Contradiction(("model.attention", "model.implementation"), why)
+    if model.is_own and model.kernels != "auto":
+        why = "the module of model.implementation computes its operations itself; remove it"
+        yield Contradiction(("model.kernels", "model.implementation"), why)
     if model.gguf_file is not None and model.name is None:
         yield Contradiction(
             ("model.gguf_file",), "is a file in the directory or repository model.name; set model.name too"

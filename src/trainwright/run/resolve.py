@@ -20,6 +20,8 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
+from trainwright.machine.processor import why_no_triton
+from trainwright.models.fused.choice import is_fused, refuse_missing
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.checks import contradictions
 from trainwright.recipe.parallel_checks import implied_strategy
@@ -236,7 +238,8 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
 
     Raises:
         RequestError: more processes than GPUs.
-        MachineError: a precision that the devices cannot compute in, or offloading or TF32 without a GPU.
+        MachineError: a precision that the devices cannot compute in, or offloading, TF32 or fused kernels without a GPU
+            that has them.
     """
     remarks: list[str] = []
     device = recipe.parallel.device
@@ -250,6 +253,7 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
     _check_tf32(recipe, cluster, remarks)
+    _check_kernels(recipe, cluster, remarks)
     return recipe, remarks
 
 
@@ -319,6 +323,17 @@ def _check_tf32(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
         )
     if card.rates.get("tf32", math.inf) <= card.rates.get("fp32", 0.0):
         remarks.append(f"train.tf32: {card.name} computes in TF32 no faster than in fp32, and less precisely")
+
+
+def _check_kernels(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
+    requested = recipe.model.kernels
+    vendor = "CPU" if cluster.device == "cpu" else cluster.card.vendor
+    refuse_missing(requested, vendor, cluster.card.capability, why_no_triton() if cluster.is_here else None)
+    if is_fused(requested):
+        remarks.append(
+            "model.kernels triton: the loss is one kernel, and so are norms, rotary positions and gated activations "
+            "where their formula is the kernel's"
+        )
 
 
 def _check_offload(recipe: Recipe, cluster: Cluster) -> None:

@@ -208,6 +208,7 @@ class LanguageModelTask:
             z_loss=self._z_loss(),
             label_smoothing=self._label_smoothing(),
             attention=self._recipe.model.attention,
+            kernels=self._recipe.model.kernels,
         )
 
     def blocks(self) -> list[nn.Module]:

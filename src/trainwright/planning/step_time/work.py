@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainwright.machine.measured.calibration import Curve, InStep
 from trainwright.machine.measured.calibration import ProcessRates as Speeds
 from trainwright.planning.trace.batch import BatchShape
-from trainwright.planning.trace.units import Operation, UnitTrace
+from trainwright.planning.trace.units import FUSED, Operation, UnitTrace
 from trainwright.planning.workload import MixedPrecision
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Pricing:
                 seconds = operation.launches * self.traffic(
                     operation.kind, round((operation.read + operation.written) / operation.launches)
                 )
-                if operation.kind == "expansion":
+                if operation.kind == "expansion" or operation.name == FUSED:
                     expanded += seconds
                     unfused += operation.launches
                 else:

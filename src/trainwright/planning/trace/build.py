@@ -18,6 +18,7 @@ from trainwright.models.adapters.files import fully_trained
 from trainwright.models.attention.described import needs_of
 from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.configuration import making, register, set_dropout, without_ignored
+from trainwright.models.fused.choice import Kernels
 from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
@@ -114,10 +115,11 @@ def build(request: TraceRequest, regime: Regime) -> Built:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in wanted.trainable))
     packed, attention = request.rows in ("packed", "equal"), request.device.limits.attention
+    kernels: Kernels = "triton" if request.device.fused else "eager"
     lm = (
-        CausalLM(model, packed=packed, z_loss=float(wanted.z_loss), attention=attention)
+        CausalLM(model, packed=packed, z_loss=float(wanted.z_loss), attention=attention, kernels=kernels)
         if wanted.last_block is None
-        else UnlearnLM(model, packed=packed, layer=wanted.last_block, attention=attention)
+        else UnlearnLM(model, packed=packed, layer=wanted.last_block, attention=attention, kernels=kernels)
     )
     for parameter in lm.parameters():
         if parameter.is_floating_point():

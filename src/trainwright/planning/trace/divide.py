@@ -119,7 +119,7 @@ def to_fake(module: nn.Module, leave: Sequence[nn.Module]) -> dict[int, nn.Param
 def loops_of_loss(recorder: Recorder, sample: BatchSample, *, on_gpu: bool) -> Iterator[None]:
     """Let the loss take as many chunks and blocks as a sample says, and note the iterations."""
 
-    def chunks(count: int, hidden: Any, weight: Any) -> Iterator[slice]:
+    def chunks(count: int, hidden: Any, weight: Any, *, fused: bool = False) -> Iterator[slice]:
         for number in range(sample.chunks):
             with recorder.scope(f"chunk{number}"):
                 yield slice(number * sample.chunk, (number + 1) * sample.chunk)
@@ -132,9 +132,10 @@ def loops_of_loss(recorder: Recorder, sample: BatchSample, *, on_gpu: bool) -> I
             with recorder.scope(f"block{number}"):
                 yield slice(number * sample.block, (number + 1) * sample.block)
 
-    before = linear_losses.chunks, linear_losses.row_blocks
+    before = linear_losses.chunks, linear_losses.row_blocks, linear_losses.has_wide_products
     linear_losses.chunks, linear_losses.row_blocks = chunks, row_blocks  # type: ignore[assignment]
+    linear_losses.has_wide_products = lambda tensor: on_gpu
     try:
         yield
     finally:
-        linear_losses.chunks, linear_losses.row_blocks = before
+        linear_losses.chunks, linear_losses.row_blocks, linear_losses.has_wide_products = before

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.planning.trace.storages import Storages
-from trainwright.planning.trace.units import OperationKind
+from trainwright.planning.trace.units import FUSED, OperationKind
 from trainwright.planning.trace.values import compute, operands
 
 Direction = Literal["forward", "backward", "evaluation"]
@@ -171,13 +171,18 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
     width, generation = results[0].element_size(), 2
     read = sum(x.numel() * x.element_size() for x in inputs)
     written = sum(x.numel() * x.element_size() for x in results)
+    if func.namespace == "trainwright":  # it returns what is new, and may write what it reads
+        name = FUSED
+        changed = (x for x, of in zip(args, func._schema.arguments, strict=False) if of.is_write)
+        written += sum(x.numel() * x.element_size() for x in changed)
     m = n = k = times = flops = 0
     kind: OperationKind = "elementwise"
     if "attention" in operator or "attn" in operator or "flash" in operator:
         kind, flops = "attention", _attention_flops(operator, args, kwargs)
         generation = 3 if "flash_attn_3" in str(packet) else 2
     elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm"):
-        kind, (a, b) = "product", args[-2:] if operator in ("mm", "bmm") else args[1:3]
+        kind, (a, b) = "product", args[:2] if operator in ("mm", "bmm") else args[1:3]
+        width = b.element_size()  # of a sum in fp32, the result is wider
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         times = a.shape[0] if a.dim() == 3 else 1
         flops = 2 * m * n * k * times

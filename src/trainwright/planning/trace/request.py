@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, Vendor, missing_kernels
+from trainwright.models.fused.choice import Kernels, is_fused
 from trainwright.planning.trace.batch import BatchShape
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Device:
 
     ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes
     that it computes in. ``deterministic``: it uses deterministic kernels only. ``attention``:
-    of the recipe's model, on a CPU; a GPU's platform has it.
+    of the recipe's model, on a CPU; a GPU's platform has it. ``fused``: it runs the fused kernels of ``models.fused``.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -33,6 +34,7 @@ class Device:
     half: Literal["bf16", "fp16"] = "bf16"
     deterministic: bool = False
     attention: str = "auto"
+    fused: bool = False
 
     def dtype(self, width: int) -> Dtype:
         """Return the dtype of ``width`` bytes."""
@@ -203,15 +205,17 @@ def rows_of(batch: BatchShape) -> Rows:
     return "equal" if len(lengths) == 1 and sum(count for _, count in batch.sequences) > 1 else "packed"
 
 
-def device_of(cluster: Cluster, choice: Choice, attention: str, *, deterministic: bool) -> Device:
-    """Return the device that a process of ``choice`` computes on. ``attention``: of the recipe's model."""
+def device_of(
+    cluster: Cluster, choice: Choice, attention: str, *, deterministic: bool, kernels: Kernels = "auto"
+) -> Device:
+    """Return the device that a process of ``choice`` computes on. ``attention``, ``kernels``: of the recipe's model."""
     if cluster.device == "cpu":
         return Device("cpu", attention=attention)
     vendor: Vendor = "NVIDIA" if cluster.card.vendor == "NVIDIA" else "AMD"  # others are only planned for
     missing = missing_kernels() if cluster.is_here else ASSUMED.missing
     platform = Platform(vendor, cluster.card.capability, missing, attention)
     half: Literal["bf16", "fp16"] = "fp16" if choice.mixed_precision == "fp16" else "bf16"
-    return Device("cuda", platform=platform, half=half, deterministic=deterministic)
+    return Device("cuda", platform, half, deterministic, fused=is_fused(kernels))
 
 
 def canonical(values: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
-from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES
+from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES
 from trainwright.planning.trace import store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
@@ -21,7 +21,7 @@ def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedMo
     regime = Regime(
         windows=0 < facts.window < batch.longest,
         long=batch.longest >= BF16_FROM_LENGTH or not _converts(request),
-        chunked=batch.targets > chunk,
+        chunked=batch.targets > chunk or request.device.fused,  # which compute one chunk as the first of several
         every=batch.targets >= batch.tokens,
     )
     if isinstance(request.recompute, int) and request.recompute > 1:
@@ -87,13 +87,14 @@ def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
         return dataclasses.replace(request, recompute=recompute)
     dtype: Dtype = "fp32" if request.width == 4 else "bf16"
     rows, device = request.rows, request.device
+    typical = dataclasses.replace(_GPU, fused=device.fused)
     if request.rows not in ("packed", "equal"):
-        device = _GPU
+        device = typical
     else:
         here = _kernels(request, device, longest)
         there = _kernels(dataclasses.replace(request, dtype=dtype), _GPU, longest)
         if [(one.memory, one.widths(256, 256)) for one in here] == [(o.memory, o.widths(256, 256)) for o in there]:
-            device = _GPU
+            device = typical
             rows = "packed" if all(kernel.memory == "flash" for kernel in here) else rows
     return dataclasses.replace(request, recompute=recompute, dtype=dtype, rows=rows, device=device, hooked=False)
 
@@ -108,7 +109,8 @@ def _kernels(request: TraceRequest, device: Device, longest: int) -> list[Attent
 def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
     """Return the facts of a request's model, with those that depend on the device."""
     facts = model_facts(request.model) if facts is None else facts
-    limits: dict[str, Any] = {"chunk_logits": CHUNK_BYTES // request.width, "block_logits": BLOCK_BYTES // 4}
+    chunk = FUSED_CHUNK_BYTES if request.device.fused else CHUNK_BYTES
+    limits: dict[str, Any] = {"chunk_logits": chunk // request.width, "block_logits": BLOCK_BYTES // 4}
     on_cpu = not request.device.is_gpu
     return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
 

@@ -16,6 +16,7 @@ from trainwright.planning.trace.batch import BatchShape, basis
 Size = tuple[float, ...]  # coefficients of ``BASIS``; zeros at the end are left out
 N = TypeVar("N", Size, int)
 # "expansion": dequantization.
+FUSED = "fused"  # the name of operations of ``models.fused``, which a compiler leaves as they are
 OperationKind = Literal["product", "attention", "elementwise", "reduction", "copy", "expansion"]
 
 

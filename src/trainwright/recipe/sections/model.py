@@ -156,6 +156,12 @@ class ModelSection(Section):
         "flash_attention_3: the package of that name; flex: torch's flex_attention. The last three compute packs. "
         "Other names are of one kernel.",
     )
+    kernels: Literal["auto", "eager", "triton"] = Field(
+        "auto",
+        description="Kernels of the other operations in training on an NVIDIA GPU. triton: the loss with its gradient "
+        "is one kernel, and so are root-mean-square norms, rotary positions and gated activations whose formula is "
+        "the kernel's. eager and auto: plain operations, as the kernels are not measured on GPUs yet.",
+    )
     tokenizer: Text | None = Field(
         None,
         description="Hugging Face id or directory of a tokenizer, or bytes for the built-in byte-level one. "

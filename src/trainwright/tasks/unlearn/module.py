@@ -16,6 +16,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM, Objective
+from trainwright.models.fused.choice import Kernels
 from trainwright.models.linear_losses import Head
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class UnlearnLM(CausalLM):
         reference: UnlearnLM | None = None,
         layer: int | None = None,
         attention: str = "auto",
+        kernels: Kernels = "auto",
     ) -> None:
-        super().__init__(model, packed=packed, attention=attention)
+        super().__init__(model, packed=packed, attention=attention, kernels=kernels)
         self.reference = reference
         self._speaks_for_reference = False
         self._layer = layer

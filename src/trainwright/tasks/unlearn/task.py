@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -119,19 +119,20 @@ class Unlearning(ReferenceTask):
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
-        last_block, attention = self._unlearn.last_block, self._recipe.model.attention
+        last_block = self._unlearn.last_block
+        how: dict[str, Any] = {"attention": self._recipe.model.attention, "kernels": self._recipe.model.kernels}
         if self._adapter is None and last_block is not None:
             freeze(model, self._recipe.model, last_block)
         copied = frozen_copy(
             self._recipe, self._tokenizer, packed=self._packed, layer=layer if last_block is not None else None
         )
         if copied is None:
-            return UnlearnLM(model, packed=self._packed, layer=layer, attention=attention)
+            return UnlearnLM(model, packed=self._packed, layer=layer, **how)
         frozen, weights = copied
         if self.weights is not None:
             assert weights is not None, "the reference is read in parts where the model is"
             self.weights = CombinedWeights(self.weights, weights)
-        return UnlearnLM(model, packed=self._packed, reference=frozen, layer=layer, attention=attention)
+        return UnlearnLM(model, packed=self._packed, reference=frozen, layer=layer, **how)
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks of the model and of its reference."""
@@ -444,7 +445,7 @@ def frozen_copy(
     reference_section = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
     model, weights = load(recipe, reference_section, tokenizer, f"{PREFIX}model.")
     model.requires_grad_(False)
-    lm = UnlearnLM(model, packed=packed, layer=layer, attention=recipe.model.attention)
+    lm = UnlearnLM(model, packed=packed, layer=layer, attention=recipe.model.attention, kernels=recipe.model.kernels)
     if layer is not None:
         _cut(lm, layer + 1)
     return lm.eval(), weights

@@ -1,0 +1,183 @@
+"""Let the modules of a model use the fused kernels, where their formula is the kernel's.
+
+No table names architectures: a module's own ``forward`` is run on a few numbers and compared with the formula of the
+kernel, so one that computes anything else keeps its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.models.fused import operators
+
+_ROTARY = "apply_rotary_pos_emb"  # the function of modules of transformers
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def fuse(model: nn.Module) -> dict[str, int]:
+    """Let the modules of ``model`` use the fused kernels in place; return how many of each kind do."""
+    counts = {"norms": 0, "gated activations": 0, "rotary positions": 0}
+    norms: dict[Any, tuple[bool, bool] | None] = {}
+    for module in model.modules():
+        if (eps := _eps_of(module)) is not None:
+            key = type(module), eps
+            if key not in norms:
+                norms[key] = _norm_formula(module, eps)
+            if (formula := norms[key]) is not None:
+                module.forward = MethodType(_norm(eps, *formula, type(module).forward), module)
+                counts["norms"] += 1
+        elif (silu := _gated_formula(module)) is not None:
+            module.forward = MethodType(_gated(silu), module)
+            counts["gated activations"] += 1
+        elif _rotates(module):
+            own: Any = type(module).forward
+            names = {**own.__globals__, _ROTARY: _rotary(own.__globals__[_ROTARY])}
+            copied = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            copied.__kwdefaults__ = own.__kwdefaults__
+            module.forward = MethodType(copied, module)
+            counts["rotary positions"] += 1
+    return counts
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    """Return the constant of a module that may be a root-mean-square norm: its only tensor is a weight [H]."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    if list(parameters) != ["weight"] or buffers or parameters["weight"].dim() != 1 or "forward" in vars(module):
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _norm_formula(module: nn.Module, eps: float) -> tuple[bool, bool] | None:
+    """Return whether a norm adds 1 to its weight, and rounds before it multiplies; None if it is no such norm."""
+    small = copy.deepcopy(module).to_empty(device="cpu")
+    width = _numbers_like(small)
+    matches = []
+    for formula in ((False, True), (False, False), (True, False), (True, True)):
+        if all(_same(small.to(dtype), _plain_norm, (width.to(dtype), eps, *formula)) for dtype in _DTYPES):
+            matches.append(formula)
+    return matches[0] if matches else None
+
+
+def _numbers_like(norm: nn.Module) -> torch.Tensor:
+    """Fill a norm with numbers; return rows for it, some so small that its constant matters."""
+    generator = torch.Generator().manual_seed(0)
+    weight: Any = norm.weight
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+    return torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [30.0], [1e-3], [1e-2]])
+
+
+def _plain_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, rounded: bool) -> torch.Tensor:
+    normal = inputs.float() * torch.rsqrt(inputs.float().pow(2).mean(-1, keepdim=True) + eps)
+    factors = weight.float() + 1 if offset else weight.float()
+    return ((normal.to(inputs.dtype).float() if rounded else normal) * factors).to(inputs.dtype)
+
+
+def _same(norm: nn.Module, plain: Callable[..., torch.Tensor], arguments: tuple[Any, ...]) -> bool:
+    inputs, *rest = arguments
+    with torch.no_grad():
+        try:
+            out = norm(inputs)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return False
+        expected = plain(inputs, norm.weight, *rest)
+    if not isinstance(out, torch.Tensor) or out.dtype != expected.dtype:
+        return False
+    # In bf16 the order of roundings shows in some numbers of a row, unless it is the same.
+    return torch.allclose(out, expected, rtol=1e-6, atol=0)
+
+
+def _norm(eps: float, offset: bool, rounded: bool, own: Any) -> Callable[..., torch.Tensor]:
+    def forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        if weight.dtype != hidden_states.dtype or hidden_states.dtype == torch.float64:
+            result: torch.Tensor = own(self, hidden_states)
+            return result
+        return operators.rms_norm(hidden_states, weight, eps, offset, rounded)[0]
+
+    return forward
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gated_formula(module: nn.Module) -> bool | None:
+    """Return whether a gated MLP has SiLU, False for GELU by its tanh formula; None if it is neither.
+
+    Its class's ``forward`` is called with an object that has its activation, and projections of known results.
+    """
+    if "forward" in vars(module) or not all(hasattr(module, name) for name in (*_PROJECTIONS, "act_fn")):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (3 * torch.randn(64, generator=generator) for _ in range(2))
+    results = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
+    stand_in = SimpleNamespace(**results, act_fn=module.act_fn)
+    try:
+        with torch.no_grad():
+            out = type(module).forward(stand_in, gate)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None
+    if not isinstance(out, torch.Tensor) or out.shape != gate.shape:
+        return None
+    for silu, active in ((True, nn.functional.silu(gate)), (False, nn.functional.gelu(gate, approximate="tanh"))):
+        if torch.allclose(out, active * up, rtol=1e-5, atol=1e-6):
+            return silu
+    return None
+
+
+def _gated(silu: bool) -> Callable[..., torch.Tensor]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(operators.gated(self.gate_proj(x), self.up_proj(x), silu))
+        return out
+
+    return forward
+
+
+def _rotates(module: nn.Module) -> bool:
+    """Return whether a module's ``forward`` calls a function of its file that is the kernel's formula."""
+    own: Any = type(module).forward
+    if "forward" in vars(module) or _ROTARY not in getattr(getattr(own, "__code__", None), "co_names", ()):
+        return False
+    return _is_rotary(own.__globals__.get(_ROTARY))
+
+
+def _is_rotary(function: Any) -> bool:
+    if function not in _COMPARED:
+        generator = torch.Generator().manual_seed(0)
+        query, key = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
+        cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
+        try:
+            out = function(query, key, cos, sin)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            out = ()
+        expected = [_plain_rotary(x, cos, sin) for x in (query, key)]
+        _COMPARED[function] = len(out) == 2 and all(map(torch.allclose, out, expected))
+    return _COMPARED[function]
+
+
+_COMPARED: dict[Any, bool] = {}
+
+
+def _plain_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = heads.chunk(2, -1)
+    return heads * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
+def _rotary(own: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        fits = q.dtype == k.dtype == cos.dtype == sin.dtype != torch.float64 and cos.dim() == 3
+        fits = fits and q.shape[-1] == k.shape[-1] == cos.shape[-1] and q.stride(-1) == k.stride(-1) == 1
+        return (
+            operators.rotary(q, k, cos, sin, False)
+            if fits and not args and not kwargs
+            else own(q, k, cos, sin, *args, **kwargs)
+        )
+
+    return apply

@@ -1,0 +1,77 @@
+"""Models whose modules use the fused kernels, in Triton's interpreter, compared with their own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.triton import needs_interpreter
+from trainwright.models.fused.modules import fuse
+
+_SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def model_of(kind: str, **more: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_SIZES, **more))
+    for parameter in model.parameters():  # norms too, whose weights are ones or zeros
+        nn.init.normal_(parameter, 0.1, 0.2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("llama", (5, 2, 2)),
+        ("qwen3", (9, 2, 2)),  # also norms of queries and keys
+        ("gemma2", (9, 2, 2)),  # 1 is added to weights; GELU
+        ("phi3", (5, 0, 2)),  # gate and up are one matrix
+        ("glm", (5, 0, 0)),  # pairs of neighbors are rotated
+        ("cohere", (0, 2, 0)),  # norms take the mean off
+    ],
+)
+def test_modules_whose_formula_is_a_kernels_are_recognized(kind: str, counts: tuple[int, ...]) -> None:
+    assert tuple(fuse(model_of(kind)).values()) == counts
+
+
+def test_a_norm_that_differs_in_little_is_left_as_it_is() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x / (x.norm(dim=-1, keepdim=True) / 4 + self.eps)
+
+    assert fuse(nn.Sequential(Norm()))["norms"] == 0
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+def test_a_fused_model_computes_what_its_own_modules_do(kind: str) -> None:
+    model = model_of(kind)
+    fused = copy.deepcopy(model)
+    assert all(fuse(fused).values())
+    tokens = torch.arange(14).remainder(11).view(2, 7)
+    for one in (model, fused):
+        one(input_ids=tokens, labels=tokens).loss.backward()
+    for (name, own), other in zip(model.named_parameters(), fused.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None
+        assert (own.grad - other.grad).norm() <= 1e-5 * own.grad.norm() + 1e-9, name
