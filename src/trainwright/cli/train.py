@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -84,6 +85,14 @@ def train(
             "has begun or has copies; otherwise start it there.",
         ),
     ] = None,
+    fork: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN[@STEP]",
+            help="Start a new run from a checkpoint of this run, the newest or that of STEP; short for train.fork. "
+            "Without a recipe, with the recipe of that run.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan without training or writing anything.")
     ] = False,
@@ -141,6 +150,8 @@ def train(
 
         os.environ[VERBOSE] = "1"
     recipe, overrides = split_words(arguments or [])
+    if fork is not None:
+        recipe, overrides = _forked(fork, recipe, overrides)
     if most_waits is not None:
         say("note: --most-waits is called --max-host-syncs now; the next version refuses it", file=sys.stderr)
         max_host_syncs = most_waits if max_host_syncs is None else max_host_syncs
@@ -191,6 +202,15 @@ def train(
     _show(prepared.resolved)
     if not force:
         prepared.resolved.plan.refuse_shortage()
+
+
+def _forked(fork: str, recipe: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:
+    """Return the recipe and the overrides of a run that starts from a checkpoint of another one."""
+    from trainwright.engine.checkpoints.parent import ParentCheckpoint
+    from trainwright.run.run_directory import RECIPE
+
+    parent = ParentCheckpoint.of(fork)
+    return recipe or parent.run / RECIPE, [*overrides, f"train.fork={json.dumps(str(parent))}"]
 
 
 def _show(resolved: Resolved) -> None:

@@ -55,6 +55,8 @@ class Start(Event):
         fingerprints: of the tokens, ``train`` and ``validation``, by which runs on the same data are recognized.
         versions: of Python and the libraries that compute, by name.
         details: fields specific to the task.
+        parent: the checkpoint of another run that the run started from: ``run``, ``step``, the ``sha256`` of its
+            manifest, and whether its ``optimizer_state`` was taken.
     """
 
     kind_of_event = "start"
@@ -92,6 +94,7 @@ class Start(Event):
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+    parent: Mapping[str, Any] | None = None
 
     def record(self) -> Record:
         """Return the fields by name, including those of the task."""

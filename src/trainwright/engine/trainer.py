@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.checkpoints.export import export
+from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Notice, Rewind, Step
@@ -128,6 +129,15 @@ class Trainer:
     def newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies, the same on every rank, or None. Raises RequestError."""
         return self._checkpointing.newest()
+
+    def fork(self, parent: ParentCheckpoint) -> None:
+        """Start from a checkpoint of another run. Raises RequestError if it is damaged or of another model."""
+        self._checkpointing.fork(parent)
+
+    @property
+    def parent(self) -> dict[str, Any] | None:
+        """Return the checkpoint of another run that this run started from."""
+        return self._checkpointing.parent
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load the state of a checkpoint. Raises RequestError if it has other examples or other frozen weights."""

@@ -98,8 +98,12 @@ class Strategy(Protocol):
     def state(self) -> dict[str, Shard]:
         """Return this rank's part of everything that training changes: parameters, buffers, optimizer state."""
 
-    def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
-        """Fill the state from ``read(name, shard)``, which returns the named part in the shard's shape and dtype."""
+    def load_state(self, read: Callable[[str, Shard], torch.Tensor], *, optimizer: bool = True) -> None:
+        """Fill the state from ``read(name, shard)``, which returns the named part in the shard's shape and dtype.
+
+        Args:
+            optimizer: also fill the optimizer's state; otherwise it is that of a new run.
+        """
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full parameters and buffers in master precision, one by one. Every rank must iterate.
@@ -212,8 +216,13 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensor.detach().view(-1).split(_EXCHANGED)
 
 
-def create_optimizer_state(optimizer: Optimizer) -> None:
-    """Make the state of every parameter, if there is none yet: a step with zero gradients at a learning rate of 0."""
+def prepare_optimizer_state(optimizer: Optimizer, *, filled: bool) -> None:
+    """Make the state of every parameter to be ``filled``, if there is none yet: a step with zero gradients at a
+    learning rate of 0. Otherwise remove it: the first step makes it, from the weights as they are then.
+    """
+    if not filled:
+        optimizer.state.clear()
+        return
     if any(optimizer.state.values()):
         return
     set_learning_rate(optimizer, 0.0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
@@ -172,7 +173,7 @@ def request_of(
         assert recipe is not None
         if settings is not None:
             overrides, reasons = settings.over(recipe, overrides)
-        return RunRequest(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons)
+        return _forked(RunRequest(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons))
     if is_url(resume):
         return _fetched(resume, recipe, overrides, settings)
     run = _run_of(resume, recipe, overrides)
@@ -183,6 +184,17 @@ def request_of(
     resumed = resumed_recipe(run, recipe, overrides)
     everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
     return RunRequest(resumed.recipe, run_directory.stem_of(own), run, everything, resumed.chosen)
+
+
+def _forked(request: RunRequest) -> RunRequest:
+    """Return a new run's request with the checkpoint that ``train.fork`` names, if it is set."""
+    train = request.recipe.train
+    if train.fork is None:
+        return request
+    parent = ParentCheckpoint.of(train.fork)
+    reason = f"train.fork {parent}: the run starts from step {parent.step} of {parent.run}"
+    recipe = request.recipe.model_copy(update={"train": train.model_copy(update={"fork": str(parent)})})
+    return replace(request, recipe=recipe, reasons=(*request.reasons, reason))
 
 
 def _fetched(

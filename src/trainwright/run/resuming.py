@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trainwright.engine.checkpoints.parent import is_same
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins, read_merged
 from trainwright.recipe.registries import STRATEGIES
@@ -39,6 +40,7 @@ _FREE = (
 )
 _MAY_GROW = (("train", "max_steps"), ("train", "epochs"), ("train", "max_tokens"))
 _DIRECTORY = ("logging", "run_directory")
+_FORK = ("train", "fork")  # a recipe may name it as when the run began, or not at all
 _PROCESSES = ("parallel", "num_processes")
 _STRATEGY = ("parallel", "strategy")
 _ACCUMULATION = ("train", "gradient_accumulation_steps")
@@ -71,7 +73,7 @@ def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]
     reset = dict(_chosen_again(before, read_merged(path, overrides), chosen))
     anew = [f"{dotted(key)}={json.dumps(value)}" for key, value in reset.items()]
     changed = load_with_origins(own if path is None else path, [*anew, *overrides])
-    changes = _changes(before, changed)
+    changes = [each for each in _changes(before, changed) if each.path != _FORK or not is_same(each.new, each.old)]
     _refuse(run, path, [change for change in changes if not change.allowed(run)])
     tree = read_merged(own, ())
     for change in changes:

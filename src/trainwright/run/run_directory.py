@@ -290,7 +290,10 @@ def discard_unstarted(directory: Path, *, keep: bool = False) -> None:
 
     With `keep` the directory itself stays, which another process may wait to lock, and what was there before.
     """
-    if not (directory / EVENTS).exists():
+    with suppress(OSError):
+        if (directory / EVENTS).lstat().st_size:
+            return
+    if directory.is_dir():
         _remove(directory, keep)
 
 

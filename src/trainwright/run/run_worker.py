@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
+from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Event, Notice, Observer
 from trainwright.engine.forward_only import ForwardOnly
@@ -243,6 +244,9 @@ def run_worker(
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
         trainer.resume(checkpoint)
+    elif recipe.train.fork is not None and trial is None:
+        events.announce(f"loading {recipe.train.fork}")
+        trainer.fork(ParentCheckpoint.of(recipe.train.fork))
     if (
         trainer.is_over
         and not trainer.progress.pending

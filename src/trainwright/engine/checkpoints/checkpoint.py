@@ -28,6 +28,7 @@ import torch
 
 from trainwright.engine.checkpoints.directories import checksum, finish, remove
 from trainwright.engine.checkpoints.manifest import (
+    RECIPE,
     CheckpointError,
     Manifest,
     cannot_be_read,
@@ -41,6 +42,7 @@ from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
+from trainwright.recipe.loading import load_recipe
 from trainwright.utils.paths import open_inside, retried
 
 Entries = dict[str, Any]  # of one rank's file in the manifest
@@ -245,6 +247,11 @@ class Checkpoint:
             if name.endswith(".safetensors"):
                 check_tensors(path, name, manifest)
         return cls(path, manifest)
+
+    def has_optimizer(self, name: str, tensors: set[str]) -> bool:
+        """Return whether the checkpoint has exactly these tensors of the state of the optimizer ``name``."""
+        stored = {each for each in self._manifest.tensors if each.startswith("optimizer.")}
+        return stored == tensors and load_recipe(self.path / RECIPE).optimizer.name == name
 
     def reader(self) -> Reader:
         """Return a reader of any blocks of any tensors. Use it as a context manager."""

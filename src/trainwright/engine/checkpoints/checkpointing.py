@@ -6,9 +6,11 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainwright.engine.checkpoints.background import Background, BackgroundChoice
 from trainwright.engine.checkpoints.checkpoint import (
@@ -20,11 +22,12 @@ from trainwright.engine.checkpoints.checkpoint import (
 )
 from trainwright.engine.checkpoints.export import check_checkpoint
 from trainwright.engine.checkpoints.manifest import UnreadableCheckpoint
+from trainwright.engine.checkpoints.parent import KEY, ParentCheckpoint, has_same_batches
 from trainwright.engine.checkpoints.saving import Saving, SlowedSteps
 from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.engine.events import CheckpointWritten, Fault, Notice
 from trainwright.engine.policies.base import StepPolicy, Training
-from trainwright.engine.progress import TrainingProgress
+from trainwright.engine.progress import EVALUATION, Patience, TrainingProgress
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
 from trainwright.parallel.layout import Shard
 from trainwright.utils import heartbeat
@@ -53,6 +56,7 @@ class Checkpointing:
 
     Attributes:
         step: the step of the newest checkpoint that is complete; None if there is none.
+        parent: the checkpoint of another run that the run started from, as recorded; None without one.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Checkpointing:
     ) -> None:
         self._trusted_before = trusted_before
         self.step: int | None = None
+        self.parent: dict[str, Any] | None = None
         # The lowest validation loss and its step, as of the newest complete checkpoint and of the one being written.
         self._best: tuple[float | None, int | None] = (None, None)
         self._best_at_start: tuple[float | None, int | None] = (None, None)
@@ -354,8 +359,56 @@ class Checkpointing:
         _replace(training.task.state, self._first_task_state | own)
         for name, policy in self._policies.items():
             _replace(policy.state, self._first_states[name] | states.get(name, {}))
-        self.step = progress.step
+        self.step, self.parent = progress.step, saved.get("parent")
         self._best = progress.best_loss, progress.best_step
+
+    def fork(self, parent: ParentCheckpoint) -> None:
+        """Start from a checkpoint of another run: its weights, and its optimizer state if it has the same tensors.
+
+        With the same global batches the run goes on behind the checkpoint's step, otherwise it begins at step 0.
+
+        Raises:
+            RequestError: the checkpoint is damaged, of another model or other frozen weights, or as long as this run.
+        """
+        training, world = self._training, self._training.world
+        heartbeat.phase("resuming")
+        checkpoint = parent.open(world)
+        self._check_weights(checkpoint)
+        try:
+            before = TrainingProgress.of(checkpoint.state.get("progress", {}))
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"{KEY}: {checkpoint.path}/state.json is not the state of a run: {error}") from error
+        same_rows = checkpoint.state.get("data") == training.task.stream.dataset.fingerprint
+        progress = TrainingProgress(pending=EVALUATION)
+        if same_rows and has_same_batches(training.recipe, checkpoint.path):
+            steps = len(training.task.stream)
+            if before.step >= steps:
+                raise RequestError(
+                    f"{KEY}: {checkpoint.path} is at step {before.step}, and this run ends after step {steps} of the "
+                    "same batches; make it longer (train.max_steps, epochs or max_tokens), or change data or seed"
+                )
+            progress = replace(before, best_loss=None, best_step=None, pending=EVALUATION)
+            progress.stopping, progress.plateau, progress.rate = Patience(), Patience(), 1.0
+        names: set[str] = set()
+
+        def seen(name: str, shard: Shard) -> torch.Tensor:
+            names.add(name)
+            return torch.zeros(shard.local.shape, dtype=shard.local.dtype)
+
+        training.strategy.load_state(seen)
+        needed = {name for rank in world.gather(sorted(names)) for name in rank if name.startswith("optimizer.")}
+        goes_on = checkpoint.has_optimizer(training.recipe.optimizer.name, needed)
+        try:
+            with checkpoint.reader() as reader:
+                training.strategy.load_state(reader, optimizer=goes_on)
+        except RequestError as error:
+            raise RequestError(f"{KEY}: {error}; start from a run of the same model") from error
+        world.barrier()  # some ranks may have read for longer than others
+        training.progress = progress
+        position = f"goes on behind step {progress.step}" if progress.step else "begins at step 0"
+        state = "weights and optimizer state" if goes_on else "weights, without optimizer state"
+        training.events.announce(f"{state} of {parent.run}, step {parent.step}; the run {position}")
+        self.parent = {**parent.fields, "optimizer_state": goes_on}
 
     def _state(self) -> dict[str, Any]:
         task = self._training.task
@@ -367,6 +420,7 @@ class Checkpointing:
             "start": task.start,
             "task": dict(task.state),
             **({"policies": policies} if policies else {}),
+            **({"parent": self.parent} if self.parent else {}),
         }
 
     def _check(self, checkpoint: Checkpoint) -> None:
@@ -377,6 +431,10 @@ class Checkpointing:
                 f"{key}: the examples are not those of {checkpoint.path}: {parts} has changed; restore the original, "
                 "or start a new run"
             )
+        self._check_weights(checkpoint)
+
+    def _check_weights(self, checkpoint: Checkpoint) -> None:
+        task = self._training.task
         if checkpoint.state.get("base") != task.base:
             raise RequestError(
                 f"model: the frozen weights are not those of {checkpoint.path}; restore the original model, and the "

@@ -57,6 +57,7 @@ class Manifest:
             raise CheckpointError(f"{path / MANIFEST} cannot be read: {error!r}") from error
         if seal != seal_of(content):
             raise CheckpointError(f"{path / MANIFEST} is damaged (checksum differs)")
+        self.sha256: str = seal
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{path}: written in format {content.get('format')!r}, not {FORMAT}")
         try:

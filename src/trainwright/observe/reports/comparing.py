@@ -48,6 +48,7 @@ class RunsCompared:
         """Yield the comparison as text, see `text.table`."""
         yield from text.table([list(SUMMARY_HEAD), *summary_rows(self.runs)], width)
         yield ""
+        yield from (f"{run.name} {run.parent}" for run in self.runs if run.parent)
         yield from (f"warning: {note}".replace("\n", " ") for note in self.notes)
         if self.evaluations:
             yield from text.table([list(DIFFERENCE_HEAD), *map(difference_row, self.evaluations)], width)
@@ -233,6 +234,7 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
     page = Page(f"{' and '.join(names[:3])} - Trainwright")
     page.add("<header><h1>Comparison of runs</h1></header>")
     page.add(section("Runs", table(SUMMARY_HEAD, summary_rows(runs))))
+    page.add("".join(f"<p>{escaped(f'{run.name} {run.parent}')}</p>" for run in runs if run.parent))
     page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in notes_on(runs)))
     page.add(section("Curves", CURVE_MENU, page.charts(curve_charts(runs))))
     if rows := [difference_row(each) for each in paired_differences(runs)]:

@@ -89,6 +89,16 @@ class RunFigures:
         return f"written by trainwright {written}, newer than this one ({__version__}), which may not know all of it"
 
     @property
+    def parent(self) -> str:
+        """Return from which checkpoint of another run the run started, in words; "" if it did not."""
+        parent = mapping(self.start.get("parent"))
+        if not parent:
+            return ""
+        state = "" if parent.get("optimizer_state") else ", without the optimizer's state"
+        checksum = _name(parent.get("sha256"))[:12]
+        return f"starts from step {parent.get('step')} of {_name(parent.get('run'))} (sha256 {checksum}){state}"
+
+    @property
     def name(self) -> str:
         """Return the last part of the directory's path."""
         return self.directory.resolve().name

@@ -74,6 +74,7 @@ def _head(run: RunFigures) -> str:
     remarked = "".join(f"<p>{escaped(words)}</p>" for words in (", ".join(remarks.tags), remarks.note) if words)
     world = round(run.start.get("world_size", 0))
     on = f" on {text.plural(world, 'process', 'processes')}" if world else ""
+    remarked += f"<p>{escaped(run.parent)}</p>" if run.parent else ""
     newer = f'<p class="warn">{escaped(run.newer)}</p>' if run.newer else ""
     problems = [*run.damage[:20], *filter(None, [run.recipe_problem])]
     damage = newer + "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in problems)
@@ -212,6 +213,9 @@ def _words(event: EventRecord) -> str:
     if kind == "start":
         resumed = event.get("resumed_from")
         how = "started" if resumed is None else f"resumed from {resumed}"
+        parent = mapping(event.get("parent"))
+        if resumed is not None and resumed == parent.get("step"):
+            how = f"started from step {resumed} of {parent.get('run')}"
         return f"{how}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
     if kind == "checkpoint":
         return (

@@ -226,7 +226,7 @@ class Board:
         # Of hundreds of large recipes, each look reads some.
         reads = known.recipe_is_read or time.monotonic() < self._until
         problem = known.recipe_problem if reads else "recipe.yaml is still to be read"
-        notes = [note for note in (damage, *figures.damage, problem, figures.newer) if note]
+        notes = [note for note in (figures.parent, damage, *figures.damage, problem, figures.newer) if note]
         last, remarks = follower.last_step or {}, read_remarks(follower.directory)
         return {
             "id": name,

@@ -37,8 +37,8 @@ from trainwright.parallel.row_shards import DividedByRows, RowShards
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
     Setup,
-    create_optimizer_state,
     exchange_averages,
+    prepare_optimizer_state,
     set_learning_rate,
 )
 from trainwright.parallel.world import World, ensure_process_group
@@ -203,9 +203,9 @@ class FullySharded:
         """Return this rank's part of parameters, buffers and optimizer state."""
         return dict(self._shards())
 
-    def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+    def load_state(self, read: Callable[[str, Shard], torch.Tensor], *, optimizer: bool = True) -> None:
         """Fill the state from ``read(name, shard)``."""
-        create_optimizer_state(self._optimizer)
+        prepare_optimizer_state(self._optimizer, filled=optimizer)
         self._root.reset_iter_state()  # gathered parameters have the old weights
         for name, shard in self._shards():
             shard.local.copy_(read(name, shard))

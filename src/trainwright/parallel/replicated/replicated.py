@@ -26,8 +26,8 @@ from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
     Setup,
-    create_optimizer_state,
     exchange_averages,
+    prepare_optimizer_state,
     set_learning_rate,
 )
 from trainwright.recipe.strategy_spec import spec_of
@@ -295,9 +295,9 @@ class Replicated:
         rank, size = self.world.rank, self.world.size
         return {name: Shard.full(tensor, rank, size) for name, tensor in self._tensors()}
 
-    def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+    def load_state(self, read: Callable[[str, Shard], torch.Tensor], *, optimizer: bool = True) -> None:
         """Fill the state from ``read(name, shard)``."""
-        create_optimizer_state(self._optimizer)
+        prepare_optimizer_state(self._optimizer, filled=optimizer)
         for name, tensor in self._tensors():
             tensor.copy_(read(name, Shard.full(tensor)))
         self._refresh()

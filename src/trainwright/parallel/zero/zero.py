@@ -139,15 +139,18 @@ class Zero:
             shards.update(row_blocks(alike, rank, size))
         return shards
 
-    def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+    def load_state(self, read: Callable[[str, Shard], torch.Tensor], *, optimizer: bool = True) -> None:
         """Fill the state from ``read(name, shard)``."""
-        self._create_optimizer_state()
+        if optimizer:
+            self._create_optimizer_state()
+        else:
+            self._optimizer.state.clear()
         masters = self._partitions.masters()
         with torch.no_grad():
             for name, piece in self._pieces.items():
                 flat = masters[piece.group]
                 _fill(piece, piece.of(flat), f"model.{name}", read)
-                for slot, value in self._optimizer.state[flat].items():
+                for slot, value in self._optimizer.state.get(flat, {}).items():
                     if value.numel() == flat.numel() and value.dim():
                         _fill(piece, piece.of(value), f"optimizer.{slot}.{name}", read)
                     else:

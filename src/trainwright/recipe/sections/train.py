@@ -125,6 +125,13 @@ class TrainSection(Section):
         "uniform in +-alpha / sqrt(L * H) (arXiv 2310.05914; 5 is usual). As with dropout, losses are the same on any "
         "number of processes at the same micro-batch size.",
     )
+    fork: Text | None = Field(
+        None,
+        description="Start from a checkpoint of another run: RUN or RUN@STEP, a run's directory and a step (otherwise "
+        "the newest); short: --fork. Takes the weights, and the optimizer's state if the optimizer and the trained "
+        "parameters are the same. With the same batches (rows, order, seed and batch size) the run goes on behind that "
+        "step; otherwise it begins at step 0. Resolved with the checkpoint's checksum.",
+    )
     profile: ProfileSection | None = Field(
         None,
         description="Record these steps with torch.profiler, on every rank: a trace for ui.perfetto.dev in the "

@@ -77,6 +77,7 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         },
         versions=_versions(),
         details=task.describe(),
+        parent=trainer.parent,
     )
 
 
