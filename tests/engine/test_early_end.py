@@ -111,9 +111,16 @@ def test_a_reduced_rate_is_resumed(runs: Runs) -> None:
 
 def test_a_loss_above_the_limit_for_long_enough_ends_the_run(runs: Runs) -> None:
     whole = column(runs.trained(*DIVERGING, "train.max_steps=12"), "loss")
-    limit = sorted(whole)[6]
-    above = [loss > limit for loss in whole]
-    step = next(n for n in range(2, 13) if above[n - 2] and above[n - 1])
+
+    def pairs(limit: float) -> list[int]:
+        """The steps above a limit that follow another one."""
+        return [n for n in range(2, 13) if whole[n - 2] > limit and whole[n - 1] > limit]
+
+    # A limit that one step is above before two in a row are.
+    limit = next(
+        one for one in sorted(whole) if (two := pairs(one)) and any(loss > one for loss in whole[: two[0] - 2])
+    )
+    step = pairs(limit)[0]
     started = runs.train(*DIVERGING, "train.max_steps=12", f"train.max_loss={limit}", "train.max_loss_steps=2")
     ended = started.wait()
     assert ended.code == 4

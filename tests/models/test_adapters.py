@@ -15,8 +15,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from trainwright.data.stream.batch import collate_examples
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.attaching import Adapter, attach_adapter
+from trainwright.models.causal_lm import CausalLM
 from trainwright.models.load import check_adapter, load_config, load_model
 from trainwright.models.quantization import QuantizedLinear, count_parameters
 from trainwright.models.tokenization import bytes_tokenizer
@@ -150,6 +153,21 @@ def test_a_decomposed_weight_trains_as_in_peft(
             optimizer.zero_grad()
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][-1] < losses[0][0] - 1e-3
+
+
+def test_the_loss_is_that_of_the_head_with_its_adapter(bases: dict[str, Path]) -> None:
+    trained, _ = attached(section(bases["llama"], targets=["lm_head", "q_proj"]))
+    train(trained)
+    named = {name: parameter for name, parameter in trained.named_parameters() if parameter.requires_grad}
+    expected = trained(input_ids=IDS, labels=IDS).loss * IDS[:, 1:].numel()
+    gradients = torch.autograd.grad(expected, list(named.values()))
+    dataset = TokenDataset.from_examples([(row, [False] + [True] * (len(row) - 1)) for row in IDS.tolist()], "x")
+    batch = collate_examples(dataset, [0, 1], packed=False)
+    loss = CausalLM(trained, packed=False)(batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert any("lm_head" in name for name in named)
+    for name, mine, theirs in zip(named, torch.autograd.grad(loss, list(named.values())), gradients, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
