@@ -187,7 +187,7 @@ def packed_steps(data: TokenDataset, packs: int, capacity: int, order: list[int]
 @pytest.mark.parametrize("packs", [1, 3, 8])
 def test_a_batch_of_packs_has_the_examples_that_fit_into_so_many(packs: int) -> None:
     data = dataset(60)
-    counted = stream(data, size=packs, counts_packs=True, total_examples=120)
+    counted = stream(data, size=packs, unit="packs", total_examples=120)
     order = [index for step in range(120) for index in stream(data, size=1).examples(step)]
     expected = packed_steps(data, packs, 64, order)
     assert len(counted) == len(expected)
@@ -202,6 +202,31 @@ def test_a_batch_of_packs_has_the_examples_that_fit_into_so_many(packs: int) -> 
 
 def test_batches_of_packs_are_found_from_any_step() -> None:
     data = dataset(60)
-    late = stream(data, size=3, counts_packs=True)
+    late = stream(data, size=3, unit="packs")
     alone = late.examples(7)
-    assert [stream(data, size=3, counts_packs=True).examples(step) for step in range(8)][7] == alone
+    assert [stream(data, size=3, unit="packs").examples(step) for step in range(8)][7] == alone
+
+
+def token_steps(data: TokenDataset, tokens: int, order: list[int]) -> list[list[int]]:
+    """The examples of every step: whole ones, until the next would pass the tokens."""
+    steps: list[list[int]] = [[]]
+    for example in order:
+        if steps[-1] and sum(map(data.length, steps[-1])) + data.length(example) > tokens:
+            steps.append([])
+        steps[-1].append(example)
+    return steps
+
+
+@pytest.mark.parametrize("tokens", [64, 100, 1000])
+@pytest.mark.parametrize("pack_length", [None, 64])
+def test_a_batch_of_tokens_has_the_examples_that_fit(tokens: int, pack_length: int | None) -> None:
+    data = dataset(60)
+    counted = stream(data, size=tokens, unit="tokens", total_examples=120, pack=pack_length)
+    order = [index for step in range(120) for index in stream(data, size=1).examples(step)]
+    expected = token_steps(data, tokens, order)
+    assert len(counted) == len(expected)
+    assert [counted.examples(step) for step in range(len(counted))] == expected
+    for step, examples in enumerate(expected):
+        batch = counted.global_batch(step)
+        assert batch.tokens <= tokens
+        assert sorted(example for micro in batch.micro_batches for example in micro.examples) == sorted(examples)

@@ -277,7 +277,7 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     data, train = recipe.data, recipe.train
     batch_settings: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
     pack = data.pack_length or data.max_length * dataset.sequences_per_example
-    packed = fill(dataset, **batch_settings, rows=None, pack_length=pack, counts_packs=train.batch_unit == "packs")
+    packed = fill(dataset, **batch_settings, rows=None, pack_length=pack, unit=train.batch_unit)
     say()
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None

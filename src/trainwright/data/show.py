@@ -11,6 +11,7 @@ import numpy as np
 
 from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.recipe.sections.train import BatchUnit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,27 +70,27 @@ def fill(
     seed: int,
     rows: int | None,
     pack_length: int | None,
-    counts_packs: bool = False,
+    unit: BatchUnit = "examples",
 ) -> Fill:
     """Measure how full rows are, over the first batches of an epoch.
 
     Args:
         rows: rows of a micro-batch that is not packed, padded to the longest; None: the whole global batch.
-        counts_packs: a global batch is counted in packs.
+        unit: what a global batch is counted in.
     """
-    size = min(global_batch_size, len(dataset))
+    size = min(global_batch_size, len(dataset)) if unit != "tokens" else global_batch_size
     stream = Stream(
         dataset,
         StreamSettings(
             global_batch_size=size,
             seed=seed,
-            rows=1 if pack_length is not None else rows or size,
+            rows=1 if pack_length is not None else rows or len(dataset),
             pack_length=pack_length,
             total_examples=len(dataset),
-            counts_packs=counts_packs,
+            unit=unit,
         ),
     )
-    whole = len(stream) - 1 if counts_packs else len(dataset) // size
+    whole = len(stream) - 1 if unit != "examples" else len(dataset) // size
     steps = max(1, min(whole, _SAMPLED_BATCHES))
     batches = [stream.global_batch(step) for step in range(steps)]
     counts = [sum(len(micro.rows) for micro in batch.micro_batches) for batch in batches]

@@ -87,7 +87,7 @@ def facts_of(recipe: Recipe) -> Facts:
         copies_state=recipe.checkpoint.background is True,
         batch_tokens=size * lengths.mean,
         fresh=recipe.model.config is not None,
-        most_batch_tokens=lengths.max_batch_tokens(size),
+        most_batch_tokens=train.global_batch_size if train.batch_unit == "tokens" else lengths.max_batch_tokens(size),
         optimizer=recipe.optimizer.name,
         momentum=recipe.optimizer.momentum > 0,
         averages=recipe.optimizer.ema_decay is not None,
@@ -448,8 +448,10 @@ def _completed(examples: list[list[Example]], each: int, others: Sequence[Exampl
 
 
 def _examples_per_step(recipe: Recipe, lengths: Lengths) -> int:
-    """Return the number of examples of a step; a mean if a batch is counted in packs."""
+    """Return the number of examples of a step; a mean if a batch is counted in packs or tokens."""
     size, pack = recipe.train.global_batch_size, recipe.data.pack_length
+    if recipe.train.batch_unit == "tokens":
+        return lengths.examples_of(size)
     return lengths.examples_in(size, pack) if recipe.train.batch_unit == "packs" and pack is not None else size
 
 

@@ -286,7 +286,7 @@ def _in_range(recipe: Recipe, process_range: ProcessRange) -> tuple[int, ...]:
 
     Raises RequestError as ``usable_processes``.
     """
-    usable, rows = usable_processes(recipe, process_range), recipe.train.global_batch_size
+    usable, rows = usable_processes(recipe, process_range), recipe.batch_rows
     return tuple(dict.fromkeys((max((n for n in usable if n <= rows), default=usable[0]), usable[-1])))
 
 

@@ -229,9 +229,11 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
     if train.initial_batch_size is not None and train.initial_batch_size >= train.global_batch_size:
         why = f"is not less than train.global_batch_size {train.global_batch_size}, to which batches grow; lower it"
         yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
+    if train.batch_unit == "tokens":
+        yield from _batch_of_tokens(recipe)
     if train.batch_unit == "packs" and recipe.data.pack_length is None:
         yield Contradiction(("train.batch_unit", "data.pack_length"), "there are no packs; set data.pack_length")
-    if train.batch_unit == "packs" and train.initial_batch_size is not None:
+    if train.batch_unit != "examples" and train.initial_batch_size is not None:
         why = "growing batches are counted in examples; remove it"
         yield Contradiction(("train.batch_unit", "train.initial_batch_size"), why)
     if train.max_loss is None and "max_loss_steps" in train.changed():
@@ -296,6 +298,20 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
             ("optimizer.warmup_steps", "optimizer.decay_steps"),
             "warm-up and decay together are longer than the run",
         )
+
+
+def _batch_of_tokens(recipe: Recipe) -> Iterator[Contradiction]:
+    train, data = recipe.train, recipe.data
+    if not recipe.has_texts:
+        yield Contradiction(("train.batch_unit", "task"), f"{recipe.task} has no tokens of texts; set it to examples")
+        return
+    longest = data.max_length * recipe.spec.needs(recipe).sequences_per_example
+    if train.global_batch_size < longest:
+        why = f"{train.global_batch_size} tokens are fewer than an example may have ({longest}); raise it"
+        yield Contradiction(("train.global_batch_size", "train.batch_unit", "data.max_length"), why)
+    if train.gradient_accumulation_steps != "auto":
+        why = "the number of rows of a batch of tokens varies between steps; set it to auto"
+        yield Contradiction(("train.gradient_accumulation_steps", "train.batch_unit"), why)
 
 
 def _batch(recipe: Recipe) -> Iterator[Contradiction]:

@@ -45,7 +45,7 @@ def usable_processes(recipe: Recipe, process_range: ProcessRange) -> tuple[int, 
     Raises:
         RequestError: there is no choice.
     """
-    spec, rows = recipe.parallel.spec, recipe.train.global_batch_size
+    spec, rows = recipe.parallel.spec, recipe.batch_rows
     highest = process_range.max if spec is None or spec.shards else max(process_range.min, min(process_range.max, rows))
     refused = {n: contradictions(with_processes(recipe, n)) for n in range(process_range.min, highest + 1)}
     usable = tuple(number for number, problems in refused.items() if not problems)

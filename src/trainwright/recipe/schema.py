@@ -308,6 +308,14 @@ class Recipe(Section):
         return section
 
     @property
+    def batch_rows(self) -> int:
+        """Return how many rows a global batch has, examples or packs; if it counts tokens, of the longest rows."""
+        size, data = self.train.global_batch_size, self.data
+        if self.train.batch_unit != "tokens":
+            return size
+        return max(1, size // (data.pack_length or data.max_length * self.spec.needs(self).sequences_per_example))
+
+    @property
     def has_texts(self) -> bool:
         """Return whether the model reads texts, so that the sections model and data apply."""
         return self.spec.reads_texts

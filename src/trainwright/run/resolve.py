@@ -170,7 +170,7 @@ def _simplest_strategy(processes: int) -> str:
 
 
 def _micro_batch_size(recipe: Recipe, processes: int) -> int | str:
-    train, share = recipe.train, math.ceil(recipe.train.global_batch_size / processes)
+    train, share = recipe.train, math.ceil(recipe.batch_rows / processes)
     steps, packed = train.gradient_accumulation_steps, recipe.data.pack_length is not None
     if packed:  # how many packs a batch has depends on the data
         return 1 if steps == "auto" else "auto"
@@ -193,7 +193,7 @@ def on_nodes(recipe: Recipe, machine: Machine, nodes: int) -> tuple[int, ...]:
     smaller number that it does, or else the nearest larger one. Then all GPUs: those without examples can hold shards.
     """
     usual = len(machine.gpus) or min(2, machine.cpu_cores)  # more than two on a CPU gain nothing
-    busy = max(1, min(usual, recipe.train.global_batch_size // nodes))
+    busy = max(1, min(usual, recipe.batch_rows // nodes))
     others = chain(range(busy, 0, -1), range(busy + 1, (len(machine.gpus) or machine.cpu_cores) + 1))
     each = next((n for n in others if not contradictions(with_processes(recipe, n * nodes))), busy)
     idle = bool(machine.gpus) and not contradictions(with_processes(recipe, usual * nodes))
@@ -277,7 +277,7 @@ def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
 
 
 def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:
-    processes, rows = recipe.parallel.num_processes, recipe.train.global_batch_size
+    processes, rows = recipe.parallel.num_processes, recipe.batch_rows
     if not isinstance(processes, int):  # a range begins with those that are there
         return
     if cluster.device == "cuda":

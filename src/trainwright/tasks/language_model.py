@@ -370,11 +370,11 @@ def stream_of(
     train, parallel = recipe.train, recipe.parallel
     rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
     assert parallel.processes != "auto", "the recipe is resolved"
-    counts_packs = training and train.batch_unit == "packs"
+    unit = train.batch_unit if training else "examples"
     stream = Stream(
         dataset,
         StreamSettings(
-            global_batch_size=train.global_batch_size,
+            global_batch_size=train.global_batch_size if training else recipe.batch_rows,
             seed=train.seed,
             rows=None if rows == "auto" else rows,
             passes=1 if steps == "auto" else steps * parallel.processes,
@@ -383,9 +383,9 @@ def stream_of(
             shuffle=shuffle,
             example_weight=example_weight,
             warm_up=batch_sizes(recipe) if training else None,
-            counts_packs=counts_packs,
+            unit=unit,
         ),
     )
-    if counts_packs and train.max_steps is not None:
+    if unit != "examples" and train.max_steps is not None:
         stream.total_examples = stream.sizes.before(train.max_steps)
     return stream

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, Protocol, TypeVar
@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.lengths import best_fit_decreasing, fitting
+from trainwright.data.tokens.lengths import best_fit_decreasing, examples_within, fitting
+from trainwright.recipe.sections.train import BatchUnit
 
 # The number of steps, or examples, among which the largest is searched.
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
@@ -52,15 +53,16 @@ class BatchSizes:
         return len(ends) + -(-(examples - grown) // self.final)
 
 
-class PackedSizes:
-    """Steps of as many examples as fit into ``packs``, one after another.
+class FittingSizes:
+    """Steps of as many examples as fit, one after another.
 
     Args:
+        fit: returns how many of the next examples, given by their lengths, are a step.
         length: returns the number of tokens of the example at a position of the stream.
     """
 
-    def __init__(self, packs: int, capacity: int, length: Callable[[int], int]) -> None:
-        self._packs, self._capacity, self._length = packs, capacity, length
+    def __init__(self, fit: Callable[[Iterator[int]], int], length: Callable[[int], int]) -> None:
+        self._fit, self._length = fit, length
         self._begins = [0]
 
     def at(self, step: int) -> int:
@@ -81,8 +83,7 @@ class PackedSizes:
 
     def _extend(self) -> None:
         begin = self._begins[-1]
-        packs = fitting(map(self._length, count(begin)), self._packs, self._capacity)
-        self._begins.append(begin + sum(map(len, packs)))
+        self._begins.append(begin + self._fit(map(self._length, count(begin))))
 
 
 class Examples(Protocol):
@@ -198,14 +199,14 @@ class StreamSettings:
     """How a stream divides examples into global batches and micro-batches.
 
     Attributes:
-        global_batch_size: examples per step, or packs.
+        global_batch_size: examples per step, or packs, or tokens.
         rows: rows (examples or packs) per micro-batch; None divides each global batch into ``passes`` micro-batches
             instead.
         pack_length: tokens per pack, or None if each row is one example.
         total_examples: the number of examples in the stream; the last global batch may be smaller.
         example_weight: the weight of each example in the loss, or None if each target has weight 1.
         warm_up: sizes of the first steps, if they are smaller.
-        counts_packs: ``global_batch_size`` is a number of packs.
+        unit: what ``global_batch_size`` counts. Of ``packs`` and ``tokens`` a step has the examples that fit.
     """
 
     global_batch_size: int
@@ -217,7 +218,7 @@ class StreamSettings:
     shuffle: bool = True
     example_weight: float | None = None
     warm_up: BatchSizes | None = None
-    counts_packs: bool = False
+    unit: BatchUnit = "examples"
 
 
 class Stream(Generic[Data]):
@@ -230,12 +231,9 @@ class Stream(Generic[Data]):
         if not len(dataset):
             raise ValueError("a stream needs at least one example")
         self.dataset = dataset
-        self.sizes: BatchSizes | PackedSizes = settings.warm_up or BatchSizes(settings.global_batch_size)
-        if settings.counts_packs:
-            assert settings.pack_length is not None
-            self.sizes = PackedSizes(
-                settings.global_batch_size, settings.pack_length, lambda position: dataset.length(self._at(position))
-            )
+        self.sizes: BatchSizes | FittingSizes = settings.warm_up or BatchSizes(settings.global_batch_size)
+        if settings.unit != "examples":
+            self.sizes = FittingSizes(self._fit, lambda position: dataset.length(self._at(position)))
         self.global_batch_size = settings.global_batch_size
         self.total_examples = settings.total_examples
         self._settings = settings
@@ -252,6 +250,14 @@ class Stream(Generic[Data]):
     def division(self) -> str:
         """Return all that the division of examples into micro-batches depends on."""
         return f"{self.global_batch_size} {self._rows} {self._settings.passes} {self._settings.pack_length}"
+
+    def _fit(self, lengths: Iterator[int]) -> int:
+        """Return how many of the next examples are a step: those that fit into its packs, or into its tokens."""
+        size, pack = self._settings.global_batch_size, self._settings.pack_length
+        if self._settings.unit == "tokens":
+            return examples_within(lengths, size)
+        assert pack is not None
+        return sum(map(len, fitting(lengths, size, pack)))
 
     def limit_rows(self, rows: int) -> None:
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
@@ -313,7 +319,7 @@ class Stream(Generic[Data]):
             rows: list[tuple[int, ...]] = [(examples[i],) for i in order]
         else:
             packs = best_fit_decreasing(lengths, self._settings.pack_length)
-            if self._settings.counts_packs and len(packs) > self._settings.global_batch_size:  # it is no optimum
+            if self._settings.unit == "packs" and len(packs) > self._settings.global_batch_size:  # it is no optimum
                 packs = fitting(iter(lengths), self._settings.global_batch_size, self._settings.pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
         sizes = dict(zip(examples, lengths, strict=True))

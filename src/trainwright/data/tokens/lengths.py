@@ -12,7 +12,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,12 @@ class Lengths:
             lengths = iter(lambda: draw.choice(self.quantiles), None)
             counts.append(sum(map(len, fitting(lengths, some, capacity))))
         return max(1, round(fmean(counts) * packs / some))
+
+    def examples_of(self, tokens: int) -> int:
+        """Return the mean number of examples of random global batches of at most ``tokens``."""
+        draw, some = random.Random(0), min(tokens, max(self.longest, round(_MAX_SAMPLED * self.mean)))
+        lengths = iter(lambda: draw.choice(self.quantiles), None)
+        return max(1, round(fmean(examples_within(lengths, some) for _ in range(_SAMPLED_BATCHES)) * tokens / some))
 
     def max_batch_tokens(self, global_batch_size: int) -> float:
         """Return the most tokens of a global batch, over random batches."""
@@ -217,6 +223,12 @@ def _lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path
         key["rows"] = rows
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache / "datasets" / "lengths" / f"{digest}.json"
+
+
+def examples_within(lengths: Iterator[int], tokens: int) -> int:
+    """Return how many of the next examples have at most ``tokens`` together, at least one."""
+    sums = accumulate(lengths)
+    return max(1, next(index for index, total in enumerate(sums) if total > tokens))
 
 
 def fitting(lengths: Iterator[int], packs: int, capacity: int) -> list[list[int]]:

@@ -187,7 +187,7 @@ def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
     """Return the recipe's key for one of DeepSpeed's, and its value; None if it differs from step to step."""
     train = recipe.train
     if key == "train_batch_size":
-        return "train.global_batch_size", train.global_batch_size
+        return "train.global_batch_size", train.global_batch_size if train.batch_unit != "tokens" else None
     if key == "gradient_clipping":
         return "optimizer.max_grad_norm", recipe.optimizer.max_grad_norm or 0.0
     if key == "train_micro_batch_size_per_gpu":
@@ -200,7 +200,8 @@ def _passes(recipe: Recipe) -> int | None:
     train, processes = recipe.train, recipe.parallel.processes
     if isinstance(train.gradient_accumulation_steps, int):
         return train.gradient_accumulation_steps
-    if recipe.data.pack_length is None and isinstance(train.micro_batch_size, int) and isinstance(processes, int):
+    varies = recipe.data.pack_length is not None or train.batch_unit == "tokens"
+    if not varies and isinstance(train.micro_batch_size, int) and isinstance(processes, int):
         return math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / processes)
     return None
 

@@ -13,6 +13,9 @@ from trainwright.recipe.sections.fields import Auto, Count, Positive, Section, T
 _MAX_PROFILED = 20
 
 
+BatchUnit = Literal["examples", "packs", "tokens"]
+
+
 class ProfileSection(Section):
     """Steps that torch.profiler records."""
 
@@ -48,13 +51,14 @@ class TrainSection(Section):
     )
     global_batch_size: Count = Field(
         16,
-        description="Examples (or packs, see batch_unit) per optimizer step, over all processes and gradient "
+        description="Examples (or packs or tokens, see batch_unit) per optimizer step, over all processes and gradient "
         "accumulation, packed or not. It does not depend on the number of processes.",
     )
-    batch_unit: Literal["examples", "packs"] = Field(
+    batch_unit: BatchUnit = Field(
         "examples",
         description="What global_batch_size counts. packs: a step has the examples, in the order of the epoch, that "
-        "fit into so many packs of data.pack_length tokens. No step depends on the number of processes.",
+        "fit into so many packs of data.pack_length tokens. tokens: whole examples until the next would pass so many "
+        "tokens, packed or not. No step depends on the number of processes.",
     )
     initial_batch_size: Count | None = Field(
         None,

@@ -55,7 +55,9 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         resumed_from=trainer.progress.step or None,
         pending=trainer.progress.pending,
         max_steps=trainer.max_steps,
-        batch_varies=recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
+        batch_varies=recipe.data.pack_length is not None
+        or recipe.train.initial_batch_size is not None
+        or recipe.train.batch_unit == "tokens",
         packed=recipe.data.pack_length is not None,
         accumulation_asked=None if steps == "auto" else steps,
         evaluate_every=recipe.evaluate.every,
