@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.triton import needs_interpreter
+from tests.support.interpreted import needs_interpreter
 from trainwright.models import linear_losses
 from trainwright.models.fused import operators
 from trainwright.models.linear_losses import Head, Terms, linear_cross_entropy, token_statistics

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.triton import needs_interpreter
+from tests.support.interpreted import needs_interpreter
 from trainwright.models.fused.modules import fuse
 
 _SIZES = {
