@@ -125,10 +125,17 @@ class Copies:
 
         Copies of step ``before`` and later ones are passed over, and those that are abandoned, which are removed.
         """
-        with self._changed:
-            abandoned = [state.abandoned.step for state in self._stores if state.abandoned.step is not None]
-            if abandoned and self._thread is None:  # otherwise it is tried before the next copy
-                self._remove_abandoned(min(abandoned))
+        try:
+            return self._restored(after, open_checkpoint, before)
+        finally:  # not before: what is being removed cannot be read
+            with self._changed:
+                abandoned = [state.abandoned.step for state in self._stores if state.abandoned.step is not None]
+                if abandoned and self._thread is None:  # otherwise it is tried before the next copy
+                    self._remove_abandoned(min(abandoned))
+
+    def _restored(
+        self, after: int | None, open_checkpoint: Callable[[Path], Checkpoint], before: int | None
+    ) -> Checkpoint | None:
         for step, name, state in self._newest_first():
             if after is not None and step <= after:
                 break
