@@ -89,11 +89,8 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("loss", "each"), [("dpo", 2), ("kto", 1)])
-def test_rows_that_are_not_there_yet_count_as_the_longest_pair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, each: int
-) -> None:
-    monkeypatch.setattr("trainwright.planning.facts._first_examples", lambda recipe, each: [])
-    facts = facts_of(recipe(tmp_path, task="dpo", dpo={"loss": loss}, data={"format": "auto"}))
+def test_rows_that_are_not_there_yet_count_as_the_longest_pair(tmp_path: Path, loss: str, each: int) -> None:
+    facts = facts_of(recipe(tmp_path, task="dpo", dpo={"loss": loss}, data={"train": "somebody/not-downloaded"}))
     assert facts.workload.row_tokens == 128 * each
 
 

@@ -151,15 +151,15 @@ def rms_norm_backward(
     part = tl.zeros([BLOCK], dtype=tl.float32)
     for number in range(PER_PROGRAM):
         row = program * PER_PROGRAM + number
-        known = inside & (row < rows)
-        raw = tl.load(inputs + row * width + columns, mask=known, other=0.0)
-        slope = tl.load(gradient + row * width + columns, mask=known, other=0.0).to(tl.float32)
+        present = inside & (row < rows)
+        raw = tl.load(inputs + row * width + columns, mask=present, other=0.0)
+        slope = tl.load(gradient + row * width + columns, mask=present, other=0.0).to(tl.float32)
         inverse = tl.load(inverses + row, mask=row < rows, other=0.0)
         normal = raw.to(tl.float32) * inverse
         part += slope * normal
         slope *= factors
         result = inverse * (slope - normal * (tl.sum(slope * normal, 0) / width))
-        tl.store(of_inputs + row * width + columns, result.to(raw.dtype), mask=known)
+        tl.store(of_inputs + row * width + columns, result.to(raw.dtype), mask=present)
     tl.store(of_weight + program * width + columns, part, mask=inside)
 
 
@@ -228,11 +228,11 @@ def _rotated(
     second = tl.load(inputs + numbers * head_in + channels + ROTATED // 2, mask=inside, other=0.0)
     kind = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    known = channels < ROTATED // 2
-    cos_first = tl.load(cos + channels, mask=known, other=0.0).to(tl.float32)
-    cos_second = tl.load(cos + channels + ROTATED // 2, mask=known, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin + channels, mask=known, other=0.0).to(tl.float32)
-    sin_second = tl.load(sin + channels + ROTATED // 2, mask=known, other=0.0).to(tl.float32)
+    paired = channels < ROTATED // 2
+    cos_first = tl.load(cos + channels, mask=paired, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + channels + ROTATED // 2, mask=paired, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + channels, mask=paired, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + channels + ROTATED // 2, mask=paired, other=0.0).to(tl.float32)
     if INVERSE:
         sin_first, sin_second = -sin_second, -sin_first
     tl.store(out + numbers * head_out + channels, (first * cos_first - second * sin_first).to(kind), mask=inside)

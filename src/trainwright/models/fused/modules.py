@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -148,21 +149,17 @@ def _rotates(module: nn.Module) -> bool:
     return _is_rotary(own.__globals__.get(_ROTARY))
 
 
+@cache
 def _is_rotary(function: Any) -> bool:
-    if function not in _COMPARED:
-        generator = torch.Generator().manual_seed(0)
-        query, key = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
-        cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
-        try:
-            out = function(query, key, cos, sin)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            out = ()
-        expected = [_plain_rotary(x, cos, sin) for x in (query, key)]
-        _COMPARED[function] = len(out) == 2 and all(map(torch.allclose, out, expected))
-    return _COMPARED[function]
-
-
-_COMPARED: dict[Any, bool] = {}
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
+    cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
+    try:
+        out = function(query, key, cos, sin)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    expected = [_plain_rotary(x, cos, sin) for x in (query, key)]
+    return len(out) == 2 and all(map(torch.allclose, out, expected))
 
 
 def _plain_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
