@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tests.data.test_templates import byte_level
 from trainwright.data.rows.chat_encoding import ChatEncoder
-from trainwright.data.rows.chat_templates import named_template, template_names, template_of
+from trainwright.data.rows.chat_templates import named_template, set_template, template_names, template_of
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 TURNS = [
@@ -122,6 +123,19 @@ def test_every_template_is_tested_and_described() -> None:
     described = ModelSection.model_fields["chat_template"].description or ""
     assert all(name in described for name in template_names())
     assert named_template("chatml") == template_of("chatml")
+
+
+@pytest.mark.parametrize("name", ["alpaca", "plain", "vicuna", "chatml"])
+def test_formats_of_texts_begin_as_texts_of_the_tokenizer_do(name: str) -> None:
+    tokenizer = byte_level(MARKS, None, bos_token="<s>", eos_token="</s>")
+    set_template(tokenizer, name)
+    assert not tokenizer.apply_chat_template(TURNS, tokenize=False).startswith("<s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    set_template(tokenizer, name)
+    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert text.startswith("<s>") == (name != "chatml") and text.count("<s>") <= 1
 
 
 def test_alpaca_with_an_input_says_so() -> None:

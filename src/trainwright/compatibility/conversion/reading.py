@@ -49,9 +49,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
         return [compose(path, root, overrides)]
     if path.suffix == ".json":
         trees = [parse_mapping(text, str(path))]
-    elif path.suffix == ".ipynb":
-        trees = _script(_cells(text, path), path)
-    elif path.suffix == ".py":
+    elif path.suffix in (".ipynb", ".py"):
         trees = _script(text, path)
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
@@ -206,17 +204,23 @@ _CALLS = [
     "standardize_data_formats",
     "apply_chat_template",
     "map",
+    "rename_column",
+    "rename_columns",
     "filter",
     "select",
     "shuffle",
     "train_test_split",
     "concatenate_datasets",
     "interleave_datasets",
+    "from_json",
+    "from_csv",
+    "from_parquet",
     "from_generator",
     "from_list",
     "from_dict",
     "to_sharegpt",
 ]
+_SEVERAL = ("load_dataset", "map", "rename_column")  # each call has keys of its own: map, map_1, …
 _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
 
 
@@ -230,22 +234,16 @@ def _cells(text: str, path: Path) -> str:
 
 def _script(text: str, path: Path) -> list[Tree]:
     """Return the arguments of the calls that configure a training, or of the command in the script's docstring."""
-    try:
-        module = ast.parse("\n".join("" if line.startswith(("!", "%")) else line for line in text.splitlines()))
-    except (SyntaxError, ValueError) as error:
-        raise RequestError(f"{path}: is not Python: {error}") from None
+    module = _parsed(text, path)
     tree = Tree(file=path)
     constants = _constants(module)
-    for call in sorted((node for node in ast.walk(module) if isinstance(node, ast.Call)), key=lambda node: node.lineno):
-        name = _called(call)
-        if name is None:
-            continue
+    for name, call in calls_of(module):
         top = name.endswith(_CONFIGURATIONS) and name not in _OF_ADAPTERS
         arguments = {word.arg: word.value for word in call.keywords if word.arg}
         arguments |= {f"argument_{at}": value for at, value in enumerate(call.args)}
         if not arguments:
             arguments = {"called": ast.Constant(True)}
-        if not top and isinstance(tree.values.get(name), dict) and name in ("load_dataset", "map"):
+        if not top and isinstance(tree.values.get(name), dict) and name in _SEVERAL:
             name = f"{name}_{sum(key.startswith(name) for key in tree.values)}"
         for key, node in arguments.items():
             value = _evaluate(node, constants)
@@ -258,6 +256,43 @@ def _script(text: str, path: Path) -> list[Tree]:
     docstring = ast.get_docstring(module, clean=False)
     is_library = docstring and not {"learning_rate", "per_device_train_batch_size"} & tree.values.keys()
     return _commands(docstring, path) if is_library and docstring else [tree]
+
+
+def script_of(path: Path) -> ast.Module:
+    """Return the statements of a script or of a notebook's cells.
+
+    Raises:
+        RequestError: the file is not readable or not Python.
+    """
+    return _parsed(read_text(path, _LARGEST), path)
+
+
+def _parsed(text: str, path: Path) -> ast.Module:
+    if path.suffix == ".ipynb":
+        text = _cells(text, path)
+    try:
+        return ast.parse("\n".join("" if line.startswith(("!", "%")) else line for line in text.splitlines()))
+    except (SyntaxError, ValueError) as error:
+        raise RequestError(f"{path}: is not Python: {error}") from None
+
+
+def calls_of(module: ast.Module) -> list[tuple[str, ast.Call]]:
+    """Return the calls that say how to train and on what, with their names, in the order in which they end.
+
+    What comes after the training, as loading what was saved, says nothing about it.
+    """
+    calls = [node for node in _run_nodes(module) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
+    trains = [at for at, call in enumerate(calls) if re.fullmatch(r"\w*trainer\w*\.train", ast.unparse(call.func))]
+    return [(name, call) for call in calls[: trains[0] if trains else None] if (name := _called(call))]
+
+
+def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all inside it, without what follows ``if False:``."""
+    yield node
+    is_off = isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
+    for inner in node.orelse if is_off and isinstance(node, ast.If) else ast.iter_child_nodes(node):
+        yield from _run_nodes(inner)
 
 
 def _called(call: ast.Call) -> str | None:

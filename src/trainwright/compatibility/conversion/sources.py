@@ -36,6 +36,9 @@ def set_sources(conversion: Conversion) -> None:
             elif sources:
                 _one(conversion, setting, use, sources[0])
         elif sources:
+            system = conversion.values.pop("data.system", None)
+            if system is not None:
+                sources = [{"system": system[0], **source} for source in sources]
             conversion.take(setting, "data.train", sources, computed=f"{len(sources)} sources")
             if "data.mixing" not in conversion.values:
                 conversion.take(setting, "data.mixing", "concatenate", computed="one after another")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Setting
+from trainwright.compatibility.conversion.reading import script_of, shown
+from trainwright.compatibility.conversion.row_functions import Unclear, settings_of
 from trainwright.compatibility.conversion.table import Rule
 
 _TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
@@ -51,19 +55,32 @@ def files(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     conversion.take(setting, "@train.files", value.get("train") if isinstance(value, dict) else value)
 
 
-def mapped(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Accept functions that write rows by the chat template; others make rows that only the script has."""
-    text = conversion.file.read_text(encoding="utf-8", errors="replace")
-    name = str(setting.value)
-    start = text.find(f"def {name}(")
-    body = text[start : start + 1500] if start >= 0 and name.isidentifier() else name
-    body = body.replace("\\n", "\n").partition("\ndef ")[0]
-    if setting.pattern.endswith((".batched", ".num_proc", ".remove_columns", ".batch_size", ".desc")):
-        conversion.drop(setting, "is about how rows are made")
-    elif "apply_chat_template" in body:
+def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Read the rows as the functions of the script write them."""
+    try:
+        settings = settings_of(script_of(conversion.file))
+    except Unclear as error:
+        why = f"changes the rows by a function of the script ({shown(str(error))}); write them to a file"
+        conversion.refuse(setting, why)
+        return
+    template = settings.pop("chat_template", None)
+    if template is not None:
+        conversion.take(setting, "model.chat_template", template)
+    for key, value in settings.items():
+        conversion.take(setting, f"@train.{key}", value)
+    if template is None and not settings:
         conversion.drop(setting, "rows are written by the chat template", differs=True)
+
+
+def selection(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the first rows, or a range of them."""
+    chosen = re.fullmatch(r"range\((?:(\d+), )?(\d+)\)", str(setting.value))
+    if chosen is None:
+        conversion.refuse(setting, "chooses rows by what the script computes; write them to a file")
+    elif chosen[1] in (None, "0"):
+        conversion.take(setting, "@train.limit", int(chosen[2]), "the first rows of the file, not of shuffled ones")
     else:
-        conversion.refuse(setting, "changes the rows by a function of the script; write them to a file")
+        conversion.refuse(setting, f"chooses rows; end the source with [{chosen[1]}:{chosen[2]}]")
 
 
 def preference(conversion: Conversion, setting: Setting, rule: Rule) -> None:

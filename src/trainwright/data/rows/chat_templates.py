@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NAMED = Path(__file__).parent / "templates"
+_OF_TEXTS = ("alpaca", "plain", "vicuna")
 _PLAIN = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize + ': ' + message['content'] }}"
@@ -58,10 +59,27 @@ def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
         tokenizer.chat_template = named_template("chatml")
         return "the tokenizer has no chat template: ChatML is used, because it has ChatML tokens"
-    opens = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     end = "eos_token" if tokenizer.eos_token is not None else "''"
-    tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + _PLAIN.replace("END", end)
+    tokenizer.chat_template = _opening(tokenizer) + _PLAIN.replace("END", end)
     return "the tokenizer has no chat template: plain 'User:' and 'Assistant:' lines are used"
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, setting: str) -> None:
+    """Set the template that ``model.chat_template`` names, in place.
+
+    Formats that are older than chat templates were encoded as texts, with the beginning-of-text token of tokenizers
+    that add one.
+
+    Raises:
+        RequestError: as `template_of`.
+    """
+    opening = _opening(tokenizer) if setting in _OF_TEXTS else ""
+    tokenizer.chat_template = opening + template_of(setting)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
+    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return "{{ bos_token }}" if begins else ""
 
 
 def template_names() -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.models.resolve_model import resolve, weight_files
+from trainwright.models.resolve_model import resolve, split_revision, weight_files
 from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.paths import user_path
@@ -55,6 +55,11 @@ class BaseModel:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.details})"
+
+    @property
+    def repository(self) -> tuple[str, str | None]:
+        """What ``from_pretrained`` loads it from: an id of the Hub or a directory, and the revision."""
+        return split_revision(self.path or self.name)
 
     @property
     def details(self) -> str:

@@ -45,7 +45,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         return _new_config(adapter, model, base)
     saved.check_settings(adapter)
     config = saved_config(saved)
-    config.base_model_name_or_path = base.path or base.name
+    config.base_model_name_or_path, config.revision = base.repository
     config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
         targets, matches = set(_targets(adapter, model)), set(matched(config, adaptable_names(model)))
@@ -153,7 +153,8 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         ensure_weight_tying=tied,
         fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear | nn.Embedding),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base.path or base.name,
+        base_model_name_or_path=base.repository[0],
+        revision=base.repository[1],
     )
 
 

@@ -134,7 +134,11 @@ _IMPLEMENTATIONS = {"anyOf": [{"enum": ["transformers", "gpt"]}, {"type": "strin
 class ModelSection(Section):
     """The model to train, and its tokenizer."""
 
-    name: Text | None = Field(None, description="Hugging Face id or local directory of the initial weights.")
+    name: Text | None = Field(
+        None,
+        description="Hugging Face id or local directory of the initial weights; owner/name@revision for a branch, tag "
+        "or commit of the id.",
+    )
     config: dict[str, Any] | None = Field(
         None,
         description="A transformers configuration, including model_type, for a randomly initialized model. Set "
