@@ -13,7 +13,7 @@ from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
-from trainwright.planning.memory.peak import memory_of
+from trainwright.planning.memory.peak import least_of, memory_of
 from trainwright.planning.output import table
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Evaluator, search
@@ -265,6 +265,19 @@ def test_gradients_of_offloaded_parameters_are_in_the_hosts_memory() -> None:
     assert sum(host.values()) == pytest.approx(16 * rows, rel=0.01)  # masters, gradients, AdamW's two
     # On the device: what a block has before it is reduced, and as the others of its unit are gathered.
     assert memory.parts["gradients"] < 4 * rows / 2
+
+
+@pytest.mark.parametrize("on", ["2xRTX4090", "8xRTX4090", "2x8xA100-40GB"])
+def test_what_never_fits_is_found_without_a_pass(on: str) -> None:
+    cluster, workload = parse_machine(on), work(LARGE)
+    evaluator = Evaluator(workload, cluster, rates_of(cluster))
+    every = search(evaluator, Constraints({}))
+    for one in every.candidates:
+        assert least_of(workload, one.choice, cluster) <= one.memory.total
+        assert not evaluator.never_fits(one.choice) or one.verdict == "too large"
+    assert any(evaluator.never_fits(one.choice) for one in every.candidates)
+    if every.best is not None and not every.best.bold:
+        assert search(evaluator, Constraints({}), sure=True).best == every.best
 
 
 def test_suggestions_fit_where_nothing_else_does() -> None:

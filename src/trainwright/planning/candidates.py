@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trainwright.errors import RequestError
@@ -266,7 +266,7 @@ def choice_of(
     if cluster.device == "cpu" and threads is None:
         threads = max(1, cluster.cpu_cores // processes)
     return Choice(
-        **asdict(layout),
+        **vars(layout),
         num_processes=processes,
         micro_batch_size=micro[0],
         gradient_accumulation_steps=micro[1],

@@ -20,7 +20,7 @@ from trainwright.planning.candidates import (
     worlds,
 )
 from trainwright.planning.errors import Errors, errors_of
-from trainwright.planning.memory.peak import COPY, LOADING, Memory, memory_of
+from trainwright.planning.memory.peak import COPY, LOADING, Memory, least_of, memory_of
 from trainwright.planning.step_time.basis import Corrections
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import StepTime, least_seconds, step_time
@@ -185,6 +185,20 @@ class Evaluator:
             missing=self._unfit(choice) or self.available(choice.strategy),
         )
 
+    def never_fits(self, choice: Choice) -> bool:
+        """Return whether what lasts from step to step is too much already, with whatever passes.
+
+        False: it may fit, or only almost.
+        """
+        least, cluster = least_of(self.workload, choice, self.cluster), self.cluster
+        if cluster.device == "cpu":
+            least *= -(-choice.num_processes // cluster.nodes)
+        elif cluster.unified:
+            least *= min(choice.num_processes, cluster.devices_per_node)
+        left_alone = LEFT_ALONE if cluster.device == "cpu" or cluster.unified else 0.0
+        errors = self.own or errors_of(self.workload, choice, cluster)
+        return errors.memory.of(least)[0] > int(cluster.usable_bytes * (1 - left_alone))
+
     def _unfit(self, choice: Choice) -> str | None:
         section = self.workload.model.adapter_section
         settings = {
@@ -232,11 +246,11 @@ class _Tried:
 def search(evaluator: Evaluator, constraints: Constraints, sure: bool = False) -> SearchResult:
     """Return the fastest choice that fits and satisfies ``constraints``; of equally fast ones the simplest.
 
-    If none fits, return the fastest that is close, unless ``sure``. Offloading costs time, so it is considered only if
-    nothing fits, or is close, without it.
+    If none fits, return the fastest that is close, unless ``sure``, for which layouts that can never fit are left out.
+    Offloading costs time, so it is considered only if nothing fits, or is close, without it.
     """
     for offloads in (False, True):
-        result = _search(evaluator, constraints, offloads)
+        result = _search(evaluator, constraints, offloads, sure)
         if result.best is None and not sure and any(one.is_close for one in result.candidates):
             result = _search(evaluator.with_less_margin(), constraints, offloads)
         if result.best is not None:
@@ -244,7 +258,7 @@ def search(evaluator: Evaluator, constraints: Constraints, sure: bool = False) -
     return result
 
 
-def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool) -> SearchResult:
+def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool, sure: bool = False) -> SearchResult:
     tried: list[_Tried] = []
     slower: dict[int, float] = {}
     fastest = math.inf
@@ -257,6 +271,8 @@ def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool) -> S
         required = constraints.fixed.get("num_processes", min(constraints.worlds, default=None))
         rows = math.inf if processes == required else math.ceil(evaluator.workload.global_batch_rows)
         all_layouts = tuple(layouts(processes, evaluator.cluster, constraints, rows))
+        if sure:
+            all_layouts = tuple(one for one in all_layouts if _may_fit(evaluator, one, processes, constraints))
         results = _try(evaluator, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
         if offloads and not any(one.runs for one in results):
             results += _try(evaluator, [layout for layout in all_layouts if layout.offloads], processes, constraints)
@@ -266,6 +282,14 @@ def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool) -> S
     equal = [best for one, best in zip(tried, candidates, strict=True) if one.runs and _is_as_fast(one, fastest)]
     best = min(equal, key=lambda one: _simplicity(one.choice), default=None)
     return SearchResult(best, tuple(candidates), fastest, slower)
+
+
+def _may_fit(evaluator: Evaluator, layout: ParallelLayout, processes: int, constraints: Constraints) -> bool:
+    """Return whether any micro-batch of a layout may fit."""
+    sizes = micro_batches(evaluator.workload, processes, constraints)
+    ends = {*sizes[:1], *sizes[-1:]}  # without accumulation, and with it
+    arguments = recomputations(evaluator.workload, constraints)[-1], constraints, evaluator.cluster
+    return not all(evaluator.never_fits(choice_of(layout, processes, size, *arguments)) for size in ends)
 
 
 def _is_as_fast(one: _Tried, fastest: float) -> bool:

@@ -14,10 +14,10 @@ from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.planning.memory.inventory import Inventory, inventory, optimizer_state, reference_numel
 from trainwright.planning.memory.matrices import orthogonalizing
 from trainwright.planning.memory.micro_batch import computed
-from trainwright.planning.memory.process import WORKSPACES, overhead
+from trainwright.planning.memory.process import WORKSPACES, libraries, overhead
 from trainwright.planning.memory.strategies import FP32, StrategyMemory, memory_model
 from trainwright.planning.memory.walk import Allocated, Peak, Walk
-from trainwright.planning.trace.units import SizedModel
+from trainwright.planning.trace.traced import modules_of
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.registries import OPTIMIZERS
 
@@ -73,15 +73,11 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     gradients = flow.allocated.total
     if workload.evaluates:
         walk.evaluate(trace)
-    lasting = _lasting(model, trace)
-    moved = choice.offloaded if on_gpu else frozenset[str]()
-    base = {name: 0 if name in moved else count for name, count in lasting.items()}
+    reference = reference_numel(trace) if trace.reference_copied else 0
+    base, host = _lasting(model, reference)
     between = sum(base.values())
-    by_matrix = OPTIMIZERS.get(workload.optimizer).whole_matrices
-    matrices = orthogonalizing(parameters, choice, on_gpu) if by_matrix else 0
-    host = {name: count for name, count in lasting.items() if name in moved and count}
     norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
-    step = matrices if host else max(model.step() + matrices, gradients + norm)
+    step = max(_update(workload, model, offloaded=bool(host)), 0 if host else gradients + norm)
     if host and (on_host := model.gradients_on_host()):
         host["gradients"] = on_host
     phases = {
@@ -115,16 +111,41 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     return Memory(parts, phases, extra, host, trace.facts.failed)
 
 
-def _lasting(model: StrategyMemory, trace: SizedModel) -> Mapping[str, int]:
-    """Return the bytes that stay from step to step, by purpose."""
+def least_of(workload: Workload, choice: Choice, cluster: Cluster) -> int:
+    """Return a lower bound of ``Memory.total`` that needs no passes: what stays from step to step, the update, and
+    libraries.
+    """
+    on_gpu = cluster.device != "cpu"
+    parameters = inventory(modules_of(workload.model), choice.width)
+    model = memory_model(choice.strategy)(parameters, choice, workload.optimizer_state, on_gpu)
+    base, host = _lasting(model, 0)
+    update = _update(workload, model, offloaded=bool(host))
+    return sum(base.values()) + update + sum(libraries(workload, choice, cluster).values())
+
+
+def _lasting(model: StrategyMemory, reference: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes that stay from step to step, by purpose, on the device and in a GPU's host.
+
+    Args:
+        reference: the elements of a reference model of its own.
+    """
     parameters, choice = model.inventory, model.choice
     lasting = dict(model.lasting())
     if parameters.scales:
         lasting["quantized base's scales"] = parameters.scales
-    if trace.reference_copied:
+    if reference:
         shards = choice.shards if choice.spec.shards_parameters else 1
-        lasting["reference"] = -(-reference_numel(trace) // shards) * choice.width
-    return lasting
+        lasting["reference"] = -(-reference // shards) * choice.width
+    moved = choice.offloaded if model.on_gpu else frozenset[str]()
+    base = {name: 0 if name in moved else count for name, count in lasting.items()}
+    return base, {name: count for name, count in lasting.items() if name in moved and count}
+
+
+def _update(workload: Workload, model: StrategyMemory, *, offloaded: bool) -> int:
+    """Return the most bytes on the device of gradients, and of tensors made from them, while weights are updated."""
+    by_matrix = OPTIMIZERS.get(workload.optimizer).whole_matrices
+    matrices = orthogonalizing(model.inventory, model.choice, model.on_gpu) if by_matrix else 0
+    return matrices if offloaded else model.step() + matrices
 
 
 def _load(parameters: Inventory, workload: Workload) -> int:

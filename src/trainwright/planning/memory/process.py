@@ -30,18 +30,28 @@ def overhead(
     workload: Workload, choice: Choice, cluster: Cluster, inventory: Inventory, walk: Walk, temporary: int
 ) -> dict[str, int]:
     """Return the overhead by name. ``temporary``: the most bytes of tensors that do not last from step to step."""
+    on_cpu = cluster.device == "cpu"
+    unused = _unused(choice, inventory, walk, temporary) if on_cpu else int(_CUDA_SLACK * temporary)
+    slack = {"allocator slack": unused}
+    products = {"code of products": CACHED_PRODUCTS * PRODUCT_BYTES} if on_cpu and choice.width == 2 else {}
+    return {**libraries(workload, choice, cluster), **slack, **products}
+
+
+def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str, int]:
+    """Return the bytes of the process, the driver and the libraries, by name."""
     if cluster.device == "cpu":
         library = choice.spec.library
         optional = _PEFT * bool(workload.model.adapter) + (library.process_bytes if library else 0)
-        slack = {"allocator slack": _unused(choice, inventory, walk, temporary)}
-        process = {"process and libraries": _PROCESS + optional, **slack}
-        return {**process, "code of products": CACHED_PRODUCTS * PRODUCT_BYTES} if choice.width == 2 else process
+        return {"process and libraries": _PROCESS + optional}
     several = choice.num_processes > 1
     between = choice.num_processes > cluster.devices_per_node
     nccl = _NCCL_IN_NODE * several + _NCCL_BETWEEN_NODES * between
     workspaces = _WORKSPACES if (cluster.card.capability or (0, 0)) >= (9, 0) else _WORKSPACES_BEFORE_HOPPER
-    libraries = {"CUDA context": _CUDA_CONTEXT - workspaces, WORKSPACES: workspaces}
-    return {**libraries, **({"NCCL buffers": nccl} if nccl else {}), "allocator slack": int(_CUDA_SLACK * temporary)}
+    return {
+        "CUDA context": _CUDA_CONTEXT - workspaces,
+        WORKSPACES: workspaces,
+        **({"NCCL buffers": nccl} if nccl else {}),
+    }
 
 
 def _unused(choice: Choice, inventory: Inventory, walk: Walk, temporary: int) -> int:

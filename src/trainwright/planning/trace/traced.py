@@ -51,18 +51,23 @@ _USUAL = Regime()
 @lru_cache(maxsize=256)
 def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
     """Return the trace of a request in a regime."""
-    same = traced_as(request, regime)
-    if (values := store.read(key := key_of(same, regime))) is None:
-        from trainwright.planning.trace.bound import trace_or_bound
-
-        values = store.as_json(trace_or_bound(same, regime))
-        store.write(key, values)
     generation = max((kernel.generation for kernel in _kernels(request, request.device, 2**62)), default=2)
-    trace = store.from_json(values, generation)
+    trace = _stored(traced_as(request, regime), regime, generation)
     units = trace.units
     if request.recompute == "selective":  # its results stay on the device; only a block's input, the last output, moves
         units = tuple(u._replace(forward=u.forward._replace(saved=u.forward.saved[-1:])) for u in units)
-    return dataclasses.replace(trace, units=units, facts=facts_of(request, store.facts_from_json(values["facts"])))
+    return dataclasses.replace(trace, units=units, facts=facts_of(request, trace.facts))
+
+
+@lru_cache(maxsize=64)
+def _stored(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
+    """Return the trace of a request as it is stored; ``generation``: of the flash attention that computes it."""
+    if (values := store.read(key := key_of(request, regime))) is None:
+        from trainwright.planning.trace.bound import trace_or_bound
+
+        values = store.as_json(trace_or_bound(request, regime))
+        store.write(key, values)
+    return store.from_json(values, generation)
 
 
 def key_of(request: TraceRequest, regime: Regime) -> str:
@@ -136,16 +141,16 @@ def attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds
 
 def model_facts(model: TracedModel) -> ModelFacts:
     """Return the facts of a model."""
-    return _modules(model).facts
+    return modules_of(model).facts
 
 
 def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]:
     """Return the parameters of the embedding, every block and the head."""
-    return tuple(unit.parameters for unit in _modules(model).in_order())
+    return tuple(unit.parameters for unit in modules_of(model).in_order())
 
 
 @lru_cache(maxsize=64)
-def _modules(model: TracedModel) -> ModelTrace[Size]:
+def modules_of(model: TracedModel) -> ModelTrace[Size]:
     """Return the units of a model, without their passes."""
     if (values := store.read(key := key_of_modules(model))) is None:
         from trainwright.planning.trace.bound import without_passes
