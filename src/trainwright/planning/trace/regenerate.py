@@ -1,7 +1,7 @@
 """Write the shipped traces: ``python -m trainwright.planning.trace.regenerate [MODEL ...]``.
 
-For every model of the catalog, or for those named: full training and LoRA on packs in bf16 on a GPU, with and without
-recomputation. What the archive has already of these versions of the libraries stays.
+For every model of the catalog, or for those named: full training, LoRA and QLoRA on packs in bf16 on a GPU, with and
+without recomputation. What the archive has already of these versions of the libraries stays.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from trainwright.planning.trace import store
 from trainwright.planning.trace.catalog import known_model, known_models
@@ -27,26 +26,37 @@ def requests(model: TracedModel) -> Iterator[TraceRequest]:
         yield traced_as(TraceRequest(model, Device("cuda"), "bf16", "packed", recompute), REGIME)
 
 
+def adapted(model: TracedModel) -> tuple[TracedModel, ...]:
+    """Return a model as it is trained in full, with LoRA and with QLoRA."""
+    sections = AdapterSection(type="lora"), AdapterSection(type="lora", quantization="nf4")
+    return model, *map(model.adapted, sections)
+
+
 def main(names: list[str]) -> None:
     """Trace what is missing and write the archive, after each model."""
     from trainwright.planning.trace.bound import trace_or_bound, without_passes
 
-    values: dict[str, Any] = store.shipped()
+    values = {model.configuration: store.shipped(model.configuration) for model in map(_model, known_models())}
     for name in names or known_models():
-        known = known_model(name)
-        assert known is not None, f"{name} is not in the catalog"
-        full, begun, added = TracedModel.of(known.config), time.monotonic(), 0
-        for model in (full, full.adapted(AdapterSection(type="lora"))):
-            if (key := key_of_modules(model)) not in values:
-                values[key] = store.as_json(without_passes(model))
+        full, begun = _model(name), time.monotonic()
+        of_model = values.setdefault(full.configuration, {})
+        before = len(of_model)
+        for model in adapted(full):
+            if (key := key_of_modules(model)) not in of_model:
+                of_model[key] = store.as_json(without_passes(model))
             for request in requests(model):
-                if (key := key_of(request, REGIME)) not in values:
-                    values[key] = store.as_json(trace_or_bound(request, REGIME))
-                    added += 1
-        if added:
-            store.ship(store.SHIPPED, values)
+                if (key := key_of(request, REGIME)) not in of_model:
+                    of_model[key] = store.as_json(trace_or_bound(request, REGIME))
+        if len(of_model) > before:
+            store.ship(store.SHIPPED, {configuration: some for configuration, some in values.items() if some})
             size = store.SHIPPED.stat().st_size
-            say(f"{name}: {added} traces in {time.monotonic() - begun:.1f} s; {size / 2**20:.2f} MiB")
+            say(f"{name}: {len(of_model) - before} values in {time.monotonic() - begun:.1f} s; {size / 2**20:.2f} MiB")
+
+
+def _model(name: str) -> TracedModel:
+    known = known_model(name)
+    assert known is not None, f"{name} is not in the catalog"
+    return TracedModel.of(known.config)
 
 
 if __name__ == "__main__":

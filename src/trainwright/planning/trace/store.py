@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,11 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def read(key: str) -> Any:
-    """Return a stored value; None if there is none."""
-    if (archive := _shipped()) is not None and key in archive:
-        return json.loads(_opened().read(key))
+def read(key: str, configuration: str = "") -> Any:
+    """Return a stored value; None if there is none. ``configuration``: of the model that it is of."""
+    archive, model = _shipped(), _name_of(configuration)
+    if archive is not None and model in archive and key in (values := _of_model(model)):
+        return values[key]
     try:
         return json.loads(_file(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,18 +76,30 @@ def write(key: str, value: Any) -> None:
     try_write(_file(key), json.dumps(value, separators=(",", ":")))
 
 
-def ship(file: Path, values: Mapping[str, Any]) -> None:
-    """Write an archive of values."""
+def ship(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write an archive of values by the configuration of their model: those of one are alike, and pack well."""
     with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
-        for key, value in {_VERSIONS: versions(), **values}.items():
-            archive.writestr(key, json.dumps(value, separators=(",", ":")))
-    _opened.cache_clear()
-    _shipped.cache_clear()
+        values = {_name_of(configuration): of_model for configuration, of_model in models.items()}
+        for name, value in {_VERSIONS: versions(), **values}.items():
+            archive.writestr(name, json.dumps(value, separators=(",", ":")))
+    for cached in (_opened, _shipped, _of_model):
+        cached.cache_clear()
 
 
-def shipped() -> dict[str, Any]:
-    """Return all values of the shipped archive, if it is of these versions of the libraries."""
-    return {key: json.loads(_opened().read(key)) for key in _shipped() or () if key != _VERSIONS}
+def shipped(configuration: str) -> dict[str, Any]:
+    """Return the values of a model in the shipped archive, if it is of these versions of the libraries."""
+    name = _name_of(configuration)
+    return dict(_of_model(name)) if name in (_shipped() or ()) else {}
+
+
+def _name_of(configuration: str) -> str:
+    return key_of(["model", configuration])
+
+
+@lru_cache(maxsize=8)
+def _of_model(name: str) -> Mapping[str, Any]:
+    values: dict[str, Any] = json.loads(_opened().read(name))
+    return values
 
 
 def _file(key: str) -> Path:

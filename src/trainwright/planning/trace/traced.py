@@ -62,7 +62,7 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
 @lru_cache(maxsize=64)
 def _stored(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
     """Return the trace of a request as it is stored; ``generation``: of the flash attention that computes it."""
-    if (values := store.read(key := key_of(request, regime))) is None:
+    if (values := store.read(key := key_of(request, regime), request.model.configuration)) is None:
         from trainwright.planning.trace.bound import trace_or_bound
 
         values = store.as_json(trace_or_bound(request, regime))
@@ -152,7 +152,7 @@ def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]
 @lru_cache(maxsize=64)
 def modules_of(model: TracedModel) -> ModelTrace[Size]:
     """Return the units of a model, without their passes."""
-    if (values := store.read(key := key_of_modules(model))) is None:
+    if (values := store.read(key := key_of_modules(model), model.configuration)) is None:
         from trainwright.planning.trace.bound import without_passes
 
         values = store.as_json(without_passes(model))
