@@ -9,7 +9,7 @@ import pytest
 from trainwright.planning.memory.fsdp import FsdpMemory
 from trainwright.planning.memory.inventory import Inventory, inventory
 from trainwright.planning.memory.replicated import ReplicatedMemory
-from trainwright.planning.memory.walk import Flow, Walk
+from trainwright.planning.memory.walk import Flow, Order, Route, Walk
 from trainwright.planning.memory.zero import ZeroMemory
 from trainwright.planning.trace.units import (
     ModelFacts,
@@ -63,10 +63,11 @@ def model(*, trainable: bool = True, tied: bool = False) -> SizedModel:
 
 
 def walked(model: SizedModel, flow: Flow | None = None, micro_batches: int = 1, offloads: bool = False) -> Walk:
-    walk = Walk(inventory(model, 4), flow or Flow(), offloads)
-    walk.step(model, model, micro_batches)
-    walk.evaluate(model)
-    return walk
+    return Walk(route(model, flow or Flow(), micro_batches), model, model, offloads)
+
+
+def route(model: SizedModel, flow: Flow, micro_batches: int = 1) -> Route:
+    return Route(inventory(model, 4), flow, Order.of(model), Order.of(model), micro_batches)
 
 
 def test_activations_pile_up_to_the_loss_and_go_in_the_backward_pass() -> None:
@@ -103,11 +104,8 @@ def test_all_gradients_of_a_replicated_model_are_there_in_the_end(tied: bool) ->
     held = inventory(sized, 4)
     assert held.trained == (1 if tied else 2) * 40 + BLOCKS * 36
     flow = memory_of(ReplicatedMemory, "ddp", held).flow()
-    walked(sized, flow)
+    assert route(sized, flow, 2).gradients == 4 * held.trained
     assert flow.allocated.total == 0  # the evaluation began a new step
-    walk = Walk(held, flow)
-    walk.step(sized, sized, 2)
-    assert flow.allocated.gradients == 4 * held.trained
 
 
 def test_fsdp_gathers_a_block_at_a_time_and_its_ends_throughout() -> None:
@@ -139,10 +137,26 @@ def test_a_step_of_zero_ends_with_what_its_stage_keeps(strategy: str) -> None:
     held = inventory(sized, 4)
     memory = memory_of(ZeroMemory, strategy, held)
     flow = memory.flow()
-    Walk(held, flow).step(sized, sized, 2)
-    assert flow.allocated.gathered == flow.allocated.buckets == 0
-    assert flow.allocated.gradients < 4 * held.trained + (1 if strategy != "zero3" else 0) * 4 * held.largest
+    begins, begin = [], flow.begin
+    flow.begin = lambda *passes: (begins.append(flow.allocated), begin(*passes))
+    assert route(sized, flow, 2).gradients == begins[-1].gradients
+    assert begins[-1].gathered == begins[-1].buckets == 0  # after the step, before the evaluation
+    assert begins[-1].gradients < 4 * held.trained + (1 if strategy != "zero3" else 0) * 4 * held.largest
     assert memory.lasting()["optimizer state"] in (8 * held.trained // 2, 8 * -(-held.trained // 2))
+
+
+def test_one_route_serves_batches_of_every_size() -> None:
+    small, flow = model(), memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow()
+    large = small.in_order()[1].backward._replace(
+        moments=(Moment("up.weight", (10**6,), 0), *block().backward.moments[1:])
+    )
+    larger = ModelTrace((small.units[0], small.units[1]._replace(backward=large), small.units[2]), small.order, FACTS)
+    shared = route(small, flow, 3)
+    for first, later in ((small, larger), (larger, small), (small, small)):
+        alone = route(first, memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow(), 3)
+        walks = [Walk(one, first, later) for one in (shared, alone)]
+        assert walks[0].backward.parts() == walks[1].backward.parts()
+        assert (walks[0].backward.total > 10**6) == (larger in (first, later))
 
 
 def test_a_reference_runs_before_the_model() -> None:

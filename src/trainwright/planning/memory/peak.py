@@ -7,7 +7,9 @@ the process, the driver and the libraries is listed separately.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_ELEMENTS
@@ -16,7 +18,7 @@ from trainwright.planning.memory.matrices import orthogonalizing
 from trainwright.planning.memory.micro_batch import computed
 from trainwright.planning.memory.process import WORKSPACES, libraries, overhead
 from trainwright.planning.memory.strategies import FP32, StrategyMemory, memory_model
-from trainwright.planning.memory.walk import Allocated, Peak, Walk
+from trainwright.planning.memory.walk import Allocated, Order, Peak, Route, Walk
 from trainwright.planning.trace.traced import modules_of
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.registries import OPTIMIZERS
@@ -67,17 +69,14 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     on_gpu = cluster.device != "cpu"
     parameters = inventory(trace, choice.width)
     model = memory_model(choice.strategy)(parameters, choice, workload.optimizer_state, on_gpu)
-    flow, offloads = model.flow(), choice.activation_offload and on_gpu
-    walk = Walk(parameters, flow, offloads)
-    walk.step(trace, later, choice.gradient_accumulation_steps)
-    gradients = flow.allocated.total
-    if workload.evaluates:
-        walk.evaluate(trace)
+    offloads = choice.activation_offload and on_gpu
+    route = _route(_of_any_batch(model), Order.of(trace), Order.of(later))
+    walk = Walk(route, trace, later, offloads)
     reference = reference_numel(trace) if trace.reference_copied else 0
     base, host = _lasting(model, reference)
     between = sum(base.values())
     norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
-    step = max(_update(workload, model, offloaded=bool(host)), 0 if host else gradients + norm)
+    step = max(_update(workload, model, offloaded=bool(host)), 0 if host else route.gradients + norm)
     if host and (on_host := model.gradients_on_host()):
         host["gradients"] = on_host
     phases = {
@@ -85,7 +84,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         "forward": between + walk.forward.total,
         "backward": between + walk.backward.total,
         "optimizer": between + step,
-        "evaluation": between + walk.evaluation.total,
+        "evaluation": between + walk.evaluation.total * workload.evaluates,
         "checkpoint": between,
     }
     if on_gpu:
@@ -109,6 +108,19 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     temporary = max(phases.values()) - between
     extra = overhead(workload, choice, cluster, parameters, walk, temporary)
     return Memory(parts, phases, extra, host, trace.facts.failed)
+
+
+def _of_any_batch(model: StrategyMemory) -> StrategyMemory:
+    """Return the model of all micro-batches whose steps ask for memory in the same order."""
+    passes = min(3, model.choice.gradient_accumulation_steps)
+    alike: dict[str, Any] = {"activation_checkpointing": "none", "activation_offload": False, "threads": None}
+    choice = replace(model.choice, micro_batch_size=1, gradient_accumulation_steps=passes, compile=False, **alike)
+    return replace(model, choice=choice)
+
+
+@lru_cache(maxsize=256)
+def _route(model: StrategyMemory, first: Order, later: Order) -> Route:
+    return Route(model.inventory, model.flow(), first, later, model.choice.gradient_accumulation_steps)
 
 
 def least_of(workload: Workload, choice: Choice, cluster: Cluster) -> int:

@@ -6,7 +6,7 @@ the strategy at that moment (``Flow``). Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 from trainwright.planning.memory.inventory import Inventory
@@ -80,7 +80,7 @@ class Peak:
 
     def note(self, allocated: Allocated, activations: int, work: int = 0, loss: bool = False) -> None:
         """Record the moment if it needs the most memory so far."""
-        total = allocated.gradients + allocated.gathered + allocated.buckets + activations + work
+        total = allocated.total + activations + work
         if total > self.total:
             self.total, self.working_set = total, work
             self._what = (allocated, activations, loss)
@@ -97,79 +97,146 @@ class Peak:
         }
 
 
-class Walk:
-    """The peaks of the phases of a step: ``forward``, ``backward`` and ``evaluation``.
+class Order(NamedTuple):
+    """What decides in which order a pass asks for memory: the units, the gradients of each kind, and the reference."""
 
-    ``offloads``: saved activations of blocks are in the host's memory; those of a block are copied back while the block
-    after it runs backward.
+    units: tuple[int, ...]
+    gradients: tuple[tuple[str, ...], ...]
+    reference: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: SizedModel) -> Order:
+        """Return the order of a model's passes."""
+        gradients = (tuple(moment.gradient for moment in unit.backward.moments) for unit in model.units)
+        return cls(model.order, tuple(gradients), model.reference)
+
+
+class _Notes:
+    """The moments of a phase: what a strategy has allocated, beside the bytes of a batch at two indices of `_levels`.
+
+    ``later``: whether they are of a micro-batch after the first.
     """
 
-    def __init__(self, inventory: Inventory, flow: Flow, offloads: bool = False) -> None:
-        self.forward, self.backward, self.evaluation = Peak(), Peak(), Peak()
-        self._inventory, self._flow, self._offloads = inventory, flow, offloads
+    def __init__(self) -> None:
+        self.later = False
+        self._notes: list[tuple[int, bool, int, int, bool, Allocated]] = []
 
-    def step(self, first: SizedModel, later: SizedModel, micro_batches: int) -> None:
-        """Run the passes of a step over its ``first`` micro-batch and all ``later`` ones.
+    def add(self, allocated: Allocated, live: int, work: int = 0, loss: bool = False) -> None:
+        gradients, gathered, buckets = allocated
+        self._notes.append((gradients + gathered + buckets, self.later, live, work, loss, allocated))
 
-        Those in the middle are equal and run once.
-        """
-        for number in sorted({0, min(1, micro_batches - 1), micro_batches - 1}):
-            self._flow.begin(number == 0, number == micro_batches - 1)
-            model = later if number else first
-            self._refer(model)
-            self._backwards(model, *self._forwards(model))
+    def peak(self, *levels: tuple[list[int], list[int]]) -> Peak:
+        """Return the peak for batches with these bytes, of the first micro-batch and of later ones."""
+        most, peak = 0, Peak()
+        for total, later, live, work, loss, allocated in self._notes:
+            lives, works = levels[later]
+            if total + lives[live] + works[work] > most:
+                peak.note(allocated, lives[live], works[work], loss)
+                most = peak.total
+        return peak
 
-    def evaluate(self, model: SizedModel) -> None:
-        """Run a forward-only pass."""
-        self._flow.begin(True, False)
-        self._run(self.evaluation, (unit.evaluation for unit in model.in_order()))
 
-    def _refer(self, model: SizedModel) -> None:
-        """Run the reference model forward, before the trained one."""
-        live = 0
-        for part in (model.units[index].evaluation for index in model.reference):
-            self.forward.note(self._flow.allocated, live, _peak(part))
-            live += _after(part)
+class Route:
+    """What a strategy has allocated at each moment of a step and of an evaluation, for batches of any size.
 
-    def _forwards(self, model: SizedModel) -> tuple[int, dict[int, int]]:
-        """Return the live bytes after a forward pass, and those that are in the host's memory, by unit."""
-        units = model.in_order()
-        blocks = range(1, len(units) - 1) if self._offloads else ()
-        away = {number: sum(units[number].forward.saved) for number in blocks}
-        return self._run(self.forward, (unit.forward for unit in units), away), away
+    ``gradients``: bytes of gradients after the step.
+    """
 
-    def _run(self, peak: Peak, parts: Iterable[PassTrace[int]], away: dict[int, int] | None = None) -> int:
-        live, flow, last = 0, self._flow, self._inventory.units - 1
-        for unit, part in enumerate(parts):
-            peak.note(flow.forward(unit), live)
-            peak.note(flow.allocated, live, _peak(part), loss=unit == last)
-            live += _after(part) - (away or {}).get(unit, 0)
+    def __init__(self, inventory: Inventory, flow: Flow, first: Order, later: Order, micro_batches: int) -> None:
+        self.forward, self.backward, self.evaluation = _Notes(), _Notes(), _Notes()
+        self._inventory, self._flow = inventory, flow
+        for number in sorted({0, min(1, micro_batches - 1), micro_batches - 1}):  # those between are equal
+            flow.begin(number == 0, number == micro_batches - 1)
+            order = later if number else first
+            self.forward.later = self.backward.later = number > 0
+            kinds, units = len(order.gradients), len(order.units)
+            for position, kind in enumerate(order.reference):  # before the trained model
+                self.forward.add(flow.allocated, units + 1 + position, 1 + kinds + kind)
+            self._run(self.forward, order, 1)
+            self._backwards(order)
+        self.gradients = flow.allocated.total
+        flow.begin(True, False)
+        self._run(self.evaluation, first, 1 + len(first.gradients))
+
+    def _run(self, notes: _Notes, order: Order, begin: int) -> None:
+        flow, last = self._flow, len(order.units) - 1
+        for unit, kind in enumerate(order.units):
+            notes.add(flow.forward(unit), unit)
+            notes.add(flow.allocated, unit, begin + kind, loss=unit == last)
         flow.forward_ended()
-        return live
 
-    def _backwards(self, model: SizedModel, live: int, away: dict[int, int]) -> None:
-        peak, flow, last = self.backward, self._flow, self._inventory.units - 1
-        ends = _ends(model.order)
+    def _backwards(self, order: Order) -> None:
+        notes, flow, last = self.backward, self._flow, len(order.units) - 1
+        ends, begins = _ends(order.units), _begins(order.gradients)
         for unit in range(last, -1, -1):
-            part = model.units[model.order[unit]].backward
-            live += away.pop(unit, 0) + away.pop(unit - 1, 0)
-            peak.note(flow.backward(unit), live, loss=unit == last)
+            notes.add(flow.backward(unit), 2 * unit, loss=unit == last)
+            kind = order.units[unit]
             if unit in ends:
-                self._moments(unit, part, live)
+                self._moments(unit, order.gradients[kind], begins[kind], loss=unit == last)
             elif trained := self._inventory.by_unit[unit][1]:
                 flow.arrive(unit, "", trained)
-            live += _after(part)
-            peak.note(flow.unit_ended(unit), live)
-        peak.note(flow.end(), live)
+            notes.add(flow.unit_ended(unit), 2 * unit + 1)
+        notes.add(flow.end(), 1)
 
-    def _moments(self, unit: int, part: PassTrace[int], live: int) -> None:
+    def _moments(self, unit: int, gradients: tuple[str, ...], begin: int, *, loss: bool) -> None:
         """Add the gradients of a unit one by one."""
-        peak, flow, sizes = self.backward, self._flow, self._inventory.sizes[unit]
-        loss = unit == self._inventory.units - 1
-        for moment in part.moments:
-            peak.note(flow.allocated, live, moment.live[0], loss)
-            if moment.gradient:
-                peak.note(flow.arrive(unit, moment.gradient, sizes[moment.gradient]), live, moment.after, loss)
+        notes, flow, sizes = self.backward, self._flow, self._inventory.sizes[unit]
+        for number, gradient in enumerate(gradients):
+            notes.add(flow.allocated, 2 * unit, begin + 2 * number, loss)
+            if gradient:
+                arrived = flow.arrive(unit, gradient, sizes[gradient])
+                notes.add(arrived, 2 * unit, begin + 2 * number + 1, loss)
+
+
+class Walk:
+    """The peaks of the phases of a step and of an evaluation: ``forward``, ``backward`` and ``evaluation``.
+
+    Args:
+        route: what the strategy has allocated.
+        first, later: the first micro-batch of a step, and all others.
+        offloads: saved activations of blocks are in the host's memory; those of a block are copied back while the block
+            after it runs backward.
+    """
+
+    def __init__(self, route: Route, first: SizedModel, later: SizedModel, offloads: bool = False) -> None:
+        levels = [_levels(model, offloads) for model in ((first,) if later is first else (first, later))]
+        forward, backward = [one[0] for one in levels], [one[1] for one in levels]
+        self.forward = route.forward.peak(*forward, forward[-1])
+        self.backward = route.backward.peak(*backward, backward[-1])
+        self.evaluation = route.evaluation.peak(levels[0][2])
+
+
+_Levels = tuple[list[int], list[int]]  # live bytes, and those of the operation in progress
+
+
+def _levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, _Levels]:
+    """Return the bytes of a batch in the forward pass, the backward pass and the evaluation.
+
+    Forward: before and after each unit, then of the reference; backward: before and after each unit.
+    """
+    units, blocks = model.in_order(), range(1, len(model.order) - 1) if offloads else ()
+    away = {number: sum(units[number].forward.saved) for number in blocks}
+    forward = _running([_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)])
+    evaluated = _running([_after(unit.evaluation) for unit in units])
+    reference = _running([_after(model.units[index].evaluation) for index in model.reference])
+    work = [0, *(_peak(unit.forward) for unit in model.units), *(_peak(unit.evaluation) for unit in model.units)]
+    live, backward = forward[-1], [0] * (2 * len(units))
+    for unit in range(len(units) - 1, -1, -1):
+        live += away.pop(unit, 0) + away.pop(unit - 1, 0)
+        backward[2 * unit] = live
+        live += _after(units[unit].backward)
+        backward[2 * unit + 1] = live
+    moments = [size for unit in model.units for m in unit.backward.moments for size in (m.live[0], m.after)]
+    return ([*forward, *reference], work), (backward, [0, *moments]), (evaluated, work)
+
+
+def _running(changes: list[int]) -> list[int]:
+    return list(accumulate(changes, initial=0))
+
+
+def _begins(gradients: tuple[tuple[str, ...], ...]) -> list[int]:
+    """Return the index in `_levels` of the first moment of each kind of unit."""
+    return [1 + 2 * begin for begin in _running([len(names) for names in gradients])]
 
 
 def _peak(part: PassTrace[int]) -> int:
