@@ -16,9 +16,10 @@ import os
 import sys
 
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
+from trainwright.recipe.loading import split_words
 from trainwright.run.group.report_once import rank_from_variables, should_report
 from trainwright.run.joined import JoinRequest, run_joined
-from trainwright.run.request import is_bare_resume, split_words
+from trainwright.run.request import is_bare_resume
 from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.shutdown.stop import interruptible
 from trainwright.utils.paths import search_working_directory_last

@@ -10,10 +10,10 @@ import pytest
 from trainwright.compatibility.accelerate.translation import Translation, read_translation
 from trainwright.errors import RequestError
 from trainwright.machine.machine import Machine
-from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.loading import load_recipe, split_words
 from trainwright.recipe.schema import Recipe
 from trainwright.run import run_directory
-from trainwright.run.request import RunRequest, is_bare_resume, request_of, resolve_request, split_words
+from trainwright.run.request import RunRequest, is_bare_resume, request_of, resolve_request
 from trainwright.run.resolve import resolve
 from trainwright.run.resuming import resumed_recipe
 

@@ -143,7 +143,7 @@ def train(
     run it again with --resume.
     """
     from trainwright.api.training import TrainingRequest, prepare
-    from trainwright.run.request import split_words
+    from trainwright.recipe.loading import split_words
 
     if verbose:
         from trainwright.run.observers.console import VERBOSE

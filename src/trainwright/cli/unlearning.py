@@ -30,7 +30,7 @@ def unlearn_study(
     done, 2: wrong request, 3: this machine cannot do it, 4: failed, 75: stopped by a signal.
     """
     import trainwright as tw
-    from trainwright.run.request import is_override
+    from trainwright.recipe.loading import is_override
 
     files = [word for word in arguments if not is_override(word)]
     if len(files) != 1:

@@ -77,7 +77,7 @@ def submit(
     continues it. Defaults are in the recipe's section launch and in clusters.yaml.
     """
     import trainwright as tw
-    from trainwright.run.request import split_words
+    from trainwright.recipe.loading import split_words
 
     recipe, overrides = split_words(arguments)
     if recipe is None:

@@ -66,7 +66,7 @@ def plan(
     Ends with 0: something fits, 2: wrong request, 3: nothing fits.
     """
     import trainwright as tw
-    from trainwright.run.request import split_words
+    from trainwright.recipe.loading import split_words
 
     recipe, overrides = split_words(arguments or [])
     run_plan = tw.plan(

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.separate_process import run_in_process
 from trainwright.errors import RequestError
-from trainwright.planning.simulation.report import Simulation
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.text import say
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from trainwright.machine.machine_file import Written
     from trainwright.planning.facts import Facts
     from trainwright.planning.plan import RunPlan as Details
+    from trainwright.planning.simulation.report import Simulation
     from trainwright.planning.simulation.start import SimulationRequest
     from trainwright.recipe import schema
 
@@ -266,6 +265,7 @@ def simulate(
             ...
         trainwright.errors.RequestError: --simulate: H1000: no such card in the catalog...
     """
+    from trainwright.api.separate_process import run_in_process
     from trainwright.planning.simulation.start import SimulationRequest
 
     file = None if accelerate_config is None else Path(accelerate_config)
@@ -275,7 +275,6 @@ def simulate(
 
 
 def _in_words(request: SimulationRequest) -> Simulation:
-
     from trainwright.planning.simulation.start import simulate as start
 
     with Activity(sys.stderr, "reading the recipe"):

@@ -52,6 +52,23 @@ class LoadedRecipe(NamedTuple):
     origins: Mapping[KeyPath, Origin]
 
 
+def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
+    files = [a for a in arguments if not is_override(a)]
+    if len(files) > 1:
+        raise RequestError(
+            f"expected one recipe, not {len(files)} ({', '.join(files)}); overrides have the form section.key=value"
+        )
+    return Path(files[0]) if files else None, [a for a in arguments if is_override(a)]
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word of a command line has the form ``section.key=value``, and is not a path with "=" in it."""
+    key, equals, _ = word.partition("=")
+    # Without "=", ~key is an override of Hydra, which is answered like one.
+    return (bool(equals) or key.startswith("~")) and "/" not in key and not os.path.exists(word)
+
+
 def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at ``path`` with ``overrides`` (``section.key=value``, the value in YAML) over it.
 

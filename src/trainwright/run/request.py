@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +16,7 @@ from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
-from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.loading import is_override, load_recipe
 from trainwright.recipe.observer_spec import check_installed
 from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import KEYS
@@ -136,23 +135,6 @@ class RunRequest:
             named = [name for names in _named(recipe).values() for name in names]
             run_directory.keep_modules(run, modules_of_user(named))
         return text
-
-
-def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
-    files = [a for a in arguments if not is_override(a)]
-    if len(files) > 1:
-        raise RequestError(
-            f"expected one recipe, not {len(files)} ({', '.join(files)}); overrides have the form section.key=value"
-        )
-    return Path(files[0]) if files else None, [a for a in arguments if is_override(a)]
-
-
-def is_override(word: str) -> bool:
-    """Return whether a word of a command line has the form ``section.key=value``, and is not a path with "=" in it."""
-    key, equals, _ = word.partition("=")
-    # Without "=", ~key is an override of Hydra, which is answered like one.
-    return (bool(equals) or key.startswith("~")) and "/" not in key and not os.path.exists(word)
 
 
 def request_of(
