@@ -2,8 +2,8 @@
 
     python bench/plan_speed.py
 
-CPU time depends less on what else the machine does than the clock does. Python's bytecode is cached, as where the package
-is installed.
+CPU time depends less on what else the machine does than the clock does. Python's bytecode is cached, as where the
+package is installed.
 """
 
 from __future__ import annotations
