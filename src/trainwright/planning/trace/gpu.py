@@ -58,7 +58,7 @@ def _attention(
     return call.cut(compute(padded, sequences)), None
 
 
-def workspace_on_gpu(func: Any, args: Any) -> int:
+def workspace_on_gpu(func: Any, args: Any, kwargs: Any) -> int:
     """Return the bytes that a GPU's attention kernels allocate beside their results: queries' gradients in fp32."""
     name = func.overloadpacket.__name__
     if "backward" not in name or ("attention" not in name and "attn" not in name):

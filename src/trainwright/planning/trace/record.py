@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
 from trainwright.planning.trace.storages import Storages
 from trainwright.planning.trace.units import FUSED, OperationKind
 from trainwright.planning.trace.values import compute, operands
@@ -105,7 +106,12 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         inputs = operands(args, kwargs)
-        out = args[0] if self._adds_to_gradient(func, args) else compute(func, args, kwargs, inputs)
+        if self._adds_to_gradient(func, args):
+            out = args[0]
+        elif (of_ours := _OF_OURS.get(func)) is not None:
+            out = self._inside(of_ours, args)
+        else:
+            out = compute(func, args, kwargs, inputs)
         if self._next is not None:
             self.segments.append(self._next)
             self._next = None
@@ -123,8 +129,23 @@ class Recorder(TorchDispatchMode):
             self.used[id(parameter)] = parameter
         name = "" if parameter is None else self._names[parameter]
         segment.done.append(_described(func, args, kwargs, inputs, results, name, self._scope))
-        if extra := self._workspace(func, args):
+        if extra := self._workspace(func, args, kwargs):
             segment.events += (MemoryEvent("allocated", extra), MemoryEvent("released", extra))
+        return out
+
+    def _inside(self, of_ours: Callable[..., Any], args: Any) -> Any:
+        """Run the code of an operator of ours, which stands for its operations, to note what these return.
+
+        Their workspaces, of sequences of any length, are small beside that, and no polynomials of a batch.
+        """
+        done, workspace = len(self.segments[-1].done), self._workspace
+        self._workspace = lambda *_: 0
+        try:
+            with self:
+                out = of_ours(*args)
+        finally:
+            self._workspace = workspace
+        del self.segments[-1].done[done:]
         return out
 
     def _adds_to_gradient(self, func: Any, args: Any) -> bool:
@@ -149,6 +170,11 @@ class Recorder(TorchDispatchMode):
         self.segments[-1].events.append(MemoryEvent("gradient", size, self._names[parameter]))
 
 
+# Operators whose code is made of operations of torch.
+_OF_OURS: dict[Any, Callable[..., Any]] = {
+    torch.ops.trainwright.packed_flash_cpu.default: flash_forward,
+    torch.ops.trainwright.packed_flash_cpu_backward.default: flash_backward,
+}
 _REDUCTIONS = {"softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm", "cumsum", "topk", "sort"}
 _COPIES = {
     "copy_",

@@ -105,8 +105,10 @@ def _workspace(request: TraceRequest) -> Any:
     if request.device.is_gpu:
         return workspace_on_gpu
 
-    def extra(func: Any, args: Any) -> int:
+    def extra(func: Any, args: Any, kwargs: Any) -> int:
         name = func.overloadpacket.__name__
+        if name == "sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:  # converts all that it sums
+            return int(args[0].numel() * kwargs["dtype"].itemsize)
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
             return _flash_workspace(args[1] if "backward" in name else args[0], "backward" in name)
         return 0
