@@ -46,7 +46,7 @@ def test_shipped_traces_are_those_of_today() -> None:
     assert known is not None
     request = next(requests(TracedModel.of(known.config)))
     traced = json.loads(json.dumps(store.as_json(trace_or_bound(request, REGIME))))
-    assert traced == store.read(key_of(request, REGIME))
+    assert traced == store.read(key_of(request, REGIME), request.model.configuration)
 
 
 def test_a_trace_reads_back_as_it_was_written() -> None:

@@ -36,7 +36,10 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def flow(self) -> Flow:
-        """Return the memory flow of a pass, in addition to ``lasting``."""
+        """Return the memory flow of a pass, in addition to ``lasting``.
+
+        It serves micro-batches of every size, and depends on their number only as one, two or more.
+        """
 
     @abstractmethod
     def step(self) -> int:
