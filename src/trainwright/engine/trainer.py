@@ -419,6 +419,7 @@ class Trainer:
                 self._warn_low_memory,
                 self.events,
                 step,
+                self.training.recipe.evaluate.main_set,
             )
             metrics, answers = measured.metrics, self._answers.keep(step, measured)
             seconds = time.monotonic() - started_at

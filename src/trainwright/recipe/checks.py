@@ -172,10 +172,10 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
         yield from _mixture(recipe)
     elif data.mixing != "weights":
         yield Contradiction(("data.mixing", "data.train"), "is for several sources; list them in data.train")
-    if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
+    if isinstance(data.held_out, int) and data.limit is not None and data.held_out >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
-            f"holds out {data.validation} of the {data.limit} rows that data.limit allows, so none are left to train "
+            f"holds out {data.held_out} of the {data.limit} rows that data.limit allows, so none are left to train "
             "on; lower it",
         )
 
@@ -187,8 +187,9 @@ def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
     if data.mixing == "concatenate" and any(source.weight != 1 for source in data.sources):
         why = "every example is used once, so the sources have no weights; remove them, or set it to weights"
         yield Contradiction(("data.mixing", "data.train"), why)
+    named = data.validation.values() if isinstance(data.validation, dict) else [data.validation]
     for key, default in RowSettings._field_defaults.items():
-        if getattr(data, key) != default and data.validation_source is None:
+        if getattr(data, key) != default and not any(isinstance(rows, str) for rows in named):
             yield _of_one_source(key)
 
 
@@ -385,6 +386,10 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
             "has no effect without evaluate.prompts or evaluate.metrics; remove it, or set one of them",
         )
     yield from _metrics(recipe)
+    if evaluate.main_set is not None and evaluate.main_set not in recipe.data.validation_sets:
+        sets = ", ".join(filter(None, recipe.data.validation_sets))
+        why = f"is none of the sets of data.validation: {sets}" if sets else "data.validation has no named sets"
+        yield Contradiction(("evaluate.main_set", "data.validation"), why)
     for key, needed in (
         ("evaluate.early_stopping", evaluate.early_stopping is not None),
         ("optimizer.schedule", SCHEDULES.get(recipe.optimizer.schedule).on_plateau),

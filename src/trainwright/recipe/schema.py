@@ -196,6 +196,12 @@ class EvaluateSection(Section):
         description="End the run when evaluations no longer improve: final/ has the weights of then, and "
         "checkpoint.keep_best the best ones. null: train all steps.",
     )
+    main_set: Text | None = Field(
+        None,
+        description="Of several sets in data.validation, the one whose metrics are those without a name: "
+        "checkpoint.keep_best, early_stopping, the schedule reduce_on_plateau, tables and comparisons look at them. "
+        "null: all sets together.",
+    )
     prompts: list[Text] = Field(
         [], description="Prompts that the model answers at every evaluation; the answers are shown."
     )

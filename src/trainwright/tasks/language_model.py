@@ -6,6 +6,7 @@ A task defines the rows, the weight of an example, the loss and the metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -161,7 +162,7 @@ class LanguageModelTask:
         self.prompts: Sequence[str] = recipe.evaluate.prompts
         self.stream = self._stream(prepared.train, planned_examples(recipe, prepared.train), shuffle=True)
         self.validation = (
-            self._stream(prepared.validation, len(prepared.validation), shuffle=False)
+            self._stream(prepared.validation, len(prepared.validation), shuffle=False, sets=prepared.sets)
             if prepared.validation is not None
             else None
         )
@@ -196,9 +197,12 @@ class LanguageModelTask:
             length = recipe.data.max_length
             self._questions = ValidationQuestions(recipe.evaluate, prepared.validation, length, tokenizer)
 
-    def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
+    def _stream(
+        self, dataset: TokenDataset, total: int, *, shuffle: bool, sets: Mapping[str, int] | None = None
+    ) -> Stream:
         weight = self._example_weight(dataset)
-        return stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
+        stream = stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
+        return stream if not sets else Stream(dataset, replace(stream.settings, sets=sets))
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         """Return the module to train, around the model with its adapter."""

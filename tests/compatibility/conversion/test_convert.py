@@ -113,6 +113,29 @@ def test_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> None:
     assert values["evaluate"] == {"every": 20} and values["data"]["validation"] == 0.2
 
 
+def test_llama_factory_with_several_validation_sets(tmp_path: Path) -> None:
+    path = files.write_llama_factory(tmp_path)
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("val_size")]
+    more = ["eval_dataset: mine, chats", "eval_on_each_dataset: true", "metric_for_best_model: eval_chats_loss"]
+    path.write_text("\n".join([*lines, *more]) + "\n")
+    values = recipe(converted(path), tmp_path)
+    assert values["data"]["validation"]["mine"]["source"] == str(tmp_path / "data" / "mine.json")
+    assert values["data"]["validation"]["chats"]["source"] == "owner/chats"
+    assert values["evaluate"]["main_set"] == "chats"
+    path.write_text("\n".join([*lines, *more[:2], "metric_for_best_model: rouge"]) + "\n")
+    assert [line.setting.key for line in converted(path).failures] == ["metric_for_best_model"]
+
+
+def test_axolotl_with_several_test_sets(tmp_path: Path) -> None:
+    path = tmp_path / "axolotl.yaml"
+    text = "\n".join(line for line in files.AXOLOTL.splitlines() if not line.startswith("val_set_size"))
+    path.write_text(f"{text}\ntest_datasets:\n  - path: owner/one\n  - path: owner/two\n    split: test[:5]\n")
+    assert recipe(converted(path), tmp_path)["data"]["validation"] == {
+        "one": "owner/one",
+        "two_test": "owner/two:test[:5]",
+    }
+
+
 def test_llama_factory_with_earlier_turns_in_a_column_is_refused(tmp_path: Path) -> None:
     path = files.write_llama_factory(tmp_path)
     file = tmp_path / "data" / "dataset_info.json"

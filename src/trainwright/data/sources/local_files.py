@@ -236,7 +236,7 @@ def _chosen(path: Path, splits: dict[str, Any], selectors: list[str], key: str) 
         if split not in splits:
             raise RequestError(f"{key}: {path} has no split {selectors[-1]}; it has {names}")
         return split
-    usual = _VALIDATION if key == "data.validation" else _TRAIN
+    usual = _VALIDATION if key.startswith("data.validation") else _TRAIN
     if len(splits) == 1:
         return next(iter(splits))
     if usual not in splits or key.startswith("--"):

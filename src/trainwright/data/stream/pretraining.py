@@ -17,6 +17,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.detect import detect
 from trainwright.machine.sharing import build_once
+from trainwright.recipe.sections.data import SourceSection
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainwright.recipe.schema import Recipe
-    from trainwright.recipe.sections.data import SourceSection
 
 
 def prepare_windows(
@@ -35,8 +35,9 @@ def prepare_windows(
     embeddings: int | None = None,
     *,
     contiguous: bool,
-) -> tuple[WindowDataset, WindowDataset | None, list[str]]:
-    """Return the training dataset, the validation dataset or None, and lines of text about them.
+) -> tuple[WindowDataset, WindowDataset | None, list[str], dict[str, int]]:
+    """Return the training dataset, the validation dataset or None, lines of text about them, and the number of windows
+    of each validation set, if they have names.
 
     Args:
         embeddings: of the model.
@@ -50,28 +51,31 @@ def prepare_windows(
     data = recipe.data
     opened = [_shards(source, key, tokenizer, cache) for source, key in data.keyed_sources]
     corpora = opened[: len(data.sources)]
-    validation_spans: list[Spans] = []
-    if data.validation is None or data.validation_source is not None:
-        spans = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in opened]
-        train, validation_spans = spans[: len(corpora)], spans[len(corpora) :]
-    else:
-        train = []
-        held_out = validation_sizes(data, [corpus.token_count for corpus in corpora])
-        for corpus, share, key in zip(corpora, held_out, data.source_keys, strict=True):
+    spans = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in opened]
+    train, separate = spans[: len(corpora)], iter(spans[len(corpora) :])
+    held_out: list[Spans] = []
+    if data.held_out is not None:
+        train, sizes = [], validation_sizes(data, [corpus.token_count for corpus in corpora])
+        for corpus, share, key in zip(corpora, sizes, data.source_keys, strict=True):
             size = share if isinstance(share, float) else max(1, share or 0)
             training, aside = divided(corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key)
             train.append(training)
-            validation_spans.append(aside)
+            held_out.append(aside)
+    sets = {
+        name: [next(separate)] if isinstance(rows, SourceSection) else held_out
+        for name, rows in data.validation_sets.items()
+    }
+    validation_spans = [part for parts in sets.values() for part in parts]
     for shards in opened:
         if wrong := unknown_in_shards(shards, tokenizer, embeddings):
             raise RequestError(wrong)
     mixture = None
     lines = [line for corpus in corpora for line in (_line(corpus), *corpus.about.get("notes", ()))]
     if len(train) > 1:
-        sizes = [int(part.counts().sum()) for part in train]
-        if not all(sizes):
-            raise RequestError(f"{data.source_keys[sizes.index(0)]}: no tokens to predict")
-        mixture = mixture_of(data, sizes)
+        windows = [int(part.counts().sum()) for part in train]
+        if not all(windows):
+            raise RequestError(f"{data.source_keys[windows.index(0)]}: no tokens to predict")
+        mixture = mixture_of(data, windows)
         lines += mixture_lines(data, mixture)
     datasets = (
         WindowDataset.of(train, mixture),
@@ -80,7 +84,13 @@ def prepare_windows(
     for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
         if dataset is not None and not len(dataset):
             raise RequestError(f"{key}: no tokens to predict; it has no document of at least two tokens")
-    return *datasets, [*lines, _split_line(*datasets, contiguous)]
+    named = {name: sum(int(part.counts().sum()) for part in parts) for name, parts in sets.items() if name}
+    for name, count in named.items():
+        if not count:
+            raise RequestError(f"data.validation.{name}: no tokens to predict")
+    if named:
+        lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in named.items()))
+    return *datasets, [*lines, _split_line(*datasets, contiguous)], named
 
 
 def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:

@@ -177,7 +177,7 @@ def notes_on(runs: Sequence[RunFigures]) -> list[str]:
 def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
     held_out = not any(
-        isinstance(mapping(each.recipe.get("data")).get("validation"), (str, list)) for each in (first, run)
+        isinstance(mapping(each.recipe.get("data")).get("validation"), (str, list, dict)) for each in (first, run)
     )
     keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
     one, other = (each.start.get("fingerprints", {}).get(split) for each in (first, run))

@@ -51,7 +51,8 @@ def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Pat
     check_length(recipe.data, max_positions(recipe.model, tokenizer))
     contiguous = recipe.own(PretrainSection).windows == "contiguous"
     embeddings = embeddings_of(recipe.model, tokenizer)
-    prepared = PreparedData(*prepare_windows(recipe, tokenizer, cache, embeddings, contiguous=contiguous))
+    train, validation, lines, sets = prepare_windows(recipe, tokenizer, cache, embeddings, contiguous=contiguous)
+    prepared = PreparedData(train, validation, lines, sets=sets)
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
     return prepared
 

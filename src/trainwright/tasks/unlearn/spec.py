@@ -49,7 +49,7 @@ def _check_rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradicti
             ("evaluate.metrics", "task"),
             "unlearning has no validation rows to answer; remove it, and use `trainwright eval RUN --metrics`",
         )
-    if isinstance(data.validation, str):
+    if isinstance(data.validation, str | dict):
         yield Contradiction(
             ("data.validation", "task"),
             "unlearning is measured on forget and retain rows; set it to a number of them, or to null",

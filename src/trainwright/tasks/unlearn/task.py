@@ -323,9 +323,8 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     forget = prepared_parts["forget"].train
     everything = joined(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
     validation = None
-    if data.validation is not None:
-        assert not isinstance(data.validation, str), "a recipe that was read has none"
-        validation = some_of(everything, data.validation, seed)
+    if data.held_out is not None:
+        validation = some_of(everything, data.held_out, seed)
     taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
     lines = [line for part in prepared_parts.values() for line in part.summary if not line.startswith("split: ")]
     lines.append(_line(everything, validation))
