@@ -18,7 +18,7 @@ from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN, check_sizes
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of transformers 4 that configurations still accept and convert to rope_parameters.
@@ -94,6 +94,17 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
         return config_class(**fields)
     except Exception as error:  # validation errors of huggingface_hub, or errors in a config's own arithmetic
         raise RequestError(f"model.config: {kind}: {' '.join(str(error).split())}") from error
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Correct the configuration of a loaded model if it ties the head to the embedding and the files do not.
+
+    If they have both with different values, transformers loads both.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if any(model.get_parameter_or_buffer(a) is not model.get_parameter_or_buffer(b) for a, b in tied):
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def set_dropout(config: PretrainedConfig, probability: float) -> None:

@@ -145,11 +145,32 @@ def configuration_of(model: ModelSection) -> Mapping[str, Any]:
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogd(model.name)) is not None:
         check_model(model)
-        return known.config
+        return _with_rows(known.config, model)
     file = _config_here(model.name) or _located(model) / "config.json"
     if model.is_own:
         return _with_class(dict(read_json(file)), model)
-    return configuration_of_file(file, f"model.name: {file.parent}")
+    return _with_rows(configuration_of_file(file, f"model.name: {file.parent}"), model)
+
+
+def _with_rows(configuration: Mapping[str, Any], model: ModelSection) -> Mapping[str, Any]:
+    """Return the configuration with a row of the embeddings for each token that the recipe adds."""
+    if not model.added_tokens.names:
+        return configuration
+    from trainwright.models.added_tokens import needed_rows
+    from trainwright.models.resolve_model import complete_tokenizer, is_here
+
+    text = configuration.get("text_config")
+    inner = text if isinstance(text, dict) and "vocab_size" in text else configuration
+    size = int(inner["vocab_size"])
+    name = model.tokenizer if model.tokenizer is not None and "/" in model.tokenizer else str(model.name)
+    if is_here(name) or model.tokenizer == "bytes":
+        rows = needed_rows(size, complete_tokenizer(model), model.added_tokens)
+    else:  # whether the model has rows to spare is not known
+        rows = size + len(model.added_tokens.names)
+    return {
+        **configuration,
+        **({"text_config": {**inner, "vocab_size": rows}} if inner is text else {"vocab_size": rows}),
+    }
 
 
 def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -347,9 +368,9 @@ def _fresh(model: ModelSection) -> dict[str, Any]:
     if "vocab_size" not in config:
         kind, _, rest = (model.tokenizer or "").partition(":")
         if model.tokenizer == "bytes":
-            config["vocab_size"] = _BYTES_VOCABULARY
+            config["vocab_size"] = _BYTES_VOCABULARY + len(model.added_tokens.names)
         elif kind == "bpe" and rest.partition(":")[0].isdigit():  # usually reaches the requested size
-            config["vocab_size"] = int(rest.partition(":")[0])
+            config["vocab_size"] = int(rest.partition(":")[0]) + len(model.added_tokens.names)
         else:
             from trainwright.models.load import load_tokenizer
 

@@ -82,6 +82,9 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
                 ("model.tokenizer", "model.config"),
                 "a randomly initialized model has no tokenizer; set model.tokenizer, for instance to bytes",
             )
+    if model.is_own and model.name is not None and model.added_tokens.names:
+        why = "the embeddings of a module of your own cannot be resized; add the tokens when it is made"
+        yield Contradiction(("model.added_tokens", "model.implementation"), why)
     if model.is_own and model.attention != "auto":
         why = "the module of model.implementation computes its attention itself; remove it"
         yield Contradiction(("model.attention", "model.implementation"), why)

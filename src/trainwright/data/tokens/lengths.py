@@ -218,7 +218,8 @@ def _lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path
     from trainwright.data.sources.key import source_key
 
     tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
-    key: dict[str, Any] = source_key(data, seed, json.dumps(tokenizer))
+    added = [model.added_tokens.names] if model.added_tokens.names else []
+    key: dict[str, Any] = source_key(data, seed, json.dumps([*tokenizer, *added]))
     if rows:
         key["rows"] = rows
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()

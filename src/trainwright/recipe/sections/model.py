@@ -131,6 +131,29 @@ def _implementation(value: object) -> object:
 _IMPLEMENTATIONS = {"anyOf": [{"enum": ["transformers", "gpt"]}, {"type": "string", "pattern": f"^{_CLASS}$"}]}
 
 
+class AddedTokensSection(Section):
+    """Tokens to add to the tokenizer; a list has ordinary ones."""
+
+    ordinary: list[Text] = Field([], description="Tokens that are texts of their own, such as words of a domain.")
+    special: list[Text] = Field(
+        [], description="Tokens that mark something, such as turns of a chat template; decoded texts are without them."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ordinary(cls, values: Any) -> Any:
+        return {"ordinary": values} if isinstance(values, list) else values
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [*self.ordinary, *self.special]
+
+
+def _or_a_list(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "array", "items": {"type": "string"}}, {"$ref": schema.pop("$ref")}]
+
+
 class ModelSection(Section):
     """The model to train, and its tokenizer."""
 
@@ -171,6 +194,13 @@ class ModelSection(Section):
         description="Hugging Face id or directory of a tokenizer, or bytes for the built-in byte-level one. "
         "characters: one token per character of data.train. bpe:4096: byte-level BPE with 4096 tokens, trained on "
         "data.train. characters:FILE and bpe:4096:SOURCE use other text. Default: the model's tokenizer.",
+    )
+    added_tokens: AddedTokensSection = Field(
+        default_factory=AddedTokensSection,
+        description="Tokens to add to the tokenizer, as a list or as {ordinary, special}. Tokens beyond the embeddings "
+        "of the model in name get new rows there and in the head, which begin at the mean of the others (as "
+        "resize_token_embeddings of transformers) and are trained; the chat template can end turns with one.",
+        json_schema_extra=_or_a_list,
     )
     chat_template: Text | None = Field(
         None,
