@@ -187,6 +187,23 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
     return torch.cat(blocks)
 
 
+@torch.no_grad()
+def top_entropy(head: Head, k: int) -> torch.Tensor:
+    """Return the entropy in nats of the ``k`` most probable tokens at every position [N], fp32, without gradients.
+
+    Their probabilities are those among themselves (as in arXiv 2601.02151).
+    """
+    hidden, weight, bias, softcap, logit_scale, _ = head
+    blocks = [hidden.new_zeros(0, dtype=torch.float32)]
+    for part in chunks(len(hidden), hidden, weight):
+        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
+        for rows in row_blocks(chunk):
+            logits = finished(chunk[rows], softcap, logit_scale)
+            logs = logits.topk(min(k, logits.shape[1]), dim=1).values.log_softmax(1)
+            blocks.append(-(logs.exp() * logs).sum(1))
+    return torch.cat(blocks)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -142,6 +142,15 @@ def test_tokens_that_are_added(tmp_path: Path) -> None:
     assert recipe(converted(path), tmp_path)["model"]["added_tokens"] == {"ordinary": ["a", "b"], "special": ["<x>"]}
 
 
+def test_weights_by_entropy(tmp_path: Path) -> None:
+    path = files.write_llama_factory(tmp_path)
+    path.write_text(f"{path.read_text()}\nuse_eaft_loss: true\neaft_alpha: 0.5\n")
+    assert recipe(converted(path), tmp_path)["sft"] == {"loss": "eaft", "eaft_power": 0.5}
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(f"{files.AXOLOTL}\nuse_eaft: true\neaft_k: 10\n")
+    assert recipe(converted(path), tmp_path)["sft"] == {"loss": "eaft", "eaft_divisor": 1.0, "eaft_top": 10}
+
+
 def test_axolotl_with_several_test_sets(tmp_path: Path) -> None:
     path = tmp_path / "axolotl.yaml"
     text = "\n".join(line for line in files.AXOLOTL.splitlines() if not line.startswith("val_set_size"))
