@@ -68,6 +68,8 @@ def test_it_ends_at_the_same_step_on_two_processes_and_when_resumed(runs: Runs) 
         ("loss", None, 1),
         ("retain_nll", None, 1),
         ("perplexity", None, 1),
+        ("near/perplexity", None, 1),
+        ("loss/rouge_l", None, -1),
         ("rouge_l", None, -1),
         ("x", False, 1),
         ("loss", True, -1),

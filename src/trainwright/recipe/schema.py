@@ -183,7 +183,8 @@ class EarlyStoppingSection(Section):
     @property
     def sign(self) -> float:
         """Return the factor that makes a better value a lower one."""
-        lower = self.metric == "perplexity" or self.metric.endswith(("loss", "nll"))
+        name = self.metric.rpartition("/")[2]  # without the validation set
+        lower = name == "perplexity" or name.endswith(("loss", "nll"))
         return 1.0 if (lower if self.greater_is_better is None else not self.greater_is_better) else -1.0
 
 

@@ -201,7 +201,8 @@ def _concerns(key: str, split: str, *, held_out: bool) -> bool:
 
 def is_lower_better(metric: str) -> bool:
     """Return whether lower values of a metric are better, by its name."""
-    return any(word in metric for word in _LOWER_IS_BETTER)
+    name = metric.rpartition("/")[2]  # without the validation set
+    return any(word in name for word in _LOWER_IS_BETTER)
 
 
 def summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
