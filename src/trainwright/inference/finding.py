@@ -184,7 +184,9 @@ def _base_section(path: Path) -> ModelSection:
     if Path(name).is_absolute() and not Path(name).exists():
         details = "" if recorded is None else f" ({recorded.details})"
         raise RequestError(f"{path} is an adapter of {name}{details}, which was not found; {other}")
-    return ModelSection(name=name, gguf_file=None if recorded is None else recorded.gguf_file)
+    if recorded is None:
+        return ModelSection(name=name)
+    return ModelSection(name=name, gguf_file=recorded.gguf_file, overrides=recorded.overrides)
 
 
 def _json(file: Path) -> dict[str, Any]:

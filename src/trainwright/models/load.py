@@ -74,7 +74,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """Return the configuration of ``model``, including ``model.dropout``; needs no weights.
+    """Return the configuration of ``model``, including ``model.overrides`` and ``model.dropout``; needs no weights.
 
     A fresh model, or one with ``model.tokenizer``, gets the special token ids of the tokenizer
     (``load_tokenizer(model)`` if None); a fresh model also gets its vocabulary size.
@@ -90,7 +90,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         assert source.config is not None and tokenizer is not None
         config = fresh_config(source.config, tokenizer)
     else:
-        config = config_from(source.directory)
+        config = config_from(source.directory, model)
         if model.implementation == "gpt":
             config = _as_gpt(config)
         if model.is_own or config.model_type == OWN:
@@ -181,7 +181,7 @@ def load_model(
         loaded = fresh_model(config, seed, dtype)
         _quantize(loaded, model.adapter)
     else:
-        theirs = config_from(source.directory) if model.implementation == "gpt" else config
+        theirs = config_from(source.directory, model) if model.implementation == "gpt" else config
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
             from trainwright.models.gpt.config import GPTConfig

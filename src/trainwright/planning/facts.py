@@ -145,11 +145,11 @@ def configuration_of(model: ModelSection) -> Mapping[str, Any]:
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogd(model.name)) is not None:
         check_model(model)
-        return known.config
+        return model.overridden(known.config)
     file = _config_here(model.name) or _located(model) / "config.json"
     if model.is_own:
         return _with_class(dict(read_json(file)), model)
-    return configuration_of_file(file, f"model.name: {file.parent}")
+    return model.overridden(configuration_of_file(file, f"model.name: {file.parent}"))
 
 
 def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -229,6 +229,8 @@ def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
     if model.config is not None:
         return model.fresh or {}, "model.config"
     config_and_origin = None if model.name is None else _named(model.name)
+    if config_and_origin is not None and model.overrides:
+        return model.overridden(config_and_origin[0]), config_and_origin[1]
     if config_and_origin is not None and model.is_own:
         return {**config_and_origin[0], "implementation": model.implementation}, config_and_origin[1]
     return config_and_origin
@@ -296,7 +298,7 @@ def full_rows(recipe: Recipe) -> Facts:
     sequences = "one sequence" if sequence == row else f"sequences of {sequence} tokens"
     assumptions = [f"every row is full, {sequences} each"]
     workload = Workload(
-        model=TracedModel.of(configuration_named(recipe.model.name), recipe),
+        model=TracedModel.of(recipe.model.overridden(configuration_named(recipe.model.name)), recipe),
         row_tokens=row,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,

@@ -88,6 +88,9 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
     if model.is_own and model.kernels != "auto":
         why = "the module of model.implementation computes its operations itself; remove it"
         yield Contradiction(("model.kernels", "model.implementation"), why)
+    if model.overrides and model.name is None:
+        why = "changes the configuration of model.name; write the values in model.config"
+        yield Contradiction(("model.overrides",), why)
     if model.gguf_file is not None and model.name is None:
         yield Contradiction(
             ("model.gguf_file",), "is a file in the directory or repository model.name; set model.name too"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -40,6 +40,7 @@ class BaseModel:
         sha256: of that file.
         gguf_file: the value of ``model.gguf_file``.
         package: the distribution on PyPI that contains the file.
+        overrides: the value of ``model.overrides``.
     """
 
     name: str
@@ -52,6 +53,7 @@ class BaseModel:
     sha256: str | None = None
     gguf_file: str | None = None
     package: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.details})"
@@ -127,7 +129,8 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
     name = str(path.resolve()) if path.exists() else str(model.name)
     fingerprint = _fingerprint(source.directory)
     if source.gguf is None:
-        return BaseModel(name, fingerprint, name, _stored_precision(source.directory))
+        precision = _stored_precision(source.directory)
+        return BaseModel(name, fingerprint, name, precision, overrides=model.overrides)
     facts = WEIGHT_FORMATS.get("gguf").facts(source.gguf)
     return BaseModel(
         name,
@@ -138,6 +141,7 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
         sha256=facts.sha256,
         gguf_file=model.gguf_file,
         package=source.package,
+        overrides=model.overrides,
     )
 
 

@@ -257,8 +257,9 @@ def with_fresh_model(recipe: Recipe, notes: list[str]) -> Recipe:
     model = recipe.model
     if model.name is None:
         return recipe
-    config, tokenizer = _known_keys(configuration_named(model.name)), model.tokenizer or model.name
-    update: dict[str, Any] = {"name": None, "config": config, "tokenizer": tokenizer, "gguf_file": None}
+    config = _known_keys(model.overridden(configuration_named(model.name)))
+    update: dict[str, Any] = {"name": None, "config": config, "tokenizer": model.tokenizer or model.name}
+    update |= {"gguf_file": None, "overrides": {}}
     notes.append(f"model: the configuration of {model.name} without its weights")
     return recipe.model_copy(update={"model": model.model_copy(update=update)})
 
@@ -280,16 +281,11 @@ def with_tokenizer(recipe: Recipe, notes: list[str]) -> Recipe:
 
 def _known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json's keys that a fresh model of its type has."""
-    import dataclasses
-
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from trainwright.models.configuration import OLDER_ROPE_KEYS, without_ignored
+    from trainwright.models.configuration import keys_of, without_ignored
 
-    kind = CONFIG_MAPPING[config["model_type"]]
-    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map) | {"model_type"}
-    if "rope_parameters" in known:
-        known |= OLDER_ROPE_KEYS
+    known = keys_of(CONFIG_MAPPING[config["model_type"]]) | {"model_type"}
     return {key: value for key, value in without_ignored(config).items() if key in known}
 
 
