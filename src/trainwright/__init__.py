@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":
@@ -132,33 +128,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-# Modules and packages that have moved, by the names that documentation of the last version gave: for one version.
-_MOVED = {
-    "trainwright.extensions": "trainwright.recipe.extensions",
-    "trainwright.observe.reader": "trainwright.engine.event_reader",
-    "trainwright.reinforcement": "trainwright.tasks.algorithm_distillation",
-}
-
-
-class _MovedFinder(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        for old, new in _MOVED.items():
-            if fullname == old or fullname.startswith(f"{old}."):
-                return spec_from_loader(fullname, _MovedLoader(new + fullname.removeprefix(old)), is_package=True)
-        return None
-
-
-class _MovedLoader(Loader):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def exec_module(self, module: ModuleType) -> None:
-        import warnings
-
-        warnings.warn(f"{module.__name__} is now {self._name}", FutureWarning, stacklevel=2)
-        sys.modules[module.__name__] = import_module(self._name)
-
-
-sys.meta_path.insert(0, _MovedFinder())  # before the finder of paths, which would load a module of such a package again

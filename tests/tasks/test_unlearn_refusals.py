@@ -51,7 +51,7 @@ def recipe(tmp_path: Path) -> Path:
         (("unlearn.objective=wga", "unlearn.reference=some/model"), "unlearn.reference: wga uses no reference model"),
         (("unlearn.reference=base",), "unlearn.reference: without an adapter to start from"),
         (("model.trainable=['(']",), "model.trainable[0]: expected a regular expression: missing )"),
-        (("unlearn.trainable=['.*']", "model.adapter=lora"), "model.trainable: an adapter trains its own matrices"),
+        (("model.trainable=['.*']", "model.adapter=lora"), "model.trainable: an adapter trains its own matrices"),
         (("evaluate.metrics=[rouge_l]",), "evaluate.metrics: unlearning has no validation rows"),
         (("task=sft", "unlearn=null"), "data.forget: has no effect with task sft"),
         (("data.forget=nowhere.jsonl",), "data.forget: no file nowhere.jsonl"),
