@@ -32,7 +32,7 @@ from support.runs import Spread, write_results
 from support.trainwright_side import RECIPE
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
-from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import StepGradients, Training
 from trainwright.engine.trainer import Trainer, _StepResult

@@ -35,8 +35,8 @@ from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
 from trainwright.utils import heartbeat
+from trainwright.utils.heartbeat import Use
 from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
-from trainwright.utils.phase_clock import Use
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = results_directory() / "ledger.json"

@@ -34,7 +34,7 @@ from support.runs import Spread, write_results
 from trainwright.data.stream.windows import WindowDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
-from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.trainer import Trainer, _StepResult

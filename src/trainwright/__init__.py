@@ -22,15 +22,13 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from trainwright.api.agents import Collected, collect
-    from trainwright.api.alternates import alternates
     from trainwright.api.evaluation import Evaluation, evaluate
     from trainwright.api.generation import generate
     from trainwright.api.publishing import Merged, Upload, export, merge, push
     from trainwright.api.recipe import Recipe
-    from trainwright.api.run import Run
-    from trainwright.api.stopping import checkpoint, stop
+    from trainwright.api.run import Run, checkpoint, stop
     from trainwright.api.training import resume, train
-    from trainwright.api.unlearning import unlearn_study
+    from trainwright.api.unlearning import alternates, unlearn_study
     from trainwright.clusters.operations import RunState, Submission, jobs, submit
     from trainwright.doctor.operations import Comparison, Diagnosis, MachineReport, check_machine, explain, verify
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
@@ -96,23 +94,21 @@ __all__ = [
 # The names of each module, which is imported when one of them is first used.
 _MODULES = {
     "trainwright.api.agents": ("Collected", "collect"),
-    "trainwright.api.alternates": ("alternates",),
     "trainwright.api.evaluation": ("Evaluation", "evaluate"),
     "trainwright.api.generation": ("generate",),
     "trainwright.api.publishing": ("Merged", "Upload", "export", "merge", "push"),
     "trainwright.api.recipe": ("Recipe",),
-    "trainwright.api.run": ("Run",),
-    "trainwright.api.stopping": ("checkpoint", "stop"),
+    "trainwright.api.run": ("Run", "checkpoint", "stop"),
     "trainwright.api.training": ("resume", "train"),
-    "trainwright.api.unlearning": ("unlearn_study",),
+    "trainwright.api.unlearning": ("alternates", "unlearn_study"),
     "trainwright.clusters.operations": ("RunState", "Submission", "jobs", "submit"),
     "trainwright.doctor.operations": ("Comparison", "Diagnosis", "MachineReport", "check_machine", "explain", "verify"),
     "trainwright.errors": ("MachineError", "RequestError", "Stopped", "TrainingError", "TrainwrightError"),
     "trainwright.faults.drills.operations": ("Drill", "drill"),
     "trainwright.observe.operations.ablation": ("Ablation", "ablate"),
-    "trainwright.observe.reports.comparing": ("RunsCompared", "compare"),
-    "trainwright.observe.report": ("report",),
     "trainwright.observe.operations.runs": ("RunSummary", "runs"),
+    "trainwright.observe.report": ("report",),
+    "trainwright.observe.reports.comparing": ("RunsCompared", "compare"),
     "trainwright.planning.requests": ("Plan", "plan", "simulate"),
     "trainwright.planning.simulation.report": ("Simulation",),
     "trainwright.recipe.extensions": ("extension",),

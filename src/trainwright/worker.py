@@ -16,7 +16,7 @@ import os
 import sys
 
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
-from trainwright.run.group.report_once import rank_from_variables, should_report
+from trainwright.run.group.failure_report import rank_from_variables, should_report
 from trainwright.run.joined import JoinRequest, run_joined
 from trainwright.run.request import is_bare_resume, split_words
 from trainwright.run.shutdown.exit_code import record_exit_code

@@ -14,8 +14,7 @@ from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import lengths_of
 from trainwright.tasks.unlearn.losses import only, target_indices
-from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
-from trainwright.tasks.unlearn.stream import joined, some_of, with_roles
+from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN, joined, some_of, with_roles
 
 FORGOTTEN, KEPT = 6, 10
 

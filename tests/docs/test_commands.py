@@ -19,7 +19,7 @@ from tests.docs.doc_commands import GUIDES, NOT_RUN, TUTORIALS, Command, command
 from tests.support.commands import ROOT, environment, trainwright
 from trainwright.cli.main import app
 from trainwright.recipe.loading import load_recipe, recipe_of
-from trainwright.tasks.unlearn.evaluation.study.file import load_study
+from trainwright.tasks.unlearn.evaluation.study_file import load_study
 
 ALL = [command for file in [*GUIDES, *TUTORIALS] for command in commands_of(file)]
 IN_GUIDES = {command.text: command for file in GUIDES for command in commands_of(file)}

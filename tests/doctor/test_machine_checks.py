@@ -21,8 +21,7 @@ from trainwright.doctor.checks.gpus.offload import judged as judged_copies
 from trainwright.doctor.checks.network.interfaces import _adapters
 from trainwright.doctor.checks.network.nccl import EFFECTS, OLD_NAMES
 from trainwright.doctor.checks.processes.links import _judged as judged_sums
-from trainwright.doctor.checks.report import MachineReport
-from trainwright.doctor.checks.running import CHECKS, examine
+from trainwright.doctor.checks.running import CHECKS, MachineReport, examine
 from trainwright.doctor.checks.software.kernels import TOLERANCES, ComparedKernel, compare, kernels
 from trainwright.doctor.checks.software.torch_build import _of_build
 from trainwright.doctor.checks.system.cores import _capped, _heat, _shares, _slow
@@ -299,7 +298,7 @@ import os, sys
 from pathlib import Path
 from tests.doctor.test_machine_checks import context
 from trainwright.doctor.checks.check import CheckEnded
-from trainwright.doctor.checks.child import answer_of
+from trainwright.doctor.checks.check import answer_of
 
 def work(answer):
     if sys.argv[1] == "crash":

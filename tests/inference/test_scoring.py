@@ -20,7 +20,7 @@ from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import EvaluateSection
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

@@ -31,10 +31,9 @@ from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.export import export, gathered
 from trainwright.inference.answering import batches_of
 from trainwright.machine.detect import detect
-from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.fsdp.fully_sharded import _mesh
 from trainwright.parallel.layout import Shard
-from trainwright.parallel.world import backends, join, leave
+from trainwright.parallel.world import backends, join, leave, report_collectives
 from trainwright.parallel.zero.partitions import ParameterPiece, chunks, row_blocks
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe

@@ -15,7 +15,7 @@ import yaml
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe, load_with_origins
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.unlearn.evaluation.study.file import load_study
+from trainwright.tasks.unlearn.evaluation.study_file import load_study
 
 STUDY = Path(__file__).parents[2] / "recipes" / "unlearn" / "tofu-tiny.yaml"
 STUDIES = {STUDY, *STUDY.parent.glob("*-grid.yaml")}

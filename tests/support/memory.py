@@ -121,7 +121,7 @@ def probe(recipe: str, mebibytes: int | None, answer: str) -> None:
     """Probe a resolved recipe, limited if so; what was found goes to the file `answer`."""
     from trainwright.run.process import preload_libraries
     from trainwright.run.shutdown.stop import Stopping
-    from trainwright.run.trial_step import probe
+    from trainwright.run.start import probe
 
     preload_libraries()
     if mebibytes is not None:

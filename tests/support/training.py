@@ -15,8 +15,7 @@ import torch
 
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Record
+from trainwright.engine.events import EventLog, Record
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.task import Task

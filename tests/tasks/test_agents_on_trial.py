@@ -20,7 +20,7 @@ from trainwright.tasks.algorithm_distillation.model import HistoryModel, History
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 SHAPE = HistoryShape((4, 4), 5, 16, 1, 2, "transition", "rotary", steps=16)
 

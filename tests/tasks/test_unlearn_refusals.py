@@ -14,7 +14,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.registry import task_module
-from trainwright.tasks.unlearn.rows import read_refusals
+from trainwright.tasks.unlearn.stream import read_refusals
 
 
 def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.command import Commands, TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
-from trainwright.cli.trust import TrustCode
-from trainwright.cli.words_of_others import Commands
 from trainwright.errors import MachineError, RequestError
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import draw, is_terminal, plural, printable, say, they
@@ -182,7 +181,7 @@ def style(
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing system prompts.")] = False,
 ) -> None:
     """Add a system prompt to the start of every conversation."""
-    from trainwright.data.rows.styling import style
+    from trainwright.data.rows.preparing import style
     from trainwright.recipe.files import read_text
 
     if system.startswith("@"):
@@ -374,7 +373,7 @@ def tokenize(
     Runs on all cores in constant memory. If stopped or killed, the same command continues, without losing or repeating
     a document.
     """
-    from trainwright.data.stream.pretraining import identity_of
+    from trainwright.data.stream.windows import identity_of
     from trainwright.data.tokens.shard_writer import tokenize as write
     from trainwright.errors import Stopped
     from trainwright.machine.detect import detect

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.cli.command import command
-from trainwright.cli.names_in_help import NamesInHelp
+from trainwright.cli.command import NamesInHelp, command
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import HOST_LAUNCHERS, SIMULATIONS
 from trainwright.utils.activity import Activity
@@ -248,3 +247,57 @@ def _bare_resume(args: list[str], i: int) -> str:
     from trainwright.run.request import is_bare_resume
 
     return "--resume=" if is_bare_resume(args[i + 1] if i + 1 < len(args) else None) else "--resume"
+
+
+def stop(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run's directory, or that of an array's runs.", show_default=False),
+    ],
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the run has ended; 0: do not wait.")
+    ] = 600.0,
+) -> None:
+    """Stop a run after its current step, with a checkpoint.
+
+    A job of Slurm that trains it ends too, and is not requeued; one that waits is canceled. Otherwise the same as
+    creating the file RUN/stop, which works from another machine too. An evaluation is interrupted,
+    and repeated when the run is resumed.
+    """
+    import trainwright as tw
+
+    say(f"{run}: {tw.stop(run, timeout=timeout)}")
+
+
+def checkpoint(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the checkpoint; 0: do not wait.")
+    ] = 600.0,
+) -> None:
+    """Have a run write a checkpoint after its current step, and go on.
+
+    The same as creating the file RUN/checkpoint, which works from another machine too.
+    """
+    import trainwright as tw
+
+    step = tw.checkpoint(run, timeout=timeout)
+    say(f"{run}: {'asked for a checkpoint' if step is None else f'checkpoint of step {step}'}")
+
+
+@command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def under(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...", help="The launcher's command, such as torchrun ... -m trainwright.worker RECIPE."
+        ),
+    ],
+) -> None:
+    """Run torchrun, accelerate launch or another launcher, and end with the exit code of the run.
+
+    These launchers end with 1 whatever their processes end with. Signals are passed on to the run.
+    """
+    from trainwright.run.program import run_launcher
+
+    raise typer.Exit(run_launcher(command))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import EventLog
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Measured, Task

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from trainwright.data.stream.batch import on_device
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.data.stream.transfer import on_device
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
 from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training, check_steps

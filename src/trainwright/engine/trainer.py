@@ -19,8 +19,7 @@ from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingS
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.evaluate import evaluate, generate
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Notice, Rewind, Step
+from trainwright.engine.events import Evaluate, EventLog, Fault, Finish, Generate, Notice, Rewind, Step
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses

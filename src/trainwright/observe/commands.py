@@ -95,7 +95,7 @@ def watch(
 
     The address that is printed has a token, without which nothing is shown.
     """
-    from trainwright.observe.watching.serving import serve
+    from trainwright.observe.watching.app import serve
     from trainwright.utils.paths import run_path
 
     serve(run_path(directory), host, port)

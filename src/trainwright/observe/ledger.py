@@ -25,10 +25,9 @@ from typing import Any, NamedTuple, Self
 from trainwright.engine.event_reader import EventRecord, bounded_lines, superseded
 from trainwright.machine.usage.sample import UsageSampler, process_age
 from trainwright.run.observers.hooks import ObservedRank
-from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.heartbeat import Heartbeat, Use
 from trainwright.utils.heartbeat_file import FINISHED
 from trainwright.utils.paths import files_inside, open_inside
-from trainwright.utils.phase_clock import Use
 
 DIRECTORY = "ledger"
 FORMAT = 1

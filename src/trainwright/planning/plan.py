@@ -22,8 +22,7 @@ from trainwright.planning.step_time.basis import Basis, corrections_of, model_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload
-from trainwright.recipe.checks import contradictions
-from trainwright.recipe.parallel_checks import implied_strategy
+from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.process_range import usable_processes, with_processes
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange

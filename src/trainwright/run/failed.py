@@ -7,9 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from trainwright.engine.event_log import append_event
 from trainwright.engine.event_reader import read_log
-from trainwright.engine.events import Fault
+from trainwright.engine.events import Fault, append_event
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.observers.hooks import after_failure

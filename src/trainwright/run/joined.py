@@ -43,7 +43,7 @@ from trainwright.run.group.environment import (
     accelerate_variables,
     read_environment,
 )
-from trainwright.run.group.report_once import should_report
+from trainwright.run.group.failure_report import should_report
 from trainwright.run.group.waiting import Waiting
 from trainwright.run.limits import check_limits
 from trainwright.run.process import (

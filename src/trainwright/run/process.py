@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.parallel.constants import CACHED_PRODUCTS
-from trainwright.run.shutdown.oom_killer import raise_oom_score
+from trainwright.run.shutdown.failure import raise_oom_score
 from trainwright.run.shutdown.stop import START_METHOD, STOP_SIGNALS, Stopping, restore_default_signals
 from trainwright.utils.activity import Activity
 from trainwright.utils.parent import signal_after_parent

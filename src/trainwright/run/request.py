@@ -360,8 +360,8 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     from trainwright.data.check import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
+    from trainwright.recipe.checks import implied_strategy
     from trainwright.recipe.optimizer_spec import check_optimizer
-    from trainwright.recipe.parallel_checks import implied_strategy
     from trainwright.recipe.strategy_spec import check_library
 
     recipe = request.recipe

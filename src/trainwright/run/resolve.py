@@ -23,8 +23,7 @@ from trainwright.machine.machine import Machine
 from trainwright.machine.processor import why_no_triton
 from trainwright.models.fused.choice import is_fused, refuse_missing
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import contradictions
-from trainwright.recipe.parallel_checks import implied_strategy
+from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import PLANNERS

@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import platform
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Event, Notice, Observer
+from trainwright.engine.events import Event, EventLog, Notice, Observer, Start
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
@@ -28,17 +30,18 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, Reques
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.machine.numa import bind
+from trainwright.machine.processor import bind
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.models.adapters.files import check_libraries
-from trainwright.models.causal_lm import compile_blocks
+from trainwright.models.attention.described import describe_attention
+from trainwright.models.attention.packs import platform_of
+from trainwright.models.causal_lm import CausalLM, compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
-from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy, check_averages
-from trainwright.parallel.world import RankInfo, World, join, leave
+from trainwright.parallel.world import RankInfo, World, join, leave, report_collectives
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.optimizer_spec import check_optimizer
@@ -50,7 +53,6 @@ from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.run import run_directory
 from trainwright.run.group.contract import agree, check_layout, usable_device
-from trainwright.run.group.start_event import DTYPES, start_event
 from trainwright.run.limits import open_files_in_words
 from trainwright.run.observers.hooks import ObservedRank, ObservedRun, beside_rank, observers_of
 from trainwright.run.process import (
@@ -62,7 +64,14 @@ from trainwright.run.process import (
 from trainwright.run.relaunch import is_replan_requested
 from trainwright.run.shutdown.exit_code import ATTEMPT, torchrun_warning
 from trainwright.run.shutdown.requests import STATE_BYTES, Deadline, StopRequests
-from trainwright.run.shutdown.stop import request_stop, resize_requested, set_fresh, stop_requested, take_save_to_resize
+from trainwright.run.shutdown.stop import (
+    request_stop,
+    resize_requested,
+    scheduler_job,
+    set_fresh,
+    stop_requested,
+    take_save_to_resize,
+)
 from trainwright.tasks.registry import task_module
 from trainwright.utils import heartbeat
 from trainwright.utils.activity import Activity, doing
@@ -377,3 +386,86 @@ def _keep_recipe(run: Path, world: World, processes: int | ProcessRange | Auto, 
         with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
             run_directory.change(run, text, reason)
     return text
+
+
+# Of the matrix products, by `train.mixed_precision`.
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: ModelLayout, launcher: str) -> Start:
+    """Return the event of the start of a run or of its resumption. A collective of all ranks.
+
+    Args:
+        run: its directory.
+        sizes: the parameters of the model, and those that are trained.
+        launcher: what started this process.
+    """
+    recipe, task = trainer.training.recipe, trainer.task
+    world = trainer.world
+    hosts: list[str] = world.gather(socket.gethostname())
+    first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
+    return Start(
+        task=recipe.task,
+        world_size=world.size,
+        strategy=trainer.strategy.name,
+        mixed_precision=recipe.train.mixed_precision,
+        tf32=recipe.train.tf32,
+        device=_device_name(world),
+        micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
+        gradient_accumulation_steps=len(first.for_rank(0, world.size)),
+        global_batch_size=recipe.train.global_batch_size,
+        batch_unit=recipe.train.batch_unit,
+        parameters=sizes[0],
+        trainable_parameters=sizes[1],
+        resumed_from=trainer.progress.step or None,
+        pending=trainer.progress.pending,
+        max_steps=trainer.max_steps,
+        batch_varies=recipe.data.pack_length is not None
+        or recipe.train.initial_batch_size is not None
+        or recipe.train.batch_unit == "tokens",
+        packed=recipe.data.pack_length is not None,
+        accumulation_asked=None if steps == "auto" else steps,
+        evaluate_every=recipe.evaluate.every,
+        checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
+        threads=torch.get_num_threads(),
+        run_directory=str(run),
+        reasons=run_directory.reasons(run),
+        predicted=run_directory.predicted(run),
+        layout=layout.line(),
+        launcher=launcher,
+        job=scheduler_job(),
+        nodes=list(dict.fromkeys(hosts)),
+        gpus=world.size if world.device.type == "cuda" else 0,
+        attention=_attention(recipe, task, world),
+        fingerprints={
+            split: stream.dataset.fingerprint
+            for split, stream in (("train", task.stream), ("validation", task.validation))
+            if stream is not None
+        },
+        versions=_versions(),
+        details=task.describe(),
+        parent=trainer.parent,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("trainwright", "torch", "transformers", "peft", "deepspeed", "bitsandbytes"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:
+    """Return a line for each attention kernel of the model, with the reasons for its choice."""
+    model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
+    if model is None:
+        return []
+    kernels = platform_of(world.device.type, world.device.index or 0, recipe.model.attention)
+    return describe_attention(model, DTYPES[recipe.train.mixed_precision], recipe.data.max_length, kernels)
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return detect().cpu_name

@@ -17,13 +17,13 @@ from trainwright.run.observers.hooks import after_workers
 from trainwright.run.shutdown.failure import (
     Cause,
     Failure,
+    count_memory_kills,
     error_file,
     error_record,
     error_records,
     first_failure,
     slot_records,
 )
-from trainwright.run.shutdown.oom_killer import count_memory_kills
 from trainwright.run.shutdown.stop import Stopping, StopWatcher
 from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers

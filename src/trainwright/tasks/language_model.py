@@ -5,7 +5,8 @@ A task defines the rows, the weight of an example, the loss and the metrics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,7 +51,6 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.tasks.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -389,3 +389,23 @@ def stream_of(
     if unit != "examples" and train.max_steps is not None:
         stream.total_examples = stream.sizes.before(train.max_steps)
     return stream
+
+
+_PART = 2**22  # bytes of a tensor to sum at a time
+
+
+def fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collection[str], world: World) -> str:
+    """Return a hash of all weights, except those named in ``leave_out``. All ranks must call it."""
+    digest = hashlib.sha256()
+    for name, tensor in weights:
+        if world.is_main and name not in leave_out:
+            digest.update(f"{name} {_sums(tensor)}".encode())
+    result: str = world.broadcast(digest.hexdigest()[:32])
+    return result
+
+
+def _sums(tensor: torch.Tensor) -> list[int]:
+    """Return integer sums of a tensor's bits, which are the same in any order and on any device."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    parts = flat.split(_PART)
+    return [int((part.view(torch.int32) if part.numel() % 4 == 0 else part).sum(dtype=torch.int64)) for part in parts]

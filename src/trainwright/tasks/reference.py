@@ -24,10 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import MicroBatch, Stream
-from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.errors import TrainingError

@@ -34,7 +34,7 @@ from trainwright.faults.drills.campaign import (
     table,
 )
 from trainwright.faults.drills.faults import catalog  # noqa: F401
-from trainwright.faults.drills.faults.disks import disk_size
+from trainwright.faults.drills.faults.damage import disk_size
 from trainwright.faults.drills.invariants import (
     InvariantBroken,
     Skipped,
@@ -49,7 +49,7 @@ from trainwright.faults.drills.trial_environment import Scene, measures_of, undi
 from trainwright.faults.drills.trial_settings import TrialSettings
 from trainwright.faults.drills.undisturbed import refusals
 from trainwright.recipe.loading import dump_recipe, load_recipe
-from trainwright.recipe.sections.faults import FaultsSection
+from trainwright.recipe.schema import FaultsSection
 
 SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("zero2", 2))
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if "objectives:" not in path.read_text())

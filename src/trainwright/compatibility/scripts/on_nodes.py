@@ -9,8 +9,7 @@ from pathlib import Path
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.environment import NodeRendezvous
 from trainwright.run.nodes.launches import NodeLaunches, taking_part
-from trainwright.run.nodes.node_info import NodeInfo
-from trainwright.run.nodes.nodes import LinkedStopping, NodeRules, Nodes
+from trainwright.run.nodes.nodes import LinkedStopping, NodeInfo, NodeRules, Nodes
 from trainwright.run.shutdown.failure import Failure
 from trainwright.run.supervisor import raise_failure, run_workers
 from trainwright.utils.activity import Activity

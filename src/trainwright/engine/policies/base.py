@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainwright.data.stream.stream import GlobalBatch
-from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import EventLog
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.progress import TrainingProgress
 from trainwright.engine.task import Task

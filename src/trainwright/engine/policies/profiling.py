@@ -24,7 +24,7 @@ from trainwright.engine.events import Notice, Profile
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.errors import RequestError
 from trainwright.utils import heartbeat
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 DIRECTORY = "profile"
 _OPERATORS = 20

@@ -15,8 +15,7 @@ from trainwright.faults.drills.kinds import Spread
 from trainwright.faults.drills.trial_settings import TrialSettings
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import SCHEDULES
-from trainwright.recipe.schema import OptimizerSection, Recipe
-from trainwright.recipe.sections.faults import FaultsSection
+from trainwright.recipe.schema import FaultsSection, OptimizerSection, Recipe
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 from trainwright.recipe.yaml_text import Tree
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HangDetection:
-    """A ``run.watchers.Watcher``."""
+    """A ``run.supervisor.Watcher``."""
 
     def install(self, run: Path, rank: int) -> None:
         """Have torch keep this worker's collectives, and write its stacks on a signal."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from trainwright.engine.event_reader import EventRecord, compared, reasons_of
+from trainwright.errors import RequestError
 from trainwright.observe.ledger import CATEGORIES, SHOWN_RANKS, TRAINING, RankLedger, read_ledger
 from trainwright.observe.reports.charts import (
     Specification,
@@ -24,11 +27,10 @@ from trainwright.observe.reports.charts import (
 )
 from trainwright.observe.reports.figures import RunFigures, is_number, mapping, thinned
 from trainwright.observe.reports.html import CURVE_MENU, Page, escaped, prose, section, table, tiles
-from trainwright.observe.reports.remarks import read_remarks
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.run.run_directory import RECIPE, plan_of
 from trainwright.utils import text
-from trainwright.utils.paths import open_inside
+from trainwright.utils.paths import open_inside, write_file
 
 _TONES = {"finished": "good", "training": "good", "stopped": "warn", "failed": "bad", "ended": "bad"}
 _SAMPLES = 8  # the newest ones of a prompt
@@ -437,3 +439,39 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
 
 def _sum(events: Sequence[EventRecord], field: str) -> float:
     return sum(float(event.get(field, 0.0)) for event in events)
+
+
+REMARKS = "remarks.json"
+_MOST_TAGS, _LONGEST_TAG, _LONGEST_NOTE = 20, 40, 10_000
+_MOST_BYTES = 2**17
+
+
+@dataclass(frozen=True)
+class RunRemarks:
+    """Raises RequestError for more or longer ones than a table can show."""
+
+    tags: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
+            raise RequestError("tags: expected a list of texts")
+        if len(self.tags) > _MOST_TAGS or any(not 0 < len(tag) <= _LONGEST_TAG for tag in self.tags):
+            raise RequestError(f"tags: at most {_MOST_TAGS}, of 1 to {_LONGEST_TAG} characters each")
+        if not isinstance(self.note, str) or len(self.note) > _LONGEST_NOTE:
+            raise RequestError(f"note: expected a text of at most {_LONGEST_NOTE:,} characters")
+
+
+def read_remarks(run: Path) -> RunRemarks:
+    """Return the remarks of a run that may be anybody's; empty ones if there is no such file or it is damaged."""
+    try:
+        with open_inside(run, REMARKS) as file:
+            content = json.loads(file.read(_MOST_BYTES))
+        return RunRemarks(content.get("tags", []), content.get("note", ""))
+    except (OSError, ValueError, RecursionError, AttributeError, RequestError):
+        return RunRemarks()
+
+
+def write_remarks(run: Path, remarks: RunRemarks) -> None:
+    """Write the remarks of a run. Raises OSError."""
+    write_file(run / REMARKS, json.dumps(asdict(remarks), indent=2, ensure_ascii=False) + "\n")

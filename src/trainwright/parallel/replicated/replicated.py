@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.data.stream.transfer import on_device
+from trainwright.data.stream.batch import on_device
 from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks

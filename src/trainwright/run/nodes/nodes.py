@@ -2,29 +2,130 @@
 
 The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
 It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back.
+
+How long the other nodes of a run have sent no message.
+
+The kernel of a machine that fails may still answer for its programs, so each launcher says now and then that it runs.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
+from trainwright import __version__
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.run import run_directory
 from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
 from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
-from trainwright.run.nodes.node_info import NodeInfo, check_machine, check_same, visible
-from trainwright.run.nodes.silence import SILENCE_LIMIT, Silence
-from trainwright.run.nodes.spread import Launch, Spread
+from trainwright.run.nodes.launches import Launch, Spread
 from trainwright.run.shutdown.failure import Failure, first_failure
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.worker_processes import WorkerRanks
+from trainwright.utils.paths import appears
 from trainwright.utils.text import say
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a node reports before anything is created; all fields but `host` must be the same on all nodes.
+
+    `processes`: how many it is to run at most.
+    """
+
+    host: str
+    processes: int
+    gpus: int
+    recipe: str
+    resume: bool
+    version: str = __version__
+
+    @classmethod
+    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> NodeInfo:
+        """Describe this node."""
+        return cls(socket.gethostname(), processes, gpus, recipe, resume)
+
+
+def check_same(nodes: Mapping[int, NodeInfo]) -> None:
+    """Raise an error that names a node that differs from node 0."""
+    for index in nodes:
+        check_machine(nodes[0], index, nodes[index])
+    for index in nodes:
+        _check_request(nodes[0], index, nodes[index])
+
+
+def check_machine(first: NodeInfo, index: int, node: NodeInfo) -> None:
+    """Raise MachineError if the machine or the installation of a node differs from that of node 0."""
+    if node.version != first.version:
+        raise MachineError(
+            f"node 0 ({first.host}) has trainwright {first.version}, and node {index} ({node.host}) has "
+            f"{node.version}; install the same on both"
+        )
+    if node.gpus != first.gpus:
+        raise MachineError(
+            f"all nodes must have the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node "
+            f"{index} ({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
+    if (node.processes, node.recipe, node.resume) != (first.processes, first.recipe, first.resume):
+        raise RequestError(
+            f"node {index} ({node.host}) was started with another recipe, other overrides or other options than "
+            f"node 0 ({first.host}); only --node-rank may differ"
+        )
+
+
+def visible(run: Path, recipe: str, node: int) -> Path:
+    """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
+    if not appears(run / run_directory.RECIPE, recipe):
+        raise MachineError(
+            f"node {node} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
+            "created; set logging.run_directory to a file system that all nodes share"
+        )
+    return run
+
+
+SILENCE_LIMIT = 30.0
+_RUNS_SECONDS = 2.0
+# A longer gap between two calls is time in which this process did not run, and has not heard of anybody.
+_MAX_LOOK_GAP = 5.0
+
+
+class Silence:
+    """Count how long the other nodes have been silent; call `silent` repeatedly."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: dict[int, float] = {}
+        self._looked = self._said = clock()
+
+    def hear(self, node: int) -> None:
+        """Note a message of a node."""
+        self._heard[node] = self._clock()
+
+    def is_time(self) -> bool:
+        """Return whether this node is to say that it runs."""
+        now = self._clock()
+        if now - self._said < _RUNS_SECONDS:
+            return False
+        self._said = now
+        return True
+
+    def silent(self, nodes: Iterable[int]) -> list[int]:
+        """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
+        now, watched = self._clock(), list(nodes)
+        if now - self._looked > _MAX_LOOK_GAP:
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
+        return [node for node in watched if now - self._heard.setdefault(node, now) > SILENCE_LIMIT]
 
 
 class NodeFailed(TrainwrightError):

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +19,7 @@ from typing import Any
 
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError
+from trainwright.machine.cgroups import groups
 from trainwright.run.shutdown.known_error import advice, is_lost_connection, is_machine_fault
 from trainwright.run.shutdown.stop import START_METHOD
 from trainwright.utils.paths import write_file
@@ -301,3 +302,44 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _log(logs: Path, rank: int, before: str = "") -> str:
     """Return a line that names the log of a rank; empty if the run's directory has been deleted."""
     return f"\n{before}log: {logs / f'rank-{rank}.log'}" if logs.is_dir() else ""
+
+
+_MACHINE_COUNTERS = Path("/proc/vmstat")
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+_SCORE_OF_WORKERS = 500  # of 1000, the score of a process that uses all memory
+
+
+def count_memory_kills() -> int:
+    """Return how many processes the kernel has killed for memory in this process's cgroup, which its children share.
+
+    Without a cgroup that counts them, those of the whole machine; 0 if the kernel does not report it. Only a change is
+    meaningful: a SIGKILL from elsewhere looks the same and is not counted.
+    """
+    for file in (*_cgroup_files(), _MACHINE_COUNTERS):
+        if (count := _memory_kills(file)) is not None:
+            return count
+    return 0
+
+
+def raise_oom_score(score: int = _SCORE_OF_WORKERS) -> None:
+    """Have the kernel kill this process before others, so that its launcher survives to report it (proc(5)).
+
+    Raising the score needs no privileges; a higher score is kept.
+    """
+    with suppress(OSError, ValueError):
+        if int(_OOM_SCORE.read_text(encoding="ascii")) < score:
+            _OOM_SCORE.write_text(str(score), encoding="ascii")
+
+
+def _cgroup_files() -> Iterator[Path]:
+    """Yield the counters of this process's memory cgroup, or of the nearest ancestor that has them."""
+    for group, version in groups("memory"):
+        yield group / ("memory.events" if version == 2 else "memory.oom_control")
+
+
+def _memory_kills(file: Path) -> int | None:
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -14,9 +14,8 @@ from torch import nn
 
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData
-from trainwright.data.stream.pretraining import prepare_windows
 from trainwright.data.stream.stream import MicroBatch
-from trainwright.data.stream.windows import WindowDataset, collate_windows
+from trainwright.data.stream.windows import WindowDataset, collate_windows, prepare_windows
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length, remember
 from trainwright.engine.task import LossSum

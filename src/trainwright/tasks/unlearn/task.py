@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from trainwright.data.rows.formats import EXAMPLES, kind_of_rows
-from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
@@ -38,13 +37,12 @@ from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
-from trainwright.tasks.unlearn.evaluation.encoding import ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import ItemSequences
 from trainwright.tasks.unlearn.evaluation.measure import few_sequences, truth_ratio_metrics
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
 from trainwright.tasks.unlearn.section import UnlearnSection, data_of
-from trainwright.tasks.unlearn.stream import joined, refuse_overlap, some_of, with_roles
+from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN, joined, refuse_overlap, some_of, with_roles
 from trainwright.utils.text import plural
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
-from trainwright.doctor.checks.child import answer_of
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
 from trainwright.machine.links import Link
 
 _BYTES = 2**28

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
-from trainwright.machine.system_files import read
+from trainwright.machine.cgroups import read
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _SELECTING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

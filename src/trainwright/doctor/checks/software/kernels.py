@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
-from trainwright.doctor.checks.child import answer_of
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
 from trainwright.machine.machine import Machine
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.machine import cgroups
+from trainwright.machine.cgroups import read
 from trainwright.machine.measured.contention import usable_cores
-from trainwright.machine.system_files import read
 from trainwright.utils.text import plural, size
 
 _LEAST_MEMORY = 4 * 2**30  # torch, transformers and a small model in two processes

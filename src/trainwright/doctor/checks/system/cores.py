@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
+from trainwright.machine.cgroups import read
 from trainwright.machine.measured.contention import CpuContention
-from trainwright.machine.system_files import read
 from trainwright.utils.text import plural
 
 _SECONDS = 0.1  # of computing on a core, each time

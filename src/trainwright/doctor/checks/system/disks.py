@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
+from trainwright.machine.cgroups import read
 from trainwright.machine.links import pcie
-from trainwright.machine.system_files import read
 from trainwright.utils.text import size, span
 
 _SECONDS = 0.8  # of writing, and of reading

@@ -2,20 +2,133 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import functools
 import json
+import os
 import random
+import resource
 import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.invariants import require
+from trainwright.faults.drills.faults.kills import started
+from trainwright.faults.drills.invariants import Skipped, require
 from trainwright.faults.drills.kinds import ANY, COPIES, SEVERAL, fault
-from trainwright.faults.drills.trial_environment import FAILED, FINISHED, REQUEST, STOPPED, Scene
+from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 from trainwright.faults.drills.watched_commands import CommandResult
+from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
+from trainwright.utils import text
+
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of linux/sched.h
+_CGROUPS = Path("/sys/fs/cgroup")
+_BUSY_SECONDS = 5.0
+
+
+@functools.cache
+def mounts_refused() -> str | None:
+    """Return why this process cannot mount file systems of its own; None if it can."""
+    try:
+        attempt = subprocess.run(
+            ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        return f"unshare: {error}"
+    return None if attempt.returncode == 0 else f"no mounts of one's own: {attempt.stderr.strip()}"
+
+
+def own_mounts() -> None:
+    """Give this process and its future children a mount namespace of their own. It must have one thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    _mount("--make-rprivate", "/")
+
+
+def mount_disk(path: Path, size: int) -> None:
+    """Mount an empty file system of this size in bytes."""
+    path.mkdir(parents=True, exist_ok=True)
+    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path))
+
+
+def make_read_only(path: Path, read_only: bool = True) -> None:
+    """Make the tree at `path` read-only, or writable again."""
+    if read_only:
+        _mount("--bind", str(path), str(path))
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                return _mount("-o", "remount,bind,ro", str(path))
+            except subprocess.CalledProcessError:  # a process that was started meanwhile writes a file
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+    else:
+        subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)
+
+
+def fill(path: Path, but: int = 0) -> None:
+    """Write a file that fills its disk, except for `but` bytes."""
+    with path.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 9))
+        if but:
+            file.truncate(max(0, file.tell() - but))
+
+
+def memory_cgroup_refused() -> str | None:
+    """Return why a cgroup cannot limit memory here; None if it can."""
+    for top, file in ((_CGROUPS / "memory", "memory.limit_in_bytes"), (_CGROUPS, "memory.max")):
+        probe = top / f"faults-{uuid.uuid4().hex[:8]}"
+        try:
+            probe.mkdir()
+        except OSError:
+            continue
+        try:
+            if (probe / file).exists():
+                return None
+        finally:
+            probe.rmdir()
+    return "no cgroup for memory can be made"
+
+
+@contextlib.contextmanager
+def limited_memory(size: int) -> Iterator[Path]:
+    """Make a cgroup with this memory limit in bytes; a process joins it when its pid is written to the yielded file."""
+    old = (_CGROUPS / "memory" / "memory.limit_in_bytes").exists()
+    group = (_CGROUPS / "memory" if old else _CGROUPS) / f"faults-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(size))
+        yield group / "cgroup.procs"
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def join(group: Path) -> None:
+    """Move this process into a cgroup."""
+    group.write_text(str(os.getpid()))
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True)
+
 
 _FILES = ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml")
 _DAMAGES = ("a bit flipped", "cut in half", "emptied", "deleted", "longer", "a directory", "a link to nothing")
@@ -254,3 +367,124 @@ def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) 
     own = load_recipe(scene.recipe).train.step_policies
     policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"
     return scene.wait(scene.train(policies, *overrides, variables={"TRAINWRIGHT_FAULT": json.dumps(where)}))
+
+
+_SMALLEST_DISK = 96 * 2**20
+_FULL = os.strerror(errno.ENOSPC)
+_LATE = (phases.JOINING, *phases.TRAINING, phases.EXPORT)
+
+
+@fault(
+    "a disk that fills up",
+    spreads=ANY,
+    phases=_LATE,
+    variants=("until the end", "for a moment", "but for 300 KiB", "and SIGTERM"),
+    share=5,
+    needs=mounts_refused,
+)
+def full_disk(scene: Scene) -> None:
+    """The run reports it and continues; if it cannot finish it says what to do, and is resumed once there is space."""
+    _on_own_disk(scene)
+    command = started(scene)
+    filler = scene.run.parent / "filler"
+    fill(filler, but=300 * 1024 if scene.variant.startswith("but") else 0)
+    if scene.variant == "for a moment":
+        time.sleep(scene.draw.uniform(0.05, 0.8))
+        filler.unlink()
+    elif scene.variant == "and SIGTERM":
+        time.sleep(scene.draw.uniform(0.0, 0.3))
+        command.send(signal.SIGTERM)
+    ended = scene.wait(command)
+    filler.unlink(missing_ok=True)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
+    if scene.run.exists():
+        invariants.checkpoints_complete(scene.run)
+    if ended.code != FINISHED:
+        ended = scene.go_on()
+        scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault("files limited in size", spreads=ANY, phases=phases.TRAINING, variants=("to the end", "for a moment"), share=1.5)
+def limited_files(scene: Scene) -> None:
+    """A quota or `ulimit -f`: a checkpoint that does not fit is not left half-written, and earlier ones stay."""
+    command = started(scene)
+    pids = [command.pid, *scene.workers(command).values()]
+    _limit_files(pids, 100_000)
+    if scene.variant == "for a moment":
+        time.sleep(scene.draw.uniform(0.05, 0.6))
+        _limit_files(pids, resource.RLIM_INFINITY)
+    ended = scene.wait(command)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
+    invariants.checkpoints_complete(scene.run)
+    if ended.code != FINISHED:
+        ended = scene.go_on()
+        scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault("a run directory that becomes read-only", spreads=ANY, phases=_LATE, share=1.5, needs=mounts_refused)
+def read_only_later(scene: Scene) -> None:
+    """Failed checkpoints are reported, the run does not end as if it were saved, and it can be resumed."""
+    own_mounts()
+    command = started(scene)
+    make_read_only(scene.run)
+    ended = scene.wait(command)
+    make_read_only(scene.run, False)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
+    invariants.checkpoints_complete(scene.run)
+    if ended.code != FINISHED:
+        scene.expect(scene.go_on(), (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault(
+    "a place that cannot be written to", spreads=ANY, variants=("new", "resumed", "full"), share=1, needs=mounts_refused
+)
+def read_only_from_the_start(scene: Scene) -> None:
+    """Refused with a clear message before training starts."""
+    own_mounts()
+    if scene.variant == "resumed":
+        scene.stopped_run()
+        make_read_only(scene.run)
+        ended = scene.go_on()
+        make_read_only(scene.run, False)
+        scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only")
+        scene.resumes()
+        return
+    scene.run = scene.work / "disk" / "run"
+    if scene.variant == "full":
+        mount_disk(scene.run.parent, 1 << 20)
+        fill(scene.run.parent / "filler")
+    else:
+        scene.run.parent.mkdir()
+        make_read_only(scene.run.parent)
+    ended = scene.wait(scene.train())
+    scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only" if scene.variant == "new" else _FULL)
+    require(not scene.run.exists(), "a run is there")
+
+
+def _on_own_disk(scene: Scene) -> None:
+    own_mounts()
+    scene.run = scene.work / "disk" / "run"
+    mount_disk(scene.run.parent, disk_size(scene))
+
+
+def disk_size(scene: Scene) -> int:
+    """Return the bytes of a disk, in memory, on which the run has room for one more checkpoint than it keeps.
+
+    Raises Skipped if there is not so much memory.
+    """
+    run = sum(file.stat().st_size for file in scene.reference().rglob("*") if file.is_file())
+    size, free = max(_SMALLEST_DISK, 2 * run), detect().usable_bytes
+    if size > free:
+        raise Skipped(f"a disk of {text.size(size)} for the run, in memory, of which {text.size(free)} are free")
+    return size
+
+
+def _limit_files(pids: list[int], size: int) -> None:
+    for pid in pids:
+        try:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        except ProcessLookupError:
+            continue
