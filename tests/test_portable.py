@@ -57,8 +57,8 @@ _ALLOWED = {
 # Of the package, the files outside of machine/ that may, and why.
 _MEASURING = {
     "doctor/calibrate.py": "what other programs use while this machine is measured",
-    "doctor/checks/network/interfaces.py": "where the name of this machine leads",
-    "doctor/checks/system/cores.py": "the speed of each core",
+    "doctor/checks/interfaces.py": "where the name of this machine leads",
+    "doctor/checks/cores.py": "the speed of each core",
     "engine/trainer.py": "what a run has had",
     "run/run_worker.py": "the threads that a run has and its plan is compared with, and the names of its machines",
     "engine/policies/stragglers.py": "whether a slow rank computes with fewer threads than the others",

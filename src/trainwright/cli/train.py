@@ -140,8 +140,8 @@ def train(
     Ends with 0: finished, 2: wrong request, 3: this machine cannot do it, 4: failed, 5: a machine failed, 75: stopped;
     run it again with --resume.
     """
-    from trainwright.api.training import TrainingRequest, prepare
-    from trainwright.run.request import split_words
+    from trainwright.api.training import prepare
+    from trainwright.run.request import TrainingRequest, split_words
 
     if verbose:
         from trainwright.run.observers.console import VERBOSE

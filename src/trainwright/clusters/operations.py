@@ -21,13 +21,13 @@ from trainwright.utils import text
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
-    from trainwright.api.training import TrainingRequest
     from trainwright.clusters.hosts.names import Host
     from trainwright.clusters.job import Job
     from trainwright.clusters.slurm.scheduler import QueuedJob
     from trainwright.compatibility.scripts.starting import NodeOptions
     from trainwright.engine.event_reader import EventRecord
     from trainwright.planning.requests import Plan
+    from trainwright.run.request import TrainingRequest
 
 
 # For the hosts that answer, when a run is started again without some of them.

@@ -122,7 +122,7 @@ def _prepared_model(
 
 def _prepare(recipe: Recipe, machine: Machine, directory: Path) -> None:
     """Prepare in a child process, whose libraries and threads must not be in the parent of the workers."""
-    from trainwright.run.run_worker import prepare
+    from trainwright.run.process import prepare
 
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)

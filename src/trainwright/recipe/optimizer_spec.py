@@ -86,13 +86,13 @@ class ScheduleSpec:
 
 ADAMW = OptimizerSpec(
     summary="adamw (Loshchilov and Hutter, arXiv 1711.05101)",
-    implementation="trainwright.engine.optimizer:adamw",
+    implementation="trainwright.engine.optimizers.plain:adamw",
     reads=("betas", "eps"),
 )
 MUON = OptimizerSpec(
     summary="muon: orthogonalized momentum for the matrices of the blocks (Jordan et al., 2024; scaled as in arXiv "
     "2502.16982) and AdamW for all other parameters, with one learning rate",
-    implementation="trainwright.engine.optimizer:Muon",
+    implementation="trainwright.engine.optimizers.muon:Muon",
     reads=("momentum", "betas", "eps"),
     whole_matrices=True,
 )

@@ -338,7 +338,7 @@ COMMANDS: Registry[Any] = Registry(
     kind="command",
 )
 
-# Each is called with an api.training.TrainingRequest, or what `launch` starts, and with hosts and the path of a file
+# Each is called with an run.request.TrainingRequest, or what `launch` starts, and with hosts and the path of a file
 # with hosts, and returns the exit code of what it has started on them.
 HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
     "trainwright.host_launchers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -243,3 +244,27 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(EXIT_STOPPED)
+
+
+def prepare(run: Path) -> None:
+    """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
+    from trainwright.machine.cache import cache_root
+    from trainwright.recipe.loading import load_recipe
+    from trainwright.run.run_directory import RECIPE
+    from trainwright.tasks.registry import task_module
+
+    with Activity(console(), "preparing the model and the data") as activity:
+        if console() is not None:  # long operations are shown
+            logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
+            logging.getLogger("trainwright").setLevel(logging.INFO)
+        recipe = load_recipe(run / RECIPE)
+        task_module(recipe).prepare_once(recipe, cache_root())
+
+
+class _ActivityHandler(logging.Handler):
+    def __init__(self, activity: Activity) -> None:
+        super().__init__()
+        self._activity = activity
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._activity.say(self.format(record))

@@ -59,6 +59,46 @@ class LauncherSettings(Protocol):
 
 
 @dataclass(frozen=True)
+class TrainingRequest:
+    """A request to train, as it is given to a command, a function, or a process that another launcher started.
+
+    Attributes:
+        resume: a run directory, "" for the recipe's newest run, or None for a new run.
+        rendezvous_timeout: the seconds for which processes or nodes wait for one another; None: the default.
+        force: start even if the plan says that the run does not fit.
+        until, time_limit: when the run has to have stopped, see ``deadline_of``.
+    """
+
+    recipe: Path | Tree | None
+    overrides: Sequence[str] = ()
+    resume: str | None = None
+    num_processes: int | None = None
+    nodes: int | None = None
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    rendezvous_timeout: float | None = None
+    accelerate_config: Path | None = None
+    force: bool = False
+    until: str | None = None
+    time_limit: str | None = None
+
+    def words(self) -> list[str]:
+        """Return the request as words of a command line."""
+        recipe = [] if self.recipe is None else [str(self.recipe)]
+        return [*recipe, *self.overrides]
+
+    def with_number(self) -> list[str]:
+        """Return the overrides, including the number of processes."""
+        count, overrides = self.num_processes, list(self.overrides)
+        if count is None:
+            return overrides
+        written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
+        if written is not None and written.partition("=")[2].strip() != str(count):
+            raise RequestError(f"--num-processes {count} contradicts {written}; pass only one of them")
+        return [*overrides, f"parallel.num_processes={count}"]
+
+
+@dataclass(frozen=True)
 class RunRequest:
     """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import platform
 import socket
@@ -79,25 +78,6 @@ from trainwright.utils.heartbeat_file import heartbeat_directory
 from trainwright.utils.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
-
-
-def prepare(run: Path) -> None:
-    """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
-    with Activity(console(), "preparing the model and the data") as activity:
-        if console() is not None:  # long operations are shown
-            logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
-            logging.getLogger("trainwright").setLevel(logging.INFO)
-        recipe = load_recipe(run / run_directory.RECIPE)
-        task_module(recipe).prepare_once(recipe, cache_root())
-
-
-class _ActivityHandler(logging.Handler):
-    def __init__(self, activity: Activity) -> None:
-        super().__init__()
-        self._activity = activity
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._activity.say(self.format(record))
 
 
 @dataclass(frozen=True)

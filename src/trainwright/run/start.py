@@ -83,7 +83,7 @@ def start(
     warn_of_launcher("trainwright", sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
-            return _Launch(request, resolved, stopping, here, machine).train()
+            return LocalRun(request, resolved, stopping, here, machine).train()
     # Imports torch, so it comes after the thread limit.
     from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped
 
@@ -119,11 +119,11 @@ def _as_node(
         shared = folder_of(directory) if request.run is None else request.run.absolute().parent
         nodes = Nodes.meet(rendezvous, mine, linked, rules, enough, shared)
     with taking_part(nodes):
-        return _Launch(request, resolved, linked, here, machine, nodes).train()
+        return LocalRun(request, resolved, linked, here, machine, nodes).train()
 
 
 @dataclass
-class _Launch:
+class LocalRun:
     """A run on this machine, launch after launch.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Launch:
 
     def _get_ready(self, run: Path) -> None:
         preload_worker(self.resolved.recipe)
-        from trainwright.run.run_worker import prepare
+        from trainwright.run.process import prepare
 
         node = 0 if self.nodes is None else self.nodes.index
         log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.lengths import best_fit_decreasing, examples_within, fitting
+from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
 from trainwright.recipe.sections.train import BatchUnit
 
 # The number of steps, or examples, among which the largest is searched.
