@@ -66,7 +66,7 @@ _MEASURING = {
     "engine/checkpoints/background.py": "whether training leaves a core to the thread that writes",
     "parallel/openmp.py": "the threads that wait for one another",
     "run/group/device_slots.py": "whether members of one job share cores",
-    "run/nodes/nodes.py": "names this machine to others",
+    "run/nodes.py": "names this machine to others",
     "run/joined.py": "names this machine to others",
     "run/group/rendezvous.py": "names this machine to others",
     "run/group/contract.py": "names this machine to others",

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from trainwright.doctor.operations import Comparison, Diagnosis, MachineReport, check_machine, explain, verify
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
     from trainwright.faults.drills.operations import Drill, drill
-    from trainwright.observe.operations.ablation import Ablation, ablate
-    from trainwright.observe.operations.runs import RunSummary, runs
+    from trainwright.observe.ablation import Ablation, ablate
     from trainwright.observe.report import report
     from trainwright.observe.reports.comparing import RunsCompared, compare
+    from trainwright.observe.runs import RunSummary, runs
     from trainwright.planning.requests import Plan, plan, simulate
     from trainwright.planning.simulation.report import Simulation
     from trainwright.recipe.extensions import extension
@@ -105,8 +105,8 @@ _MODULES = {
     "trainwright.doctor.operations": ("Comparison", "Diagnosis", "MachineReport", "check_machine", "explain", "verify"),
     "trainwright.errors": ("MachineError", "RequestError", "Stopped", "TrainingError", "TrainwrightError"),
     "trainwright.faults.drills.operations": ("Drill", "drill"),
-    "trainwright.observe.operations.ablation": ("Ablation", "ablate"),
-    "trainwright.observe.operations.runs": ("RunSummary", "runs"),
+    "trainwright.observe.ablation": ("Ablation", "ablate"),
+    "trainwright.observe.runs": ("RunSummary", "runs"),
     "trainwright.observe.report": ("report",),
     "trainwright.observe.reports.comparing": ("RunsCompared", "compare"),
     "trainwright.planning.requests": ("Plan", "plan", "simulate"),

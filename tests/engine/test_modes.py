@@ -12,8 +12,8 @@ from tests.support.runs import Runs
 from tests.support.training import ALONE, Case, train
 from trainwright.data.stream.stream import MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.task import ForwardOnly
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import Setup
 from trainwright.recipe.schema import OptimizerSection

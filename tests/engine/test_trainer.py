@@ -15,7 +15,6 @@ from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
-from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import (
     RankReport,
@@ -26,6 +25,7 @@ from trainwright.engine.policies.base import (
     WrongNumbers,
 )
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
+from trainwright.engine.task import ForwardOnly
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import RequestError
 from trainwright.faults.hangs.judge import limit

@@ -14,7 +14,7 @@ from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ROWS, Runs
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.inference.evaluation.questions import ValidationQuestions
+from trainwright.inference.evaluation.measure import ValidationQuestions
 from trainwright.inference.generation import Stop
 from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.faults.damage import (
+from trainwright.faults.drills.damage import (
     fill,
     join,
     limited_memory,
@@ -18,7 +18,7 @@ from trainwright.faults.drills.faults.damage import (
     mounts_refused,
     own_mounts,
 )
-from trainwright.faults.drills.faults.kills import started
+from trainwright.faults.drills.kills import started
 from trainwright.faults.drills.kinds import ANY, fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 

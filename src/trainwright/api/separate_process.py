@@ -39,9 +39,8 @@ from trainwright.recipe.extensions import inherited_environment, trusting
 from trainwright.run.limits import check_limits
 from trainwright.run.process import console, preload_libraries, prepare_environment, run_in_child
 from trainwright.run.program import passing_on
-from trainwright.run.shutdown.stop import Stopping
+from trainwright.run.shutdown.stop import Stopping, signal_after_parent
 from trainwright.utils.activity import Activity, doing
-from trainwright.utils.parent import signal_after_parent
 
 if TYPE_CHECKING:
     from trainwright.inference.answering import Done

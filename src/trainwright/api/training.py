@@ -187,8 +187,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     """
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
-    from trainwright.run.group.environment import NodeRendezvous, refuse_worker
-    from trainwright.run.ignored_settings import refuse_more_nodes
+    from trainwright.run.group.environment import NodeRendezvous, refuse_more_nodes, refuse_worker
     from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
     from trainwright.run.shutdown.requests import deadline_of
 
@@ -238,7 +237,7 @@ def _train(options: TrainingRequest) -> Path:
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
-    from trainwright.run.ignored_settings import ignored_settings
+    from trainwright.run.group.environment import ignored_settings
 
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"

@@ -65,7 +65,7 @@ def launch(
 
     Options of launch come before SCRIPT. Ends with the script's own exit code if it sets one.
     """
-    from trainwright.compatibility.scripts.starting import NodeOptions, ScriptOptions, launch_script
+    from trainwright.compatibility.script_run import NodeOptions, ScriptOptions, launch_script
 
     node_options = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
     options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}

@@ -24,7 +24,13 @@ from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import (
+    MAX_IN_A_ROW,
     Corrupted,
+    GradientNoise,
+    LossLimit,
+    LossScale,
+    LossSpikes,
+    NonFinite,
     RewindRequested,
     StepGradients,
     StepPolicy,
@@ -32,7 +38,6 @@ from trainwright.engine.policies.base import (
     WrongNumbers,
     check_skips,
 )
-from trainwright.engine.policies.builtin import MAX_IN_A_ROW, GradientNoise, LossLimit, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers

@@ -276,7 +276,7 @@ STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
 # Each is a run.watchers.Watcher.
 WATCHERS: Registry[Watcher] = Registry(
     "trainwright.watchers",
-    {"hangs": "trainwright.faults.hangs.detection:HANGS"},
+    {"hangs": "trainwright.faults.hangs.sidecar_watcher:HANGS"},
     kind="watcher",
     required=("install", "watch", "watch_beside"),
 )

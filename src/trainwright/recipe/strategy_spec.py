@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainwright.recipe.library import Library as Library
+from trainwright.recipe.optimizer_spec import Library as Library
 from trainwright.recipe.registries import STRATEGIES
 
 Part = Literal["parameters", "gradients", "optimizer state"]

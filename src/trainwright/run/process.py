@@ -24,9 +24,14 @@ from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.parallel.constants import CACHED_PRODUCTS
 from trainwright.run.shutdown.failure import raise_oom_score
-from trainwright.run.shutdown.stop import START_METHOD, STOP_SIGNALS, Stopping, restore_default_signals
+from trainwright.run.shutdown.stop import (
+    START_METHOD,
+    STOP_SIGNALS,
+    Stopping,
+    restore_default_signals,
+    signal_after_parent,
+)
 from trainwright.utils.activity import Activity
-from trainwright.utils.parent import signal_after_parent
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -133,7 +138,7 @@ def keep_freed_memory() -> None:
 
 
 def limit_product_caches() -> None:
-    """Limit the memory of code for products of varied shapes, unless the user has set a limit (models/padding.py)."""
+    """Limit the memory of code for products of varied shapes (models/linear_losses.py), unless the user has done so."""
     for name in _PRODUCT_CACHES:
         os.environ.setdefault(name, str(CACHED_PRODUCTS))
 

@@ -19,11 +19,10 @@ import torch
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.events import Event, EventLog, Notice, Observer, Start
-from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.policies.profiling import Profiling
-from trainwright.engine.task import Task
+from trainwright.engine.task import ForwardOnly, Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.machine.cache import cache_root

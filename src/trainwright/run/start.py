@@ -31,10 +31,10 @@ from trainwright.machine.usage.sample import process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import START_HOOKS
 from trainwright.run import run_directory
-from trainwright.run.failed import record_failure
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
 from trainwright.run.group.elastic import Elastic, devices_for
+from trainwright.run.group.failure_report import record_failure
 from trainwright.run.limits import check_limits
 from trainwright.run.process import (
     ignore_closed_output,
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from trainwright.engine.events import Event
     from trainwright.machine.machine import Machine
     from trainwright.run.group.environment import NodeRendezvous
-    from trainwright.run.nodes.launches import NodeLaunches
-    from trainwright.run.nodes.nodes import LinkedStopping, Nodes
+    from trainwright.run.node_launches import NodeLaunches
+    from trainwright.run.nodes import LinkedStopping, Nodes
 
 
 def start(
@@ -85,7 +85,7 @@ def start(
         with Stopping() as stopping:
             return LocalRun(request, resolved, stopping, here, machine).train()
     # Imports torch, so it comes after the thread limit.
-    from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped
+    from trainwright.run.nodes import LinkedStopping, NodeDropped
 
     with LinkedStopping() as linked:
         while True:
@@ -105,8 +105,8 @@ def _as_node(
 ) -> Path:
     """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
     from trainwright.recipe.loading import dump_recipe
-    from trainwright.run.nodes.launches import taking_part
-    from trainwright.run.nodes.nodes import NodeInfo, NodeRules, Nodes
+    from trainwright.run.node_launches import taking_part
+    from trainwright.run.nodes import NodeInfo, NodeRules, Nodes
 
     mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
     rules = NodeRules(may_lose=bool(resolved.usable), on_hang=resolved.recipe.faults.on_hang)
@@ -201,7 +201,7 @@ class LocalRun:
 
     def _gather(self, run: Path, nodes: Nodes) -> None:
         """Wait for the other nodes, and begin the first launch with them."""
-        from trainwright.run.nodes.launches import NodeLaunches
+        from trainwright.run.node_launches import NodeLaunches
 
         limit, usable, devices = self.processes, self.resolved.usable, self._devices()
 

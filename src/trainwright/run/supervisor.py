@@ -12,7 +12,7 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, Fault
 from trainwright.recipe.registries import WATCHERS
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
-from trainwright.run.nodes.nodes import Nodes, NodesLost
+from trainwright.run.nodes import Nodes, NodesLost
 from trainwright.run.observers.hooks import after_workers
 from trainwright.run.shutdown.failure import (
     Cause,

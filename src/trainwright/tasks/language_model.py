@@ -22,10 +22,9 @@ from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember, rows_of
-from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import Measured
+from trainwright.engine.task import ForwardOnly, Measured
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.questions import ValidationQuestions
+from trainwright.inference.evaluation.measure import ValidationQuestions
 from trainwright.inference.generation import Sampling, answer_batch, new_token_limit, padding_token, stop_of
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder

@@ -28,7 +28,7 @@ from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.task import ForwardOnly
 from trainwright.errors import TrainingError
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe

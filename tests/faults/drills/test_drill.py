@@ -19,7 +19,7 @@ from tests.support.commands import PATIENCE, started, wait_for
 from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
-from trainwright.faults.drills import phases
+from trainwright.faults.drills import damage, kills, phases  # noqa: F401
 from trainwright.faults.drills.campaign import (
     BROKEN,
     HELD,
@@ -33,8 +33,7 @@ from trainwright.faults.drills.campaign import (
     shown,
     table,
 )
-from trainwright.faults.drills.faults import catalog  # noqa: F401
-from trainwright.faults.drills.faults.damage import disk_size
+from trainwright.faults.drills.damage import disk_size
 from trainwright.faults.drills.invariants import (
     InvariantBroken,
     Skipped,

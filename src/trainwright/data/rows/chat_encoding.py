@@ -29,9 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from trainwright.data.rows.chat_templates import ChatTemplate, arguments_in, fixed_date, install_template
-from trainwright.data.rows.formats import Message, TurnsError
+from trainwright.data.rows.formats import Message, TurnsError, arguments_of, names_in
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
-from trainwright.data.rows.tool_calls import arguments_of, names_in
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:

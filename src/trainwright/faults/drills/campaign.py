@@ -23,8 +23,8 @@ from trainwright.faults.drills.invariants import InvariantBroken, Missed, Skippe
 from trainwright.faults.drills.kinds import KINDS, DrillTrial
 from trainwright.faults.drills.trial_environment import perform
 from trainwright.faults.drills.trial_settings import TrialSettings
+from trainwright.run.shutdown.stop import signal_after_parent
 from trainwright.utils import text
-from trainwright.utils.parent import signal_after_parent
 
 HELD, BROKEN, SKIPPED, MISSED = "held", "broken", "skipped", "missed"
 

@@ -222,7 +222,7 @@ def _check_directory(request: DrillRequest, recipe: str) -> None:
 
 def _trials(request: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
     """Return the trials in their order. Raises RequestError if there are none."""
-    from trainwright.faults.drills.faults import catalog  # noqa: F401
+    from trainwright.faults.drills import damage, kills  # noqa: F401
     from trainwright.faults.drills.kinds import KINDS, matching, schedule
     from trainwright.faults.drills.shortened import phases_of
 

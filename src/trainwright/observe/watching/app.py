@@ -23,8 +23,7 @@ from starlette.routing import Route
 
 from trainwright.api.run import checkpoint, stop
 from trainwright.errors import MachineError, RequestError, TrainwrightError
-from trainwright.observe.reports.html import as_json
-from trainwright.observe.reports.page import RunRemarks
+from trainwright.observe.reports.page import RunRemarks, as_json
 from trainwright.observe.watching.board import AXES, Board
 from trainwright.utils.installation import install_command
 from trainwright.utils.text import say

@@ -32,7 +32,6 @@ from trainwright.errors import RequestError
 from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
-from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.row_shards import DividedByRows, RowShards
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
@@ -40,6 +39,7 @@ from trainwright.parallel.strategy import (
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
+    squared_norm,
 )
 from trainwright.parallel.world import World, ensure_process_group
 

@@ -21,7 +21,6 @@ from trainwright.data.stream.batch import on_device
 from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
-from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
@@ -29,6 +28,7 @@ from trainwright.parallel.strategy import (
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
+    squared_norm,
 )
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.utils import heartbeat

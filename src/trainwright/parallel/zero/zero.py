@@ -19,8 +19,7 @@ from torch import nn
 
 from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
-from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.strategy import Setup, exchange_averages, set_learning_rate
+from trainwright.parallel.strategy import Setup, exchange_averages, set_learning_rate, squared_norm
 from trainwright.parallel.zero.deepspeed_config import settings
 from trainwright.parallel.zero.deepspeed_engine import (
     hooks,

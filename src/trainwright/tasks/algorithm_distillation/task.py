@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import LossSum, Measured
+from trainwright.engine.task import ForwardOnly, LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe

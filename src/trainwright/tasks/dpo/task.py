@@ -19,8 +19,7 @@ from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import LossSum
+from trainwright.engine.task import ForwardOnly, LossSum
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.load import load_tokenizer

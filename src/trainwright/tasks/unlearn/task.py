@@ -20,8 +20,7 @@ from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import LossSum, Measured
+from trainwright.engine.task import ForwardOnly, LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import ZERO_AT_FIRST, lora_layers, switched_off
 from trainwright.models.causal_lm import CausalLM

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.faults.kills import started
 from trainwright.faults.drills.invariants import Skipped, require
+from trainwright.faults.drills.kills import started
 from trainwright.faults.drills.kinds import ANY, COPIES, SEVERAL, fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 from trainwright.faults.drills.watched_commands import CommandResult
@@ -306,7 +306,7 @@ def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:
     return max(_whole(scene), default=0)
 
 
-_POLICIES = "trainwright.faults.drills.faults.planted"
+_POLICIES = "trainwright.faults.drills.planted"
 # A check that finds nothing comes first, so that there is a checkpoint to go back to.
 _CHECKED_EVERY = 4
 _CHECKS = (f"faults.replay_every={_CHECKED_EVERY}", "faults.on_corruption=rewind", "checkpoint.every=2")

@@ -226,8 +226,8 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
     if plan.met is not None:
         # Import torch, so they come after the thread limit and before the workers are forked.
         from trainwright.compatibility.accelerate.script import Script, run_script
-        from trainwright.compatibility.scripts.on_nodes import run_as_node
-        from trainwright.run.nodes.nodes import LinkedStopping
+        from trainwright.compatibility.script_on_nodes import run_as_node
+        from trainwright.run.nodes import LinkedStopping
 
         entry = functools.partial(run_script, Script(script, module, arguments))
         command = json.dumps([script, module, arguments, plan.variables])

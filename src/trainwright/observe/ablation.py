@@ -579,7 +579,7 @@ def _page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str, best:
     """
     from trainwright.observe.reports.charts import curve_charts, point_chart
     from trainwright.observe.reports.figures import RunFigures
-    from trainwright.observe.reports.html import CURVE_MENU, Page, escaped, section, table
+    from trainwright.observe.reports.page import CURVE_MENU, Page, escaped, section, table
 
     page = Page("Ablation - Trainwright")
     page.add(f"<header><h1>Ablation</h1><p>Best by {escaped(metric)}: <b>{escaped(best)}</b></p></header>")

@@ -18,7 +18,7 @@ from trainwright.run.group.elastic import Elastic
 from trainwright.run.shutdown.stop import Stopping
 
 if TYPE_CHECKING:
-    from trainwright.run.nodes.nodes import Nodes
+    from trainwright.run.nodes import Nodes
 
 
 @dataclass

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.environment import NodeRendezvous
-from trainwright.run.nodes.launches import NodeLaunches, taking_part
-from trainwright.run.nodes.nodes import LinkedStopping, NodeInfo, NodeRules, Nodes
+from trainwright.run.node_launches import NodeLaunches, taking_part
+from trainwright.run.nodes import LinkedStopping, NodeInfo, NodeRules, Nodes
 from trainwright.run.shutdown.failure import Failure
 from trainwright.run.supervisor import raise_failure, run_workers
 from trainwright.utils.activity import Activity
