@@ -20,19 +20,6 @@ from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
 from trainwright.faults.drills import damage, kills, phases  # noqa: F401
-from trainwright.faults.drills.campaign import (
-    BROKEN,
-    HELD,
-    MISSED,
-    SKIPPED,
-    CampaignResults,
-    cells,
-    notes,
-    rows_of,
-    run_trials,
-    shown,
-    table,
-)
 from trainwright.faults.drills.damage import disk_size
 from trainwright.faults.drills.invariants import (
     InvariantBroken,
@@ -42,11 +29,26 @@ from trainwright.faults.drills.invariants import (
     complete_and_same,
 )
 from trainwright.faults.drills.kinds import KINDS, DrillTrial, FaultCase, FaultKind, Worlds, matching, moved, schedule
-from trainwright.faults.drills.operations import Drill, DrillRequest, _drill, _trials
+from trainwright.faults.drills.operations import (
+    BROKEN,
+    HELD,
+    MISSED,
+    SKIPPED,
+    CampaignResults,
+    Drill,
+    DrillRequest,
+    _drill,
+    _trials,
+    cells,
+    notes,
+    rows_of,
+    run_trials,
+    shown,
+    table,
+)
 from trainwright.faults.drills.shortened import phases_of, setting_of, shortened, spreads_of
 from trainwright.faults.drills.trial_environment import Scene, measures_of, undisturbed_seconds
-from trainwright.faults.drills.trial_settings import TrialSettings
-from trainwright.faults.drills.undisturbed import refusals
+from trainwright.faults.drills.trial_settings import TrialSettings, refusals
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import FaultsSection
 

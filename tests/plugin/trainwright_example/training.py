@@ -12,8 +12,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
-from trainwright.models.attention.call import Call
-from trainwright.models.attention.sequences import Sequences
+from trainwright.models.attention.sequences import Call, Sequences
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.schema import OptimizerSection, Recipe
 from trainwright.tasks.language_model import prepare_data, prepare_once
