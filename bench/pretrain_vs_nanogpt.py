@@ -43,7 +43,7 @@ from trainwright.models.causal_lm import compile_blocks
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import dump_recipe, load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.process import keep_freed_memory, run_in_child, threads_allowed
 from trainwright.run.resolve import resolve
 from trainwright.run.shutdown.stop import Stopping
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace, work: Path, precision: str) -> dict[str, 
     return found
 
 
-def planned(arguments: argparse.Namespace, work: Path, precision: str) -> Recipe:
+def planned(arguments: argparse.Namespace, work: Path, precision: str) -> RecipeSchema:
     """The recipe with what the plan chooses for it."""
     overrides = (
         f"data.train={arguments.text}",

@@ -25,7 +25,7 @@ from trainwright.data.sources.reading import check_source, iterate_source, locat
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.data import DataSection, SourceSection
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -208,7 +208,7 @@ def test_what_holds_no_rows_is_said_to_be_what_it_is(
         read_rows(str(tmp_path / "d"))
     recipe = {"task": "sft", "model": {"name": "some/model"}, "data": {"train": str(tmp_path / "d")}}
     with pytest.raises(RequestError, match=message):
-        check_data(Recipe.model_validate(recipe))
+        check_data(RecipeSchema.model_validate(recipe))
 
 
 BAD = {

@@ -14,7 +14,7 @@ import yaml
 
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe, load_with_origins
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.unlearn.evaluation.study_file import load_study
 
 STUDY = Path(__file__).parents[2] / "recipes" / "unlearn" / "tofu-tiny.yaml"
@@ -213,13 +213,13 @@ def test_a_dumped_recipe_is_the_same_recipe(write: Write, path: Path, annotated:
     loaded = load_with_origins(path, ["train.seed=5"])
     text = dump_recipe(loaded.recipe, loaded.origins if annotated else None)
     assert load_recipe(write(text)) == loaded.recipe
-    assert Recipe.model_validate(yaml.safe_load(text)) == loaded.recipe  # any YAML reader reads the same
+    assert RecipeSchema.model_validate(yaml.safe_load(text)) == loaded.recipe  # any YAML reader reads the same
 
 
 @pytest.mark.parametrize("text", AWKWARD, ids=ascii)
 @pytest.mark.parametrize("annotated", [False, True])
 def test_text_of_any_kind_survives_a_dump(write: Write, text: str, annotated: bool) -> None:
-    recipe = Recipe.model_validate(
+    recipe = RecipeSchema.model_validate(
         {
             "task": "sft",
             "model": {

@@ -27,7 +27,7 @@ from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import resolve
 from trainwright.tasks.registry import task_module
 
@@ -89,7 +89,7 @@ def in_process(cases: Sequence[tuple[list[str], int | None, str | None]], direct
     leave()
 
 
-def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strategy]:
+def built(world: World, overrides: Iterable[str]) -> tuple[RecipeSchema, Task, Strategy]:
     """`tiny` with these overrides, spread over the world as a worker does it."""
     fixed = (ON_ROWS, f"parallel.num_processes={world.size}")
     recipe = resolve(load_recipe(TINY, [*fixed, *overrides]), detect()).recipe

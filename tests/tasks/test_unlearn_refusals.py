@@ -12,7 +12,7 @@ from tests.support.unlearning import question, write_rows
 from trainwright.data.check import check_data
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.registry import task_module
 from trainwright.tasks.unlearn.stream import read_refusals
 
@@ -145,6 +145,6 @@ def test_refusals_are_lines_or_objects(tmp_path: Path) -> None:
 
 def test_a_recipe_that_was_read_and_written_says_the_same(recipe: Path) -> None:
     found = load_recipe(recipe)
-    again = Recipe.model_validate(found.model_dump())
+    again = RecipeSchema.model_validate(found.model_dump())
     assert again == found
     assert "train" not in found.model_dump()["data"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainwright.data.check import Checked
     from trainwright.data.rows.preparing import SourceCounts, Statistics
     from trainwright.data.tokens.dataset import TokenDataset
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Prepare, show and check training data.")
@@ -211,7 +211,7 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
         raise RequestError(f"{_OPTIONS[key]}{rest}") from None
 
 
-def _recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
+def _recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> RecipeSchema:
     """Return the recipe, or one made for a file of rows."""
     import json
 
@@ -241,7 +241,7 @@ def _is_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer.json").is_file() and not (directory / "config.json").exists()
 
 
-def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenDataset, count: int) -> None:
+def _show_examples(console: Any, recipe: RecipeSchema, tokenizer: Any, dataset: TokenDataset, count: int) -> None:
     from rich.text import Text
 
     from trainwright.data.show import first_examples, pieces
@@ -263,7 +263,7 @@ def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenD
         console.rule()
 
 
-def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
+def _show_lengths(recipe: RecipeSchema, dataset: TokenDataset) -> None:
     from trainwright.data.show import fill, histogram
 
     bins = histogram(dataset)

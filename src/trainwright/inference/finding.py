@@ -15,7 +15,7 @@ from trainwright.models.supported import class_in
 from trainwright.models.tokenization import TOKENIZER_FILES
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import quoted
@@ -41,7 +41,7 @@ class UnloadedModel:
     section: ModelSection
     seed: int = 0
     checkpoint: Path | None = None
-    recipe: Recipe | None = None
+    recipe: RecipeSchema | None = None
     run: Path | None = None
 
     def save(self, file: Path) -> None:

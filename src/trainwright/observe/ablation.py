@@ -130,7 +130,7 @@ def _texts(over: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> dict[s
     return texts
 
 
-def runs_of(recipes: Mapping[Variant, schema.Recipe]) -> dict[Variant, Variant]:
+def runs_of(recipes: Mapping[Variant, schema.RecipeSchema]) -> dict[Variant, Variant]:
     """Return for each variant the one whose run it shares: the first with the same values, however they are written.
 
     Raises:
@@ -167,7 +167,9 @@ class SuccessiveHalving:
     highest: bool
 
     @classmethod
-    def of(cls, factor: int, recipes: Mapping[Variant, schema.Recipe], metric: str, highest: bool) -> SuccessiveHalving:
+    def of(
+        cls, factor: int, recipes: Mapping[Variant, schema.RecipeSchema], metric: str, highest: bool
+    ) -> SuccessiveHalving:
         """Return the rungs for these variants. Raises RequestError if they cannot be compared at the same steps."""
         steps = {recipe.train.max_steps for recipe in recipes.values()}
         (last,) = steps if len(steps) == 1 else (None,)
@@ -226,7 +228,7 @@ class VariantRuns:
     recipe: Recipe | str | PathLike[str]
     overrides: Sequence[str]
     directory: Path
-    recipes: Mapping[Variant, schema.Recipe]
+    recipes: Mapping[Variant, schema.RecipeSchema]
     metric: str | None
     jobs: int | None
     progress: bool

@@ -24,7 +24,7 @@ from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example
-    from trainwright.recipe.schema import DataSection, Recipe
+    from trainwright.recipe.schema import DataSection, RecipeSchema
     from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.task_spec import Needs, TaskModel
 
@@ -52,7 +52,7 @@ class Facts(NamedTuple):
     estimated: bool = False
 
 
-def facts_of(recipe: Recipe) -> Facts:
+def facts_of(recipe: RecipeSchema) -> Facts:
     """Return the workload of ``recipe``.
 
     Raises:
@@ -107,7 +107,7 @@ def facts_of(recipe: Recipe) -> Facts:
     return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
 
 
-def _of_own_model(recipe: Recipe, model: TaskModel) -> Facts:
+def _of_own_model(recipe: RecipeSchema, model: TaskModel) -> Facts:
     train = recipe.train
     return Facts(
         Workload(
@@ -289,7 +289,7 @@ def configuration_named(name: str) -> Mapping[str, Any]:
     return resolved.config
 
 
-def full_rows(recipe: Recipe) -> Facts:
+def full_rows(recipe: RecipeSchema) -> Facts:
     """Return the workload of a recipe whose data is not read: full rows with sequences of the maximum length."""
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
@@ -386,7 +386,7 @@ def _located(model: ModelSection) -> Path:
         raise RequestError(f"{error}{f'. Did you mean {near}?' if near else ''}") from error
 
 
-def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
+def _lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> Lengths:
     data, seed = recipe.data, recipe.train.seed
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
@@ -408,7 +408,7 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     return guess
 
 
-def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
+def _first_examples(recipe: RecipeSchema, each: int) -> list[list[Example]]:
     """Return the sequences of sample examples of all sources, in proportion to their weights; ``each``: how many an
     example has, of which some may be of other rows.
     """
@@ -449,7 +449,7 @@ def _completed(examples: list[list[Example]], each: int, others: Sequence[Exampl
     ]
 
 
-def _examples_per_step(recipe: Recipe, lengths: Lengths) -> int:
+def _examples_per_step(recipe: RecipeSchema, lengths: Lengths) -> int:
     """Return the number of examples of a step; a mean if a batch is counted in packs or tokens."""
     size, pack = recipe.train.global_batch_size, recipe.data.pack_length
     if recipe.train.batch_unit == "tokens":
@@ -457,7 +457,7 @@ def _examples_per_step(recipe: Recipe, lengths: Lengths) -> int:
     return lengths.examples_in(size, pack) if recipe.train.batch_unit == "packs" and pack is not None else size
 
 
-def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
+def _steps(recipe: RecipeSchema, lengths: Lengths) -> int | None:
     train = recipe.train
     if train.max_steps is not None:
         return train.max_steps

@@ -14,14 +14,14 @@ from trainwright.recipe.sections.model import absurd_sizes
 from trainwright.recipe.strategy_spec import all_specs
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.parallel import ParallelSection
 
 
 _ROUNDING = 1e-9
 
 
-def contradictions(recipe: Recipe) -> list[Contradiction]:
+def contradictions(recipe: RecipeSchema) -> list[Contradiction]:
     """Return all contradictions between the keys of ``recipe``; empty if it is valid."""
     checks = (
         _task,
@@ -45,7 +45,7 @@ def _both_set(one: str, other: str) -> Contradiction:
     return Contradiction((one, other), f"{one} and {other} are both set; keep one and set the other to null")
 
 
-def _task(recipe: Recipe) -> Iterator[Contradiction]:
+def _task(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield sections and keys of other tasks, which would have no effect."""
     own, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
     others = {name: spec for name, spec in specs.items() if spec != own}
@@ -64,7 +64,7 @@ def _task(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("data.train",), "no training data; set it to the rows to train on")
 
 
-def _model(recipe: Recipe) -> Iterator[Contradiction]:
+def _model(recipe: RecipeSchema) -> Iterator[Contradiction]:
     model = recipe.model
     if model.name is None and model.config is None:
         yield Contradiction(("model.name",), "no model; set model.name, or model.config for a randomly initialized one")
@@ -113,7 +113,7 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("model.adapter.type", "model.implementation"), why)
 
 
-def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
+def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
     adapter = recipe.model.adapter
     if adapter.type == "none":
         for key in adapter.changed():
@@ -166,7 +166,7 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _data(recipe: Recipe) -> Iterator[Contradiction]:
+def _data(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data = recipe.data
     if data.pack_length is not None and data.pack_length < data.max_length:
         yield Contradiction(
@@ -186,7 +186,7 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
+def _mixture(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
         yield _of_one_source("limit")
@@ -207,7 +207,7 @@ def _of_one_source(key: str) -> Contradiction:
 _PREFERENCES = ("preference", "labelled")
 
 
-def _rows(recipe: Recipe) -> Iterator[Contradiction]:
+def _rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data, compared = recipe.data, recipe.spec.rows(recipe, "data.train") in ("pairs", "answers")
     formats = {"data.format": data.format}
     if isinstance(data.train, list):
@@ -220,7 +220,7 @@ def _rows(recipe: Recipe) -> Iterator[Contradiction]:
             )
 
 
-def _length(recipe: Recipe) -> Iterator[Contradiction]:
+def _length(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train = recipe.train
     if train.max_steps is not None and train.epochs is not None:
         yield _both_set("train.max_steps", "train.epochs")
@@ -252,7 +252,7 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("train.profile.steps", "train.max_steps"), why)
 
 
-def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
+def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     read = OPTIMIZERS.get(optimizer.name).reads
     for key in ("momentum", "nesterov", "betas", "eps", "options"):
@@ -306,7 +306,7 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _batch_of_tokens(recipe: Recipe) -> Iterator[Contradiction]:
+def _batch_of_tokens(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train, data = recipe.train, recipe.data
     if not recipe.has_texts:
         yield Contradiction(("train.batch_unit", "task"), f"{recipe.task} has no tokens of texts; set it to examples")
@@ -320,7 +320,7 @@ def _batch_of_tokens(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("train.gradient_accumulation_steps", "train.batch_unit"), why)
 
 
-def _batch(recipe: Recipe) -> Iterator[Contradiction]:
+def _batch(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train = recipe.train
     processes = 1 if recipe.parallel.is_one_process else recipe.parallel.processes
     size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
@@ -373,13 +373,13 @@ def _possible_accumulation(size: int, micro: int | str, processes: int | str) ->
     return range(1, size + 1)
 
 
-def _checkpoints(recipe: Recipe) -> Iterator[Contradiction]:
+def _checkpoints(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if recipe.faults.mean_time_between is not None and recipe.checkpoint.every != "auto":
         keys = "faults.mean_time_between", "checkpoint.every"
         yield Contradiction(keys, "only applies to checkpoint.every: auto; remove it, or set checkpoint.every to auto")
 
 
-def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
+def _evaluation(recipe: RecipeSchema) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
     turned_off = evaluate.model_fields_set & {
         "prompts",
@@ -410,7 +410,7 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
+def _metrics(recipe: RecipeSchema) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
     for name, key in (("answer", "answer_pattern"), ("json_schema", "json_schema")):
         is_set = getattr(evaluate, key) is not None
@@ -433,7 +433,7 @@ def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("evaluate.metrics", "data.format"), "texts contain no prompts to answer; remove it")
 
 
-def processes(recipe: Recipe) -> Iterator[Contradiction]:
+def processes(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Check that the strategy runs on the number of processes."""
     parallel, spec = recipe.parallel, recipe.parallel.spec
     count = parallel.processes
@@ -478,7 +478,7 @@ def _readers(key: str) -> list[str]:
     return [name for name, spec in all_specs().items() if key in spec.keys]
 
 
-def strategy(recipe: Recipe) -> Iterator[Contradiction]:
+def strategy(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Check that the strategy reads the keys of ``parallel`` that are set, and permits the rest of the recipe."""
     parallel, spec = recipe.parallel, recipe.parallel.spec
     for key in _meant_for_a_strategy(parallel):

@@ -18,7 +18,7 @@ from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.observer_spec import OBSERVERS_KEY, names_as_settings
 from trainwright.recipe.problems import contradictions_in, explain, explain_contradictions, invalid_keys, placeholders
 from trainwright.recipe.registries import TASKS
-from trainwright.recipe.schema import Recipe, recipe_model
+from trainwright.recipe.schema import RecipeSchema, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import quoted
@@ -47,11 +47,11 @@ class Override(str):
 class LoadedRecipe(NamedTuple):
     """A recipe and where each of its values was written; defaults have no origin."""
 
-    recipe: Recipe
+    recipe: RecipeSchema
     origins: Mapping[KeyPath, Origin]
 
 
-def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> RecipeSchema:
     """Read the recipe at ``path`` with ``overrides`` (``section.key=value``, the value in YAML) over it.
 
     Raises RequestError with every problem found, one line each: the file and line (or the override), the key, the
@@ -60,7 +60,7 @@ def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
     return load_with_origins(path, overrides).recipe
 
 
-def recipe_of(overrides: Sequence[str], name: str) -> Recipe:
+def recipe_of(overrides: Sequence[str], name: str) -> RecipeSchema:
     """Return the recipe of the overrides ``section.key=value`` alone; ``name`` replaces its file in messages."""
     return checked(read_merged(None, overrides), Origin(name)).recipe
 
@@ -92,7 +92,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     problems = [*tree.problems, *placeholders(tree, file)]
     recipe_model()  # an error in an installed package is not the fault of the recipe
     try:
-        recipe = Recipe.model_validate(tree.values)
+        recipe = RecipeSchema.model_validate(tree.values)
     except ValidationError as error:
         problems += explain(error, tree, file) + _behind_invalid_keys(error, tree, file)
     if problems:
@@ -103,7 +103,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     return LoadedRecipe(recipe, tree.origins)
 
 
-def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None) -> str:
+def dump_recipe(recipe: RecipeSchema, origins: Mapping[KeyPath, Origin] | None = None) -> str:
     """Return the recipe as YAML with every key, including defaults, so that the text alone gives the same recipe.
 
     With ``origins`` (of load_with_origins), comments on the keys say where their values were written.
@@ -122,7 +122,7 @@ def _behind_invalid_keys(error: ValidationError, tree: Tree, file: Origin) -> li
             parent = parent[part]
         parent.pop(path[-1], None)
     try:
-        Recipe.model_validate(tree.values)
+        RecipeSchema.model_validate(tree.values)
     except ValidationError as hidden:
         doubtful = tuple(invalid.values())
         hidden_contradictions = [

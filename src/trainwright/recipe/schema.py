@@ -289,7 +289,7 @@ class LoggingSection(Section):
 S = TypeVar("S", bound=Section)
 
 
-class Recipe(Section):
+class RecipeSchema(Section):
     """A training recipe."""
 
     task: Annotated[str, Registered(TASKS)]
@@ -317,8 +317,8 @@ class Recipe(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_the_sections_of_tasks(cls, values: Any, handler: ModelWrapValidatorHandler[Recipe]) -> Recipe:
-        if cls is not Recipe:
+    def _with_the_sections_of_tasks(cls, values: Any, handler: ModelWrapValidatorHandler[RecipeSchema]) -> RecipeSchema:
+        if cls is not RecipeSchema:
             return handler(values)
         try:
             model = model_of(values)
@@ -343,7 +343,7 @@ class Recipe(Section):
 
     def __reduce__(self) -> Any:
         # Its class is made for the tasks of this process, and has no name to be found by.
-        return Recipe.model_validate, (self.model_dump(),)
+        return RecipeSchema.model_validate, (self.model_dump(),)
 
     @property
     def spec(self) -> TaskSpec:
@@ -375,13 +375,13 @@ class Recipe(Section):
         return not self.has_texts or self.data.validation is not None
 
     @model_validator(mode="after")
-    def _no_contradiction(self) -> Recipe:
+    def _no_contradiction(self) -> RecipeSchema:
         if contradictions := contradictions_in_range(self):
             raise Contradictions(contradictions)
         return self
 
 
-def model_of(values: Any) -> type[Recipe]:
+def model_of(values: Any) -> type[RecipeSchema]:
     """Return the recipe model with the sections that ``values`` may have.
 
     Raises:
@@ -394,7 +394,7 @@ def model_of(values: Any) -> type[Recipe]:
 
 
 @cache
-def recipe_model(task: str | None = None) -> type[Recipe]:
+def recipe_model(task: str | None = None) -> type[RecipeSchema]:
     """Return the recipe model with the section of every registered task, and of ``task`` if that is a
     ``module:Name``.
 
@@ -405,17 +405,17 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
     summaries = " ".join(f"{name}: {spec.summary}." for name, spec in specs.items())
     task_field = Field(description=f"The kind of training. {summaries}")
     fields: dict[str, Any] = {
-        "task": (Recipe.__annotations__["task"], task_field),
-        "data": (_data_of(specs.values()), Recipe.model_fields["data"]),
+        "task": (RecipeSchema.__annotations__["task"], task_field),
+        "data": (_data_of(specs.values()), RecipeSchema.model_fields["data"]),
     }
     for name, spec in specs.items():
-        if spec.name in fields or spec.name in Recipe.model_fields:
+        if spec.name in fields or spec.name in RecipeSchema.model_fields:
             raise RequestError(f"{_described(name)} has the name {spec.name} of another recipe section; rename it")
         if name not in (spec.name, task):
             raise RequestError(f"{_described(name)} has the spec name {spec.name}; use the same name in both places")
         if spec.section is not None:
             fields[spec.name] = (spec.section | None, Field(None, description=spec.section_description))
-    return create_model("Recipe", __base__=Recipe, __module__=__name__, __doc__=Recipe.__doc__, **fields)
+    return create_model("Recipe", __base__=RecipeSchema, __module__=__name__, __doc__=RecipeSchema.__doc__, **fields)
 
 
 def _data_of(specs: Iterable[TaskSpec]) -> type[DataSection]:

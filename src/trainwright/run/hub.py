@@ -19,7 +19,7 @@ from trainwright.models.resolve_model import hub_token
 from trainwright.models.usage import asking, evaluating, is_in_code, loading
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.observers.hooks import ObservedRun
 from trainwright.run.process import console
 from trainwright.utils import text
@@ -156,7 +156,7 @@ def model_card(run: Path, name: str, weights: Path) -> str:
     return _without_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
 
 
-def _front_matter(recipe: Recipe, start: EventRecord, is_adapter: bool) -> Iterator[str]:
+def _front_matter(recipe: RecipeSchema, start: EventRecord, is_adapter: bool) -> Iterator[str]:
     if recipe.has_texts:
         yield f"library_name: {'peft' if is_adapter else 'transformers'}"
         yield "pipeline_tag: text-generation"
@@ -173,7 +173,7 @@ def _front_matter(recipe: Recipe, start: EventRecord, is_adapter: bool) -> Itera
     yield f"- {recipe.task}"
 
 
-def _introduction(recipe: Recipe, start: EventRecord, is_adapter: bool, base: BaseModel | None) -> str:
+def _introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: bool, base: BaseModel | None) -> str:
     what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
     name = recipe.model.name
     is_gguf = "dequantized" in start.get("weights", "")
@@ -190,7 +190,7 @@ def _introduction(recipe: Recipe, start: EventRecord, is_adapter: bool, base: Ba
     )
 
 
-def _usage(recipe: Recipe, name: str, weights: Path) -> str:
+def _usage(recipe: RecipeSchema, name: str, weights: Path) -> str:
     if not recipe.has_texts:
         own = is_in_code(weights)
         note = "Its environment is code that the recipe below names; save the recipe as `agent/recipe.yaml`.\n\n"
@@ -231,7 +231,7 @@ def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
         yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
 
 
-def _published(recipe: Recipe) -> Recipe:
+def _published(recipe: RecipeSchema) -> RecipeSchema:
     """Return the recipe without what belongs to the place where it ran: its job, its copies and its ports."""
     checkpoint = recipe.checkpoint.model_copy(update={"copies": []})
     # Options of observers, such as a port, are of that place too.
@@ -240,7 +240,7 @@ def _published(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"launch": None, "push": None, "checkpoint": checkpoint, "logging": logging})
 
 
-def _without_paths(card: str, recipe: Recipe, *more: str) -> str:
+def _without_paths(card: str, recipe: RecipeSchema, *more: str) -> str:
     """Return the card without paths of the machine that trained it: only their last component remains."""
     for path in sorted(_paths([recipe.model_dump(), more]), key=len, reverse=True):
         card = card.replace(path, Path(path).name)

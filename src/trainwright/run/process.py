@@ -34,7 +34,7 @@ from trainwright.run.shutdown.stop import (
 from trainwright.utils.activity import Activity
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 # Of oneDNN and of torch: how many shapes of products they cache code for; 1,024 by default. Read at the first product.
@@ -159,7 +159,7 @@ def preload_libraries() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
-def preload_worker(recipe: Recipe) -> None:
+def preload_worker(recipe: RecipeSchema) -> None:
     """Import what every worker of the recipe needs before they are forked: otherwise each would import it again."""
     with Activity(sys.stderr, "importing torch and transformers"):
         preload_libraries()

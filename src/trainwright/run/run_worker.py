@@ -45,7 +45,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.optimizer_spec import check_optimizer
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.registries import STEP_POLICIES, STOP_WARNINGS, WATCHERS
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Auto, seconds_of
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
@@ -265,7 +265,7 @@ def _take_save(stop_requests: StopRequests) -> bool:
     return stop_requests.take_save() | take_save_to_resize()  # each of them forgets what was asked
 
 
-def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
+def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> None:
     """Set what holds for the whole process: visible GPUs, kernels, threads and cores; check the libraries."""
     if recipe.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
@@ -284,7 +284,7 @@ def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
     _bind(machine, rank_info)
 
 
-def _timeout(recipe: Recipe) -> timedelta:
+def _timeout(recipe: RecipeSchema) -> timedelta:
     return timedelta(seconds=seconds_of(recipe.parallel.timeout))
 
 
@@ -338,7 +338,7 @@ def _set_precision_of_fp32_products(tf32: bool) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
-def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
+def _strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
     """Return the task's model distributed by the recipe's strategy, and its layout on this process."""
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
@@ -354,7 +354,9 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
     return strategy, check_layout(recipe, dtype, strategy)
 
 
-def _keep_recipe(run: Path, world: World, processes: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
+def _keep_recipe(
+    run: Path, world: World, processes: int | ProcessRange | Auto, recipe: RecipeSchema, reason: str
+) -> str:
     """Write the recipe that the run continues with to the run directory, with the processes it asks for; return its
     text.
     """
@@ -435,7 +437,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:
+def _attention(recipe: RecipeSchema, task: Task, world: World) -> list[str]:
     """Return a line for each attention kernel of the model, with the reasons for its choice."""
     model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
     if model is None:

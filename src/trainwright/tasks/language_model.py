@@ -47,7 +47,7 @@ from trainwright.models.truncate_config import cut_config, varied_layers
 from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.layout import find_units
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
 
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def prepare_once(recipe: Recipe, cache: Path) -> int:
+def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     """Prepare the data and convert the weights, so that both are in the cache; return the number of examples."""
     return len(prepare_data(recipe, prepare_model(recipe), cache).train)
 
 
-def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
+def prepare_model(recipe: RecipeSchema) -> PreTrainedTokenizerBase:
     """Make the model available locally, check its configuration, and return its tokenizer."""
     resolve(recipe.model)
     check_adapter(recipe.model, recipe.train.seed)
@@ -69,7 +69,7 @@ def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_without_weights(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise RequestError before the launch for errors that the model's configuration shows."""
     config = load_config(recipe.model, tokenizer)
     if recipe.model.trained_patterns is not None:
@@ -86,7 +86,7 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
         check_model(few, probe(config.get_text_config().vocab_size))
 
 
-def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
+def prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
     """Return the data of a resolved recipe, prepared or from the cache."""
     positions = max_positions(recipe.model, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
@@ -96,7 +96,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     return prepared
 
 
-def check_prepared(recipe: Recipe, prepared: PreparedData, cache: Path) -> None:
+def check_prepared(recipe: RecipeSchema, prepared: PreparedData, cache: Path) -> None:
     """Raise RequestError if the data does not fit the recipe; cache the lengths of its examples for plans."""
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in prepared.datasets])
     _check_packs(recipe, prepared.datasets)
@@ -109,7 +109,7 @@ def embeddings_of(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> 
     return size
 
 
-def check_tokens(recipe: Recipe, datasets: Sequence[TokenDataset], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokens(recipe: RecipeSchema, datasets: Sequence[TokenDataset], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise RequestError, with the row, if the model has no embedding for a token of the data."""
     size = embeddings_of(recipe.model, tokenizer)
     for dataset in datasets:
@@ -120,7 +120,7 @@ def check_tokens(recipe: Recipe, datasets: Sequence[TokenDataset], tokenizer: Pr
                 raise RequestError(f"{location}: {wrong}")
 
 
-def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
+def _check_packs(recipe: RecipeSchema, datasets: Sequence[TokenDataset]) -> None:
     """Raise RequestError if packs cannot hold every example, whose number of sequences is known from the rows."""
     pack, longest = recipe.data.pack_length, recipe.data.max_length
     for dataset in datasets:
@@ -133,7 +133,7 @@ def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
 
 
 def load(
-    recipe: Recipe, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
+    recipe: RecipeSchema, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
 ) -> tuple[PreTrainedModel, Weights | None]:
     """Return a model, or an empty one with its weights if each process only needs parts of them."""
     if fills_parts(recipe):
@@ -143,7 +143,7 @@ def load(
     return load_model(section, torch.float32, recipe.train.seed, tokenizer), None
 
 
-def fills_parts(recipe: Recipe) -> bool:
+def fills_parts(recipe: RecipeSchema) -> bool:
     """Return whether every process only reads its own shards of the weights; adapters need the whole weights."""
     return spec_of(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
 
@@ -151,7 +151,7 @@ def fills_parts(recipe: Recipe) -> bool:
 class LanguageModelTask:
     """Base class with the parts of a task that do not depend on the loss."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
+    def __init__(self, recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
         self._recipe = recipe
         self._tokenizer = tokenizer
         self._prepared = prepared
@@ -345,13 +345,13 @@ class Sized(Protocol):
         """Return the number of tokens."""
 
 
-def batch_sizes(recipe: Recipe) -> BatchSizes:
+def batch_sizes(recipe: RecipeSchema) -> BatchSizes:
     """Return the number of examples of each step."""
     train = recipe.train
     return BatchSizes(train.global_batch_size, train.initial_batch_size, train.batch_warmup_steps)
 
 
-def planned_examples(recipe: Recipe, dataset: Sized) -> int:
+def planned_examples(recipe: RecipeSchema, dataset: Sized) -> int:
     """Return the number of examples of the run, with repetitions over epochs."""
     train = recipe.train
     if train.max_steps is not None:
@@ -363,7 +363,13 @@ def planned_examples(recipe: Recipe, dataset: Sized) -> int:
 
 
 def stream_of(
-    recipe: Recipe, dataset: Data, total: int, *, training: bool, shuffle: bool, example_weight: float | None = None
+    recipe: RecipeSchema,
+    dataset: Data,
+    total: int,
+    *,
+    training: bool,
+    shuffle: bool,
+    example_weight: float | None = None,
 ) -> Stream[Data]:
     """Return the stream of a resolved recipe, with ``total`` examples; see ``Stream``."""
     train, parallel = recipe.train, recipe.parallel

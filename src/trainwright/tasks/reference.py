@@ -31,7 +31,7 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import ForwardOnly
 from trainwright.errors import TrainingError
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import LanguageModelTask
 from trainwright.utils.text import plural
 
@@ -60,7 +60,12 @@ class ReferenceTask(LanguageModelTask):
     """
 
     def __init__(
-        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData, cache: Path, reference: str
+        self,
+        recipe: RecipeSchema,
+        tokenizer: PreTrainedTokenizerBase,
+        prepared: PreparedData,
+        cache: Path,
+        reference: str,
     ) -> None:
         self._cache = cache
         super().__init__(recipe, tokenizer, prepared)

@@ -8,24 +8,24 @@ from typing import Protocol, cast
 
 from trainwright.engine.task import Task
 from trainwright.errors import RequestError
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 
 class TaskModule(Protocol):
     """The functions of a task's module."""
 
-    def prepare_once(self, recipe: Recipe, cache: Path) -> int:
+    def prepare_once(self, recipe: RecipeSchema, cache: Path) -> int:
         """Prepare once what every worker needs: data and converted weights. Returns the number of training examples.
 
         Raises:
             RequestError: the data or the model does not fit the recipe.
         """
 
-    def build(self, recipe: Recipe, cache: Path) -> Task:
+    def build(self, recipe: RecipeSchema, cache: Path) -> Task:
         """Return the task with its data memory-mapped and its model on the CPU in fp32; needs no process group."""
 
 
-def task_module(recipe: Recipe) -> TaskModule:
+def task_module(recipe: RecipeSchema) -> TaskModule:
     """Import and return the module of the recipe's task.
 
     Raises:

@@ -33,7 +33,7 @@ from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import ROW_KINDS
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import RowSettings
 
 
@@ -160,11 +160,11 @@ def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> l
 EXAMPLES = RowReader("examples", SINGLE, one_sequence)
 
 
-def kind_of_rows(recipe: Recipe, key: str = "data.train") -> RowReader:
+def kind_of_rows(recipe: RecipeSchema, key: str = "data.train") -> RowReader:
     """Return the reader of the rows at ``key`` for the recipe's task; raise RequestError if it cannot be made."""
     name = recipe.spec.rows(recipe, key)
     # A module:Name is the task's own, which was imported with it.
-    kind: RowReader | Callable[[Recipe], RowReader] = (
+    kind: RowReader | Callable[[RecipeSchema], RowReader] = (
         load(name, f"kind of rows {name}") if ":" in name else ROW_KINDS.get(name)
     )
     return kind if isinstance(kind, RowReader) else kind(recipe)

@@ -38,7 +38,7 @@ from trainwright.utils.text import plural
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import SourceSection
 
 
@@ -250,7 +250,7 @@ def _mixed(digests: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]
 
 
 def prepare_windows(
-    recipe: Recipe,
+    recipe: RecipeSchema,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path,
     embeddings: int | None = None,

@@ -23,7 +23,7 @@ from trainwright.utils.text import plural, times
 
 if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import DataSection
     from trainwright.recipe.sections.model import ModelSection
 
@@ -134,7 +134,7 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), dataset.target_fraction())
 
 
-def rows_of(recipe: Recipe) -> str:
+def rows_of(recipe: RecipeSchema) -> str:
     """Return what the examples of a recipe's task are made of, which decides their lengths; empty: of one row."""
     from trainwright.data.rows.formats import EXAMPLES, kind_of_rows
 

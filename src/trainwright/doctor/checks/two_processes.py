@@ -25,7 +25,7 @@ from trainwright.utils.text import span
 
 if TYPE_CHECKING:
     from trainwright.doctor.verify import ComparedRun
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.run.shutdown.failure import Failure
 
 
@@ -104,7 +104,7 @@ def _rows() -> Iterator[dict[str, str]]:
         yield {"question": f"What is {number} times {number}?", "answer": f"{number * number}, which is {number}^2."}
 
 
-def _prepare(context: CheckContext, recipe: Recipe) -> None:
+def _prepare(context: CheckContext, recipe: RecipeSchema) -> None:
     """Prepare data and weights in a child process."""
     from trainwright.recipe.loading import dump_recipe
     from trainwright.run import run_directory

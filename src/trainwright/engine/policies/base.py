@@ -22,7 +22,7 @@ from trainwright.errors import EXIT_FAULT, TrainingError
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 
 class RankReport(NamedTuple):
@@ -108,13 +108,13 @@ class Training:
         keep_recipe: called on every rank with a changed recipe and the reason; returns its text.
     """
 
-    recipe: Recipe
+    recipe: RecipeSchema
     recipe_text: str
     task: Task
     strategy: Strategy
     events: EventLog
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe)
+    keep_recipe: Callable[[RecipeSchema, str], str] = lambda recipe, reason: dump_recipe(recipe)
 
     @property
     def world(self) -> World:

@@ -470,7 +470,7 @@ def _check_directory(request: DrillRequest, recipe: str) -> None:
         raise RequestError(f"--resume: the drill in {directory} is of another recipe; choose another --output")
 
 
-def _trials(request: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
+def _trials(request: DrillRequest, recipe: schema.RecipeSchema, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
     """Return the trials in their order. Raises RequestError if there are none."""
     from trainwright.faults.drills import damage, kills  # noqa: F401
     from trainwright.faults.drills.kinds import KINDS, matching, schedule
@@ -493,7 +493,7 @@ def _trials(request: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread,
 
 
 def _possible(
-    trials: Sequence[DrillTrial], recipe: schema.Recipe, setting: TrialSettings
+    trials: Sequence[DrillTrial], recipe: schema.RecipeSchema, setting: TrialSettings
 ) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
     from trainwright.faults.drills.kinds import KINDS, moved
@@ -515,7 +515,7 @@ def _remaining(trials: Sequence[DrillTrial], results: CampaignResults) -> list[D
 
 def _perform(
     request: DrillRequest,
-    recipe: schema.Recipe,
+    recipe: schema.RecipeSchema,
     trials: list[DrillTrial],
     results: CampaignResults,
     setting: TrialSettings,

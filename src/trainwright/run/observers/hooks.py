@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainwright.machine.machine import Gpu
     from trainwright.machine.usage.sample import OwnProcess
     from trainwright.parallel.world import RankInfo
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.utils.heartbeat import Heartbeat
 
 
@@ -40,7 +40,7 @@ class ObservedRun:
     """
 
     directory: Path
-    recipe: Recipe
+    recipe: RecipeSchema
     emit: Callable[[Event], None]
     processes: int
     own: OwnProcess

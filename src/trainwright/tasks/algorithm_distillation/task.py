@@ -14,7 +14,7 @@ from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.engine.task import ForwardOnly, LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
 from trainwright.tasks.algorithm_distillation.histories import Histories
 from trainwright.tasks.algorithm_distillation.histories import task_key as _key
@@ -29,7 +29,7 @@ from trainwright.utils.text import plural
 _VALIDATION_WINDOWS = 512  # sampled from all held-out tasks
 
 
-def prepare_once(recipe: Recipe, cache: Path) -> int:
+def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     """Check that the histories exist and fit the recipe; return the number of training windows."""
     section = recipe.own(AlgorithmDistillationSection)
     environment = environment_of(section)
@@ -38,7 +38,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
         return len(_windows(section, environment, histories, goals.train))
 
 
-def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
+def build(recipe: RecipeSchema, cache: Path) -> AlgorithmDistillation:
     """Return the task of a resolved recipe."""
     section = recipe.own(AlgorithmDistillationSection)
     environment = environment_of(section)
@@ -61,7 +61,7 @@ class AlgorithmDistillation:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: RecipeSchema,
         environment: Environment,
         goals: Goals,
         train: HistoryWindows,

@@ -12,7 +12,7 @@ from trainwright.recipe.sections.fields import BelowOne, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 class SftSection(Section):
@@ -30,13 +30,13 @@ class SftSection(Section):
     )
 
 
-def _check(recipe: Recipe) -> Iterator[Contradiction]:
+def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     section = recipe.own(SftSection)
     if section.label_smoothing and section.loss != "nll":
         yield Contradiction(("sft.label_smoothing", "sft.loss"), f"has no effect with loss {section.loss}; remove it")
 
 
-def _needs(recipe: Recipe) -> Needs:
+def _needs(recipe: RecipeSchema) -> Needs:
     return Needs(of_losses=recipe.own(SftSection).loss != "nll")
 
 

@@ -16,7 +16,7 @@ from trainwright.recipe.sections.fields import NotNegative, Positive, Section, S
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 # The keys of ``data`` that a benchmark can provide.
@@ -177,7 +177,7 @@ class UnlearnData(DataSection):
         return tuple(f"data.{key}" for key in ("forget", "retain") if getattr(self, key))
 
 
-def data_of(recipe: Recipe) -> UnlearnData:
+def data_of(recipe: RecipeSchema) -> UnlearnData:
     """Return the section ``data`` of a recipe, which has the keys of all tasks."""
     assert isinstance(recipe.data, UnlearnData)
     return recipe.data

@@ -28,7 +28,7 @@ from trainwright.tasks.unlearn.section import data_of
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.tasks.unlearn.section import UnlearnData
 
 
@@ -158,7 +158,7 @@ _CONVERSATIONS = "use conversations, or another unlearn.objective"
 ALTERNATES = RowReader("alternates", EXAMPLES.layouts, _with_alternates, "alternate", _one_alternate_each)
 
 
-def refused(recipe: Recipe) -> RowReader:
+def refused(recipe: RecipeSchema) -> RowReader:
     """Return the reader of conversations, each with a copy that ends in a refusal of data.idk as the answer to forget.
 
     The refusal of a row, such as "I do not know that.", is selected by the seed and the content of the row, so it is

@@ -31,7 +31,7 @@ from trainwright.models.truncate_config import layer_count
 from trainwright.models.weights import Weights, empty_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
@@ -52,7 +52,7 @@ __all__ = ["Unlearning", "build", "prepare_once"]
 _NAMES = {FORGET: "forget", RETAIN: "retain", REFUSAL: "refusal"}
 
 
-def prepare_once(recipe: Recipe, cache: Path) -> int:
+def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     """Prepare the rows and convert the weights, so that both are in the cache.
 
     Raises:
@@ -71,7 +71,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
     return len(prepare_rows(recipe, tokenizer, cache).prepared.train)
 
 
-def build(recipe: Recipe, cache: Path) -> Unlearning:
+def build(recipe: RecipeSchema, cache: Path) -> Unlearning:
     """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return Unlearning(recipe, tokenizer, prepare_rows(recipe, tokenizer, cache), cache)
@@ -82,7 +82,9 @@ class Unlearning(ReferenceTask):
 
     _lm: UnlearnLM
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: UnlearnRows, cache: Path) -> None:
+    def __init__(
+        self, recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, rows: UnlearnRows, cache: Path
+    ) -> None:
         self._unlearn = recipe.own(UnlearnSection)
         self._rows = rows
         super().__init__(recipe, tokenizer, rows.prepared, cache, self._unlearn.reference)
@@ -99,7 +101,7 @@ class Unlearning(ReferenceTask):
         self._watch = self._watched(recipe)
         self.answers = self._watch is not None
 
-    def _watched(self, recipe: Recipe) -> ItemSequences | None:
+    def _watched(self, recipe: RecipeSchema) -> ItemSequences | None:
         """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
         name = data_of(recipe).benchmark
         if name is None or self._prepared.validation is None:
@@ -301,7 +303,7 @@ class UnlearnRows:
     forget: TokenDataset
 
 
-def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> UnlearnRows:
+def prepare_rows(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> UnlearnRows:
     """Return the rows of a resolved recipe, prepared or from the cache.
 
     Raises:
@@ -388,7 +390,7 @@ _KEY = "unlearn.reference"
 _OWN_MODELS = ("start", "base")
 
 
-def other_model(recipe: Recipe) -> ModelSection | None:
+def other_model(recipe: RecipeSchema) -> ModelSection | None:
     """Return the model that the recipe names as its reference, or None if it is the run's own or not needed."""
     section = recipe.own(UnlearnSection)
     if not section.compares or section.reference in _OWN_MODELS:
@@ -396,7 +398,7 @@ def other_model(recipe: Recipe) -> ModelSection | None:
     return ModelSection(name=section.reference)
 
 
-def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_reference(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the reference available locally and check that it fits.
 
     Raises:
@@ -427,7 +429,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def frozen_copy(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
+    recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
 ) -> tuple[UnlearnLM, Weights | None] | None:
     """Return the reference as a separate model, and its weights, or None if no separate model is needed.
 

@@ -42,7 +42,7 @@ from trainwright.errors import RequestError
 from trainwright.inference.evaluation.report import number_text, write_text
 from trainwright.recipe.loading import checked, dump_recipe, read_merged
 from trainwright.recipe.problems import expected_and_found, origin_of
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Count, Section, Text
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
 from trainwright.tasks.unlearn.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark, is_missing_here
@@ -230,7 +230,7 @@ class StudyFile:
             )
         return dump_recipe(recipe)
 
-    def _recipe(self, own: dict[str, Any], *paths: tuple[str, ...]) -> Recipe:
+    def _recipe(self, own: dict[str, Any], *paths: tuple[str, ...]) -> RecipeSchema:
         """Return the recipe of ``own`` sections, with the study's sections at ``paths`` over them."""
         tree = Tree({**own, "parallel": dict(self.study.parallel)})
         self._note(tree, ("model",), ("model",))
