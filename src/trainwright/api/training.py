@@ -178,6 +178,15 @@ class PreparedTraining:
         return run
 
 
+def prepare_shown(options: TrainingRequest) -> PreparedTraining:
+    """Return ``prepare(options)``, with what it does and its notes on standard error."""
+    with Activity(sys.stderr):
+        prepared = prepare(options)
+    for line in prepared.notes:
+        say(f"note: {line}", file=sys.stderr)
+    return prepared
+
+
 def prepare(options: TrainingRequest) -> PreparedTraining:
     """Read, plan and check the request, without torch and before anything is written to the run's directory.
 
@@ -226,11 +235,7 @@ def _train(options: TrainingRequest) -> Path:
 
     try:
         with interruptible():
-            with Activity(sys.stderr):
-                prepared = prepare(options)
-            for line in prepared.notes:
-                say(f"note: {line}", file=sys.stderr)
-            return prepared.start()
+            return prepare_shown(options).start()
     except Interrupted:
         consequence = "nothing was kept" if options.resume is None else "the existing run was not changed"
         raise Stopped(f"stopped before the first step; {consequence}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,6 @@ import typer
 from trainwright.cli.command import NamesInHelp, command
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import HOST_LAUNCHERS, SIMULATIONS
-from trainwright.utils.activity import Activity
 from trainwright.utils.installation import FIRST
 from trainwright.utils.text import say
 
@@ -140,7 +138,7 @@ def train(
     Ends with 0: finished, 2: wrong request, 3: this machine cannot do it, 4: failed, 5: a machine failed, 75: stopped;
     run it again with --resume.
     """
-    from trainwright.api.training import prepare
+    from trainwright.api.training import prepare_shown
     from trainwright.run.request import TrainingRequest, split_words
 
     if verbose:
@@ -186,10 +184,7 @@ def train(
         if code := HOST_LAUNCHERS.get("ssh")(request, hosts, hostfile):
             raise typer.Exit(code)
         return
-    with Activity(sys.stderr):
-        prepared = prepare(request)
-    for line in prepared.notes:
-        say(f"note: {line}", file=sys.stderr)
+    prepared = prepare_shown(request)
     if not dry_run:
         prepared.start()
         return

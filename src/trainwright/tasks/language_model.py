@@ -314,14 +314,13 @@ class LanguageModelTask:
         """Return whether an adapter with these parts would leave the model unchanged."""
         return adds_nothing(tensors)
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
-        """Check that the exported model, or the adapter on its base, gives the logits of the trained model."""
-        return self._read_back(module, directory, all_parameters=all_parameters)
-
-    def _read_back(
+    def read_back(
         self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True
     ) -> str | None:
-        """Read the export back; without ``same_logits``, it is made from the trained model, but is another one."""
+        """Check that the exported model, or the adapter on its base, gives the logits of the trained model.
+
+        Without ``same_logits``, the export is made from the trained model, but is another one.
+        """
         assert isinstance(module, CausalLM)
         with module.for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)

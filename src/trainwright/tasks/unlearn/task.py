@@ -277,7 +277,9 @@ class Unlearning(ReferenceTask):
             own = negated(own, before, scale)
         super().export(own, directory)
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
+    def read_back(
+        self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True
+    ) -> str | None:
         """Check that the exported model, or the adapter on its base, is the trained model, negated if it is."""
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
@@ -285,8 +287,8 @@ class Unlearning(ReferenceTask):
             scaled_adapter(module.model, -scale) if scale is not None and self._adapter is not None else nullcontext()
         )
         with negates:
-            same = scale is None or self._adapter is not None
-            return self._read_back(module, directory, all_parameters=all_parameters, same_logits=same)
+            same = same_logits and (scale is None or self._adapter is not None)
+            return super().read_back(module, directory, all_parameters=all_parameters, same_logits=same)
 
 
 @dataclass(frozen=True)
