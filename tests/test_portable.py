@@ -57,7 +57,7 @@ _ALLOWED = {
 # Of the package, the files outside of machine/ that may, and why.
 _MEASURING = {
     "doctor/calibrate.py": "what other programs use while this machine is measured",
-    "doctor/checks/interfaces.py": "where the name of this machine leads",
+    "doctor/checks/network.py": "where the name of this machine leads",
     "doctor/checks/cores.py": "the speed of each core",
     "engine/trainer.py": "what a run has had",
     "run/run_worker.py": "the threads that a run has and its plan is compared with, and the names of its machines",

@@ -20,11 +20,11 @@ from trainwright.doctor.checks.cores import _capped, _heat, _shares, _slow
 from trainwright.doctor.checks.disks import _link_rate
 from trainwright.doctor.checks.gpus import _xids
 from trainwright.doctor.checks.gpus import judged as judged_copies
-from trainwright.doctor.checks.interfaces import _adapters
 from trainwright.doctor.checks.kernels import TOLERANCES, ComparedKernel, compare, kernels
 from trainwright.doctor.checks.nccl import EFFECTS, OLD_NAMES
+from trainwright.doctor.checks.network import _adapters
 from trainwright.doctor.checks.running import CHECKS, MachineReport, examine
-from trainwright.doctor.checks.torch_build import _of_build
+from trainwright.doctor.checks.software import _of_build
 from trainwright.doctor.checks.two_processes import _judged as judged_sums
 from trainwright.errors import MachineError
 from trainwright.machine.detect import detect

@@ -115,16 +115,16 @@ _START = (*_TORCH, "limits", "shared-memory")  # no process can be started witho
 _TOGETHER = (*_START, "links")
 
 CHECKS: tuple[Check, ...] = (
-    Check("packages", "compatible versions", "packages:check"),
-    Check("torch", "torch, the driver and devices", "torch_build:check"),
-    Check("compilers", "compilers", "compilers:check"),
+    Check("packages", "compatible versions", "software:check_packages"),
+    Check("torch", "torch, the driver and devices", "software:check"),
+    Check("compilers", "compilers", "software:check_compilers"),
     Check("limits", "limits of the user", "limits:check"),
     Check("shared-memory", "/dev/shm", "limits:check_shared_memory"),
     Check("control-groups", "control groups", "limits:check_control_groups"),
     Check("cores", "clocks and throttling of the cores", "cores:check"),
     Check("disks", "disks", "disks:check"),
-    Check("ports", "ports", "ports:check"),
-    Check("interfaces", "interfaces and the name of this machine", "interfaces:check"),
+    Check("ports", "ports", "network:check_ports"),
+    Check("interfaces", "interfaces and the name of this machine", "network:check"),
     Check("nccl", "variables of NCCL, Gloo and torch", "nccl:check"),
     Check("gpus", "health of the GPUs", "gpus:check", needs_gpu=True),
     Check("kernels", "kernels against fp32 on the CPU", "kernels:check", _TORCH),
