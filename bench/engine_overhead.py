@@ -35,6 +35,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import StepGradients, Training
+from trainwright.engine.task import task_module
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
@@ -42,7 +43,6 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.run.process import keep_freed_memory, prepare_environment, threads_allowed
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
-from trainwright.tasks.registry import task_module
 
 RESULTS = results_directory()
 CORES = 2

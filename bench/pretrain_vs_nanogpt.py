@@ -37,6 +37,7 @@ from trainwright.engine.evaluate import evaluate
 from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
+from trainwright.engine.task import task_module
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
@@ -48,7 +49,6 @@ from trainwright.run.process import keep_freed_memory, run_in_child, threads_all
 from trainwright.run.resolve import resolve
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
-from trainwright.tasks.registry import task_module
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "pretrain" / "shakespeare.yaml"

@@ -114,7 +114,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _prepare(recipe: RecipeSchema, cache: Path) -> None:
-    from trainwright.tasks.registry import task_module
+    from trainwright.engine.task import task_module
 
     task_module(recipe).prepare_once(recipe, cache)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.task import task_module
 from trainwright.errors import MachineError
 from trainwright.machine.cache import cache_root
 from trainwright.parallel.strategy import Setup, build_strategy
@@ -15,7 +16,6 @@ from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.run.group.contract import agree, check_layout
-from trainwright.tasks.registry import task_module
 
 
 def refused(kind: str, run: str) -> int:

@@ -18,7 +18,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.events import EventLog, Record
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
-from trainwright.engine.task import Task
+from trainwright.engine.task import Task, task_module
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
@@ -29,7 +29,6 @@ from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import resolve
-from trainwright.tasks.registry import task_module
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))  # without a process group
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

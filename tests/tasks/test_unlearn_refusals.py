@@ -10,10 +10,10 @@ import pytest
 from tests.support.preferences import write
 from tests.support.unlearning import question, write_rows
 from trainwright.data.check import check_data
+from trainwright.engine.task import task_module
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.tasks.registry import task_module
 from trainwright.tasks.unlearn.stream import read_refusals
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.errors import RequestError
 from trainwright.models.weights import Weights
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import World
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.utils import heartbeat
 
 
@@ -185,3 +188,33 @@ class ForwardOnly:
                         heartbeat.progress()
         finally:
             module.train(training)
+
+
+class TaskModule(Protocol):
+    """The functions of a task's module."""
+
+    def prepare_once(self, recipe: RecipeSchema, cache: Path) -> int:
+        """Prepare once what every worker needs: data and converted weights. Returns the number of training examples.
+
+        Raises:
+            RequestError: the data or the model does not fit the recipe.
+        """
+
+    def build(self, recipe: RecipeSchema, cache: Path) -> Task:
+        """Return the task with its data memory-mapped and its model on the CPU in fp32; needs no process group."""
+
+
+def task_module(recipe: RecipeSchema) -> TaskModule:
+    """Import and return the module of the recipe's task.
+
+    Raises:
+        RequestError: the module of another package cannot be imported, or lacks a function.
+    """
+    described = f"{recipe.spec.module}, the code of task {recipe.task},"
+    try:
+        module = import_module(recipe.spec.module)
+    except ImportError as error:
+        raise RequestError(f"{described} cannot be imported: {error}") from error
+    if missing := [name for name in ("build", "prepare_once") if not hasattr(module, name)]:
+        raise RequestError(f"{described} lacks {' and '.join(missing)}")
+    return cast(TaskModule, module)

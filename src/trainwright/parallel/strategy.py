@@ -203,7 +203,7 @@ def build_strategy(setup: Setup) -> Strategy:
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Set the rate of every group: its part of ``learning_rate`` (engine/parameter_groups.py)."""
+    """Set the rate of every group: its part of ``learning_rate`` (engine/optimizer.py)."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("rate", 1.0)
 

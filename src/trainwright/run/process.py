@@ -164,7 +164,7 @@ def preload_worker(recipe: RecipeSchema) -> None:
     with Activity(sys.stderr, "importing torch and transformers"):
         preload_libraries()
         import_module("trainwright.run.run_worker")
-        from trainwright.tasks.registry import task_module
+        from trainwright.engine.task import task_module
 
         task_module(recipe)
 
@@ -253,10 +253,10 @@ def _watch_parent(parent: int) -> None:
 
 def prepare(run: Path) -> None:
     """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
+    from trainwright.engine.task import task_module
     from trainwright.machine.cache import cache_root
     from trainwright.recipe.loading import load_recipe
     from trainwright.run.run_directory import RECIPE
-    from trainwright.tasks.registry import task_module
 
     with Activity(console(), "preparing the model and the data") as activity:
         if console() is not None:  # long operations are shown

@@ -22,7 +22,7 @@ from trainwright.engine.events import Event, EventLog, Notice, Observer, Start
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.policies.profiling import Profiling
-from trainwright.engine.task import ForwardOnly, Task
+from trainwright.engine.task import ForwardOnly, Task, task_module
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.machine.cache import cache_root
@@ -70,7 +70,6 @@ from trainwright.run.shutdown.stop import (
     stop_requested,
     take_save_to_resize,
 )
-from trainwright.tasks.registry import task_module
 from trainwright.utils import heartbeat
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.heartbeat_file import heartbeat_directory

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from trainwright.engine.parameter_groups import parameter_groups
+from trainwright.engine.optimizer import parameter_groups
 from trainwright.parallel.matrix_exchange import MatrixExchange
 from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix
 from trainwright.recipe.schema import OptimizerSection

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from trainwright.engine.parameter_groups import parameter_groups
+from trainwright.engine.optimizer import parameter_groups
 from trainwright.recipe.schema import OptimizerSection
 
 Named = Iterable[tuple[str, nn.Parameter]]

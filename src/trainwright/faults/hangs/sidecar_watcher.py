@@ -153,7 +153,7 @@ def _is_of(beat: Beat) -> bool:
 
 
 class HangDetection:
-    """A ``run.supervisor.Watcher``."""
+    """A ``run.watchers.Watcher``."""
 
     def install(self, run: Path, rank: int) -> None:
         """Have torch keep this worker's collectives, and write its stacks on a signal."""

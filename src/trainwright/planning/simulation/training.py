@@ -69,7 +69,7 @@ def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
 
 def prepare(recipe: RecipeSchema, cache: Path) -> None:
     """Prepare the data and check the model, as before every run."""
-    from trainwright.tasks.registry import task_module
+    from trainwright.engine.task import task_module
 
     task_module(recipe).prepare_once(recipe, cache)
 
