@@ -36,12 +36,12 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
-from trainwright.engine.policies.base import Training
+from trainwright.engine.policies.base import TrainingContext
 from trainwright.engine.task import task_module
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
-from trainwright.parallel.strategy import Setup, build_strategy
+from trainwright.parallel.strategy import StrategyConfig, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import RecipeSchema
@@ -162,10 +162,12 @@ def measure(work: Path) -> int:
             compile_blocks(task.blocks())
         dtype = DTYPES[recipe.train.mixed_precision]
         make = optimizer_factory(recipe.optimizer)
-        strategy = build_strategy(Setup(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights))
+        strategy = build_strategy(
+            StrategyConfig(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights)
+        )
         events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
         trainer = Paired(
-            Training(recipe, "", task, strategy, events),
+            TrainingContext(recipe, "", task, strategy, events),
             schedule=Schedule(recipe.optimizer, steps),
             checkpoints=Checkpoints(work / "checkpoints", keep_last=1, keep_best=False),
             stop_requested=lambda: False,

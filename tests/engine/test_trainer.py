@@ -21,7 +21,7 @@ from trainwright.engine.policies.base import (
     RewindRequested,
     StepGradients,
     StepPolicy,
-    Training,
+    TrainingContext,
     WrongNumbers,
 )
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
@@ -366,7 +366,7 @@ def test_a_rewind_takes_back_state_that_no_checkpoint_has_yet(make: Make) -> Non
 
 def test_a_policy_that_a_checkpoint_does_not_know_begins_as_it_was_made(make: Make) -> None:
     class Begins(StepPolicy):
-        def __init__(self, training: Training) -> None:
+        def __init__(self, training: TrainingContext) -> None:
             super().__init__(training)
             self.state = {"begun": 1.0}
 

@@ -19,7 +19,7 @@ from trainwright.engine.policies.base import (
     RankReport,
     StepGradients,
     StepPolicy,
-    Training,
+    TrainingContext,
     check_steps,
     handle_wrong_numbers,
 )
@@ -104,7 +104,7 @@ class StepPasses:
         rate: returns the learning rate of a step.
     """
 
-    training: Training
+    training: TrainingContext
     halving: Halving
     replay: Replay
     policies: Sequence[StepPolicy]

@@ -34,7 +34,7 @@ from trainwright.engine.policies.base import (
     RewindRequested,
     StepGradients,
     StepPolicy,
-    Training,
+    TrainingContext,
     WrongNumbers,
     check_skips,
 )
@@ -79,13 +79,13 @@ class Trainer:
         stop_after: end the run after this step and its evaluation, with a checkpoint; None: at the end.
     """
 
-    training: Training
+    training: TrainingContext
     schedule: Schedule
     checkpoints: Checkpoints
     stop_requested: Callable[[], bool]
     updating: Callable[[], None] = lambda: None
     change_requested: Callable[[], bool] | None = None
-    policies: Sequence[Callable[[Training], StepPolicy]] = ()
+    policies: Sequence[Callable[[TrainingContext], StepPolicy]] = ()
     save_requested: Callable[[], bool] = lambda: False
     stop_after: int | None = None
 

@@ -60,7 +60,7 @@ class NeedsFullMatrices(Protocol):
 
 
 @dataclass(frozen=True)
-class Setup:
+class StrategyConfig:
     """The arguments of a strategy.
 
     Attributes:
@@ -183,7 +183,7 @@ def averaged(strategy: Strategy) -> Iterator[None]:
 _METHODS = tuple(name for name, member in vars(Strategy).items() if callable(member) and not name.startswith("_"))
 
 
-def build_strategy(setup: Setup) -> Strategy:
+def build_strategy(setup: StrategyConfig) -> Strategy:
     """Distribute the model over the ranks.
 
     Raises:

@@ -50,7 +50,7 @@ class StrategySpec:
     Attributes:
         summary: what each process holds, in a few words, for tables.
         implementation: the class that implements it, as ``module:Class``: a ``parallel.strategy.Strategy``, constructed
-            from a ``parallel.strategy.Setup``.
+            from a ``parallel.strategy.StrategyConfig``.
         memory: the class that models its memory, a ``planning.memory.strategies.StrategyMemory``.
         shards: what is sharded over the processes of a replica; the rest is replicated.
         parameters_by: how parameters are sharded: in rows, or flat, in ranges of their elements.

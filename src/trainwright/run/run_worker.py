@@ -20,7 +20,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.events import Event, EventLog, Notice, Observer, Start
 from trainwright.engine.optimizer import Schedule, optimizer_factory
-from trainwright.engine.policies.base import Training
+from trainwright.engine.policies.base import TrainingContext
 from trainwright.engine.policies.profiling import Profiling
 from trainwright.engine.task import ForwardOnly, Task, task_module
 from trainwright.engine.trainer import Trainer
@@ -38,7 +38,7 @@ from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.openmp import limit_spinning
-from trainwright.parallel.strategy import Setup, Strategy, build_strategy, check_averages
+from trainwright.parallel.strategy import Strategy, StrategyConfig, build_strategy, check_averages
 from trainwright.parallel.world import RankInfo, World, join, leave, report_collectives
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
@@ -215,7 +215,7 @@ def run_worker(
     profiled = recipe.train.profile is not None and trial is None
     profiling = [functools.partial(Profiling, run)] if profiled else []
     trainer = Trainer(
-        Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
+        TrainingContext(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
         schedule=Schedule(recipe.optimizer, len(task.stream)),
         checkpoints=checkpoints,
         stop_requested=stop_requested,
@@ -347,7 +347,7 @@ def _strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy,
         compile_blocks(task.blocks())
     dtype = DTYPES[recipe.train.mixed_precision]
     optimizer = optimizer_factory(recipe.optimizer)
-    setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
+    setup = StrategyConfig(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
     strategy = build_strategy(setup)
     check_averages(strategy, recipe.optimizer)
     return strategy, check_layout(recipe, dtype, strategy)

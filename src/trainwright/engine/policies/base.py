@@ -99,7 +99,7 @@ class RewindRequested(TrainingError):
 
 
 @dataclass
-class Training:
+class TrainingContext:
     """A run in progress: what a policy may read, and ``progress``, which it may change.
 
     Attributes:
@@ -129,7 +129,7 @@ class StepPolicy:
         state: numbers that a checkpoint saves under the name of the class; resuming and rewinding replace them.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         self.training = training
         self.state: dict[str, float] = {}
 
@@ -212,7 +212,7 @@ class LossScale(StepPolicy):
     A step whose gradients overflow is repeated at half the scale, so no example is lost.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._scaled = training.recipe.train.mixed_precision == "fp16"
         if self._scaled:
@@ -243,7 +243,7 @@ class LossScale(StepPolicy):
 class GradientNoise(StepPolicy):
     """Estimate the gradient noise scale from a batch and its first half (train.gradient_noise_scale)."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._every = training.recipe.train.gradient_noise_scale
         self._small: tuple[float, float] | None = None
@@ -284,7 +284,7 @@ class LossSpikes(StepPolicy):
 class LossLimit(StepPolicy):
     """End the run if the loss stays above a limit (train.max_loss)."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._limit = training.recipe.train.max_loss
         if self._limit is not None:
@@ -315,7 +315,7 @@ class NonFinite(StepPolicy):
         return not gradients.is_finite
 
 
-def handle_wrong_numbers(training: Training, what: str, kind: str, rank: int, detail: str, step: int) -> None:
+def handle_wrong_numbers(training: TrainingContext, what: str, kind: str, rank: int, detail: str, step: int) -> None:
     """Report a step with wrong numbers; return if its update is to be skipped.
 
     Args:

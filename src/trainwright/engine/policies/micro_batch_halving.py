@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.out_of_memory import MemoryShortage, OutOfMemory, attempt, release
-from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
+from trainwright.engine.policies.base import StepGradients, StepPolicy, TrainingContext
 from trainwright.parallel.strategy import Independent
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import RecipeSchema
@@ -22,7 +22,7 @@ class Halving(StepPolicy):
         enabled: whether a step may be repeated; false to test whether it fits.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self.enabled = True
         self._task = training.task

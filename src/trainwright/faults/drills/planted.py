@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainwright.data.stream.stream import GlobalBatch
-from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
+from trainwright.engine.policies.base import StepGradients, StepPolicy, TrainingContext
 
 VARIABLE = "TRAINWRIGHT_FAULT"
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
@@ -31,7 +31,7 @@ def flip(tensor: torch.Tensor, position: float, bit: int) -> None:
 class Planted(StepPolicy):
     """The base class, which decides whether the fault is due."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self.where: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "null")) or {"rank": None}
         self._done = self.training.world.rank != self.where["rank"]

@@ -35,7 +35,7 @@ from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.row_shards import DividedByRows, RowShards
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
-    Setup,
+    StrategyConfig,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
@@ -58,7 +58,7 @@ class FullySharded:
         RequestError: sizes do not multiply to the world size, or the model lacks a class to wrap.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: StrategyConfig) -> None:
         world, module, parallel = setup.world, setup.module, setup.parallel
         self.name = parallel.strategy
         self.world = world

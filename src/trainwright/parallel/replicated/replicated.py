@@ -24,7 +24,7 @@ from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
-    Setup,
+    StrategyConfig,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
@@ -209,7 +209,7 @@ class Replicated:
 
     gradients = GradientAccumulator
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: StrategyConfig) -> None:
         world, module, dtype = setup.world, setup.module, setup.dtype
         self.name = setup.parallel.strategy
         self.world = world
