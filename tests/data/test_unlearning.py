@@ -52,7 +52,10 @@ def test_every_forget_row_comes_once_an_epoch_with_a_retain_row(pairs: TokenData
 
 
 def test_pairs_do_not_depend_on_how_they_are_divided(pairs: TokenDataset) -> None:
-    for one, other in ((stream(pairs), stream(pairs, rows=None, passes=3)), (stream(pairs), stream(pairs, rows=4))):
+    for one, other in (
+        (stream(pairs), stream(pairs, rows=None, micro_batches=3)),
+        (stream(pairs), stream(pairs, rows=4)),
+    ):
         assert all(one.examples(step) == other.examples(step) for step in range(15))
     assert stream(pairs).examples(2) != stream(pairs, seed=4).examples(2)
 

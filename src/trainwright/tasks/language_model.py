@@ -381,7 +381,7 @@ def stream_of(
             global_batch_size=train.global_batch_size if training else recipe.batch_rows,
             seed=train.seed,
             rows=None if rows == "auto" else rows,
-            passes=1 if steps == "auto" else steps * parallel.processes,
+            micro_batches=1 if steps == "auto" else steps * parallel.processes,
             pack_length=recipe.data.pack_length,
             total_examples=total,
             shuffle=shuffle,
