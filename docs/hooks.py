@@ -11,10 +11,10 @@ from typing import Any
 import typer
 
 from trainwright.cli.main import app
+from trainwright.cli.recipe import recipe_json_schema
 from trainwright.compatibility.conversion.table import names, table
 from trainwright.recipe import registries
 from trainwright.recipe.extensions import Registry
-from trainwright.recipe.json_schema import recipe_json_schema
 
 ROOT = Path(__file__).parents[1]
 # Files of the repository that are pages of the site, with the titles that the site gives them.

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.events import EventLog
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
-from trainwright.engine.task import Measured, Task
+from trainwright.engine.task import ForwardOnly, Measured, Task
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import StopRequested
 from trainwright.utils import heartbeat

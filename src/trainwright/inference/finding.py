@@ -15,7 +15,7 @@ from trainwright.models.supported import class_in
 from trainwright.models.tokenization import TOKENIZER_FILES
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import AddedTokensSection, ModelSection
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import quoted
@@ -41,7 +41,7 @@ class UnloadedModel:
     section: ModelSection
     seed: int = 0
     checkpoint: Path | None = None
-    recipe: Recipe | None = None
+    recipe: RecipeSchema | None = None
     run: Path | None = None
 
     def save(self, file: Path) -> None:
@@ -187,7 +187,7 @@ def _base_section(path: Path) -> ModelSection:
     if recorded is None:
         return ModelSection(name=name)
     added = AddedTokensSection.model_validate(recorded.added_tokens or {})
-    return ModelSection(name=name, gguf_file=recorded.gguf_file, added_tokens=added)
+    return ModelSection(name=name, gguf_file=recorded.gguf_file, overrides=recorded.overrides, added_tokens=added)
 
 
 def _json(file: Path) -> dict[str, Any]:

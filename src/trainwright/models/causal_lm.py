@@ -27,12 +27,13 @@ from trainwright.models.linear_losses import (
     Head,
     Terms,
     linear_cross_entropy,
+    needs_padding,
+    padded_batch,
     shared_gradient,
     standardized_log_likelihood,
     token_statistics,
 )
 from trainwright.models.own_module import OwnModel
-from trainwright.models.padding import needs_padding, padded_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

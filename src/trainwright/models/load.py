@@ -64,7 +64,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """Return the configuration of ``model``, including ``model.dropout``; needs no weights.
+    """Return the configuration of ``model``, including ``model.overrides`` and ``model.dropout``; needs no weights.
 
     A fresh model, or one with ``model.tokenizer``, gets the special token ids of the tokenizer
     (``load_tokenizer(model)`` if None); a fresh model also gets its vocabulary size.
@@ -80,7 +80,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         assert source.config is not None and tokenizer is not None
         config = fresh_config(source.config, tokenizer)
     else:
-        config = config_from(source.directory)
+        config = config_from(source.directory, model)
         if model.added_tokens.names:
             text = config.get_text_config()
             text.vocab_size = needed_rows(text.vocab_size, tokenizer or complete_tokenizer(model), model.added_tokens)
@@ -175,7 +175,7 @@ def load_model(
         loaded = fresh_model(config, seed, dtype)
         _quantize(loaded, model.adapter)
     else:
-        theirs = config_from(source.directory) if model.implementation == "gpt" else config
+        theirs = config_from(source.directory, model) if model.implementation == "gpt" else config
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
             from trainwright.models.gpt.config import GPTConfig

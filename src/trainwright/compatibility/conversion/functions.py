@@ -337,3 +337,13 @@ def model_name(conversion: Conversion, setting: Setting, rule: Rule, revision: s
     wanted = conversion.value(revision)
     name = setting.value if wanted in (None, "main") else f"{setting.value}@{wanted}"
     conversion.take(setting, "model.name", setting.value if isinstance(setting.value, Code) else name)
+
+
+def overrides(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Change values of the model's configuration."""
+    if not setting.is_on:
+        conversion.drop(setting, "asks for nothing")
+        return
+    value = {setting.key: setting.value} if setting.key == "rope_scaling" else setting.value
+    earlier = conversion.values.pop("model.overrides", None)
+    conversion.take(setting, "model.overrides", {**(earlier[0] if earlier else {}), **value})

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of
 from trainwright.data.sources.registry import registered_source, without_slice
+from trainwright.data.sources.row_files import suffix_of
 from trainwright.data.sources.shards import is_shards
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.utils.paths import user_path

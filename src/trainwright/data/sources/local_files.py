@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.data.sources import row_files as document_files
-from trainwright.data.sources.opening import COMPRESSED, TABLES, suffix_of, why_unreadable
-from trainwright.data.sources.row_files import READERS
+from trainwright.data.sources.row_files import COMPRESSED, READERS, TABLES, suffix_of, why_unreadable
 from trainwright.errors import RequestError
 from trainwright.utils.paths import user_path
 

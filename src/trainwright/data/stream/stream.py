@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.lengths import best_fit_decreasing, examples_within, fitting
+from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
 from trainwright.recipe.sections.train import BatchUnit
 
 # The number of steps, or examples, among which the largest is searched.
@@ -233,7 +233,7 @@ class StreamSettings:
 
     Attributes:
         global_batch_size: examples per step, or packs, or tokens.
-        rows: rows (examples or packs) per micro-batch; None divides each global batch into ``passes`` micro-batches
+        rows: rows (examples or packs) per micro-batch; None divides each global batch into ``micro_batches`` of them
             instead.
         pack_length: tokens per pack, or None if each row is one example.
         total_examples: the number of examples in the stream; the last global batch may be smaller.
@@ -246,7 +246,7 @@ class StreamSettings:
     global_batch_size: int
     seed: int
     rows: int | None
-    passes: int = 1
+    micro_batches: int = 1
     pack_length: int | None = None
     total_examples: int | None = None
     shuffle: bool = True
@@ -290,7 +290,7 @@ class Stream(Generic[Data]):
     @property
     def division(self) -> str:
         """Return all that the division of examples into micro-batches depends on."""
-        return f"{self.global_batch_size} {self._rows} {self.settings.passes} {self.settings.pack_length}"
+        return f"{self.global_batch_size} {self._rows} {self.settings.micro_batches} {self.settings.pack_length}"
 
     def _fit(self, lengths: Iterator[int]) -> int:
         """Return how many of the next examples are a step: those that fit into its packs, or into its tokens."""
@@ -368,7 +368,7 @@ class Stream(Generic[Data]):
         return GlobalBatch(tuple(self._micro_batch(i, group, sizes) for i, group in groups))
 
     def _groups(self, rows: list[tuple[int, ...]], max_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
-        size = min(self._rows or math.ceil(len(rows) / self.settings.passes), max_rows or len(rows))
+        size = min(self._rows or math.ceil(len(rows) / self.settings.micro_batches), max_rows or len(rows))
         return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> MicroBatch:

@@ -12,7 +12,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.observe.reports.charts import curve_charts
 from trainwright.observe.reports.figures import RunFigures, is_run, mapping
-from trainwright.observe.reports.html import CURVE_MENU, Page, escaped, section, table
+from trainwright.observe.reports.page import CURVE_MENU, Page, escaped, section, table
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.utils import text
 from trainwright.utils.paths import user_path, write_file

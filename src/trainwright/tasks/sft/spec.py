@@ -12,7 +12,7 @@ from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Pos
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 class SftSection(Section):
@@ -34,7 +34,7 @@ class SftSection(Section):
     )
 
 
-def _check(recipe: Recipe) -> Iterator[Contradiction]:
+def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     section = recipe.own(SftSection)
     if section.label_smoothing and section.loss != "nll":
         yield Contradiction(("sft.label_smoothing", "sft.loss"), f"has no effect with loss {section.loss}; remove it")
@@ -43,7 +43,7 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
             yield Contradiction((f"sft.{key}", "sft.loss"), "has an effect with loss eaft only; set it, or remove this")
 
 
-def _needs(recipe: Recipe) -> Needs:
+def _needs(recipe: RecipeSchema) -> Needs:
     return Needs(of_losses=recipe.own(SftSection).loss != "nll")
 
 

@@ -14,14 +14,14 @@ from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
 from trainwright.models.linear_losses import Head, top_entropy
 from trainwright.models.load import load_tokenizer
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
 from trainwright.tasks.sft.spec import SftSection
 
 __all__ = ["SupervisedFineTuning", "build", "prepare_once"]
 
 
-def build(recipe: Recipe, cache: Path) -> SupervisedFineTuning:
+def build(recipe: RecipeSchema, cache: Path) -> SupervisedFineTuning:
     """Return the task of a resolved recipe; its data is in the cache, where ``prepare_once`` has put it."""
     tokenizer = load_tokenizer(recipe.model)
     return SupervisedFineTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))
