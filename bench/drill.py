@@ -20,7 +20,7 @@ from support.results import results_directory
 from support.runs import write_results
 
 import trainwright as tw
-from trainwright.faults.drills.campaign import CampaignResults
+from trainwright.faults.drills.operations import CampaignResults
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"

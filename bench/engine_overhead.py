@@ -32,17 +32,17 @@ from support.runs import Spread, write_results
 from support.trainwright_side import RECIPE
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
-from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
-from trainwright.engine.policies.base import StepGradients, Training
+from trainwright.engine.policies.base import StepGradients, TrainingContext
+from trainwright.engine.task import task_module
 from trainwright.engine.trainer import Trainer, _StepResult
-from trainwright.parallel.strategy import Setup, build_strategy
+from trainwright.parallel.strategy import StrategyConfig, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.process import keep_freed_memory, prepare_environment, threads_allowed
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
-from trainwright.tasks.registry import task_module
 
 RESULTS = results_directory()
 CORES = 2
@@ -167,12 +167,12 @@ def measure(work: Path, pairs: int) -> int:
         dtype = DTYPES[recipe.train.mixed_precision]
         factory = optimizer_factory(recipe.optimizer)
         strategy = build_strategy(
-            Setup(recipe.parallel, world, task.module, factory, dtype, task.blocks(), task.weights)
+            StrategyConfig(recipe.parallel, world, task.module, factory, dtype, task.blocks(), task.weights)
         )
         events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
         steps = len(task.stream)
         trainer = Paired(
-            Training(recipe, "", task, strategy, events),
+            TrainingContext(recipe, "", task, strategy, events),
             schedule=Schedule(recipe.optimizer, steps),
             checkpoints=Checkpoints(work / "checkpoints", keep_last=1, keep_best=False),
             stop_requested=lambda: False,

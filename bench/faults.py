@@ -21,8 +21,8 @@ from support.faults.setting import setting
 from support.results import results_directory
 
 from trainwright.faults.drills import phases
-from trainwright.faults.drills.campaign import BROKEN, HELD, MISSED, SKIPPED, CampaignResults, run_trials, table
 from trainwright.faults.drills.kinds import KINDS, matching, schedule
+from trainwright.faults.drills.operations import BROKEN, HELD, MISSED, SKIPPED, CampaignResults, run_trials, table
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from support.machine import describe, use_cores
 from support.results import results_directory
 from support.runs import write_results
 
-from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.engine.policies.base import StepPolicy, TrainingContext
 from trainwright.utils import heartbeat
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ MODELS = {
 class Switched(StepPolicy):
     """Keep a heartbeat in one step of every two, in an order that a seed draws for each pair."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._own = heartbeat.own()
 

@@ -31,12 +31,12 @@ from support.machine import describe, use_cores
 from support.results import results_directory
 from support.runs import print_table, write_results
 
-from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.engine.policies.base import StepPolicy, TrainingContext
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
 from trainwright.utils import heartbeat
+from trainwright.utils.heartbeat import Use
 from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
-from trainwright.utils.phase_clock import Use
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = results_directory() / "ledger.json"
@@ -58,7 +58,7 @@ _PHASE = re.compile(r"(?P<waiting>exchange in )?(?P<phase>.+?)(, step \d+)?(, mi
 class AfterTheLast(StepPolicy):
     """Write the seconds of every phase after the last step, before ranks wait for the one that writes the trace."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self._last = len(training.task.stream)
 

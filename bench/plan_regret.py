@@ -40,7 +40,7 @@ from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.process import preload_libraries
 
 RESULTS = results_directory() / "plan_regret.json"
@@ -133,7 +133,9 @@ def parse_arguments() -> argparse.Namespace:
 class Bench:
     """One recipe: what is chosen for it, and what everything else would have come to."""
 
-    def __init__(self, recipe: Recipe, machine: Machine, calibration: Calibration, work: Path, steps: int) -> None:
+    def __init__(
+        self, recipe: RecipeSchema, machine: Machine, calibration: Calibration, work: Path, steps: int
+    ) -> None:
         self.recipe, self.machine, self.work, self.steps = recipe, machine, work, steps
         self.cluster, self.constraints = cluster_of(machine), constraints_of(recipe)
         self.calibrations = {"datasheet": None, "calibrated": calibration}
@@ -218,7 +220,7 @@ class Bench:
         return in_json(self.find(choice, measured))
 
 
-def with_choice(recipe: Recipe, choice: Choice) -> Recipe:
+def with_choice(recipe: RecipeSchema, choice: Choice) -> RecipeSchema:
     """The recipe with nothing left open."""
     train = {
         "micro_batch_size": choice.micro_batch_size,

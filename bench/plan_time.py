@@ -34,7 +34,7 @@ from trainwright.planning.facts import facts_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.process import preload_libraries
 
 RESULTS = results_directory() / "plan_time.json"
@@ -104,7 +104,7 @@ def runs_here(name: str) -> bool:
     return "zero" not in name or find_spec("deepspeed") is not None
 
 
-def recipe_of(name: str, work: Path) -> Recipe:
+def recipe_of(name: str, work: Path) -> RecipeSchema:
     """The case's recipe, nothing left open."""
     model, length, pack, examples, overrides = CASES[name]
     asked = dict(text.split("=") for text in overrides)
@@ -119,7 +119,7 @@ def recipe_of(name: str, work: Path) -> Recipe:
     return small_recipe(model, length, pack, examples, work, [f"{key}={value}" for key, value in values.items()])
 
 
-def judged(name: str, recipe: Recipe, machine: Machine, calibration: Calibration, timed: Timed) -> dict[str, Any]:
+def judged(name: str, recipe: RecipeSchema, machine: Machine, calibration: Calibration, timed: Timed) -> dict[str, Any]:
     """What was measured of a case beside both predictions."""
     cluster, workload = cluster_of(machine), facts_of(recipe).workload
     choice = choice_of(recipe, machine, timed.accumulation)
@@ -137,7 +137,7 @@ def judged(name: str, recipe: Recipe, machine: Machine, calibration: Calibration
     }
 
 
-def choice_of(recipe: Recipe, machine: Machine, passes: int) -> Choice:
+def choice_of(recipe: RecipeSchema, machine: Machine, passes: int) -> Choice:
     """What a recipe with nothing left open stands for, with the micro-batches per process that it came to."""
     train, parallel = recipe.train, recipe.parallel
     processes: Any = parallel.num_processes

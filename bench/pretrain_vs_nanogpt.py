@@ -34,21 +34,21 @@ from support.runs import Spread, write_results
 from trainwright.data.stream.windows import WindowDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
-from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
-from trainwright.engine.policies.base import Training
+from trainwright.engine.policies.base import TrainingContext
+from trainwright.engine.task import task_module
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
-from trainwright.parallel.strategy import Setup, build_strategy
+from trainwright.parallel.strategy import StrategyConfig, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import dump_recipe, load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.process import keep_freed_memory, run_in_child, threads_allowed
 from trainwright.run.resolve import resolve
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
-from trainwright.tasks.registry import task_module
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "pretrain" / "shakespeare.yaml"
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace, work: Path, precision: str) -> dict[str, 
     return found
 
 
-def planned(arguments: argparse.Namespace, work: Path, precision: str) -> Recipe:
+def planned(arguments: argparse.Namespace, work: Path, precision: str) -> RecipeSchema:
     """The recipe with what the plan chooses for it."""
     overrides = (
         f"data.train={arguments.text}",
@@ -162,10 +162,12 @@ def measure(work: Path) -> int:
             compile_blocks(task.blocks())
         dtype = DTYPES[recipe.train.mixed_precision]
         make = optimizer_factory(recipe.optimizer)
-        strategy = build_strategy(Setup(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights))
+        strategy = build_strategy(
+            StrategyConfig(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights)
+        )
         events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
         trainer = Paired(
-            Training(recipe, "", task, strategy, events),
+            TrainingContext(recipe, "", task, strategy, events),
             schedule=Schedule(recipe.optimizer, steps),
             checkpoints=Checkpoints(work / "checkpoints", keep_last=1, keep_best=False),
             stop_requested=lambda: False,

@@ -83,7 +83,7 @@ def losses(events: list[dict[str, Any]]) -> dict[int, float]:
 
 def tried(trial: Trial, directory: Path, expected: dict[int, float]) -> dict[str, Any]:
     overrides = (f"faults.replay_every={EVERY}", f"parallel.strategy={trial.strategy}")
-    policy = f"train.step_policies=['trainwright.faults.drills.faults.planted:{trial.what}']"
+    policy = f"train.step_policies=['trainwright.faults.drills.planted:{trial.what}']"
     events = train(directory, *overrides, policy, where=trial.where)
     faults = [event for event in events if event["event"] == "fault"]
     named = faults[-1]["rank"] if faults else None

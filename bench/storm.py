@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support import storm  # noqa: E402
 from tests.support.slurm import Slurm, why_not  # noqa: E402
-from trainwright.faults.drills.campaign import CampaignResults  # noqa: E402
+from trainwright.faults.drills.operations import CampaignResults  # noqa: E402
 from trainwright.faults.drills.trial_settings import code_of_the_product  # noqa: E402
 
 RESULTS = results_directory() / "storm.jsonl"

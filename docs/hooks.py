@@ -11,10 +11,10 @@ from typing import Any
 import typer
 
 from trainwright.cli.main import app
+from trainwright.cli.recipe import recipe_json_schema
 from trainwright.compatibility.conversion.table import names, table
 from trainwright.recipe import registries
 from trainwright.recipe.extensions import Registry
-from trainwright.recipe.json_schema import recipe_json_schema
 
 ROOT = Path(__file__).parents[1]
 # Files of the repository that are pages of the site, with the titles that the site gives them.
@@ -100,7 +100,7 @@ def _table(properties: dict[str, Any], schema: dict[str, Any], prefix: str) -> l
 
 
 def _sections_of(value: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sections (objects with named keys) that a key's value may be, or be a list of."""
+    """Return the sections (objects with named keys) that a key's value may be, or be a list or mapping of."""
     if "$ref" in value:
         return _sections_of(schema["$defs"][value["$ref"].rpartition("/")[2]], schema)
     if value.get("properties"):
@@ -110,8 +110,7 @@ def _sections_of(value: dict[str, Any], schema: dict[str, Any]) -> list[dict[str
 
 
 def _items(value: dict[str, Any]) -> list[dict[str, Any]]:
-    items = value.get("items")
-    return [items] if isinstance(items, dict) else []
+    return [items for key in ("items", "additionalProperties") if isinstance(items := value.get(key), dict)]
 
 
 def _type(value: dict[str, Any], schema: dict[str, Any]) -> str:

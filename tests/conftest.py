@@ -17,8 +17,7 @@ from tests.support.janitor import Janitor
 from tests.support.runs import Runs
 from tests.support.traces import share, shared_directory
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import Heartbeat
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Heartbeat, Use
 
 # What the shell that starts the tests may have set for something else: a batch system's step, a launcher's process,
 # a terminal. Commands under test would follow it.

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY
+from trainwright.engine.task import task_module
 from trainwright.models.load import load_model
 from trainwright.recipe.loading import load_recipe
-from trainwright.tasks.registry import task_module
 from trainwright.utils.activity import Activity, Ticker, doing, in_log, progress
 from trainwright.utils.text import say
 

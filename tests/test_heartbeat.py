@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.heartbeat import DeviceEvent, Heartbeat, Use
 from trainwright.utils.heartbeat_file import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, EnteredCollective, read
-from trainwright.utils.phase_clock import DeviceEvent, Use
 
 
 class Worker:

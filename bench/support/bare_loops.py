@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.engine.optimizer import Schedule
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 
-def bare_loop(recipe: Recipe, task: Any, world: World) -> BareLoop:
+def bare_loop(recipe: RecipeSchema, task: Any, world: World) -> BareLoop:
     """The hand-written loop for the recipe's strategy."""
     if recipe.parallel.strategy == "single":
         return LowPrecisionLoop(recipe, task, world, task.module)
@@ -31,7 +31,7 @@ def bare_loop(recipe: Recipe, task: Any, world: World) -> BareLoop:
 class BareLoop:
     """fp32, with gradients averaged over the ranks by the wrapper around the model."""
 
-    def __init__(self, recipe: Recipe, task: Any, world: World, module: nn.Module) -> None:
+    def __init__(self, recipe: RecipeSchema, task: Any, world: World, module: nn.Module) -> None:
         self.world = world
         self.module = module
         self.steps = _batches(task, recipe, world)
@@ -99,7 +99,7 @@ class LowPrecisionLoop(BareLoop):
                 master.grad = None
 
 
-def _batches(task: Any, recipe: Recipe, world: World) -> list[tuple[list[Batch], float]]:
+def _batches(task: Any, recipe: RecipeSchema, world: World) -> list[tuple[list[Batch], float]]:
     """This rank's micro-batches of every step as tensors, and the targets of the whole step."""
     assert recipe.train.max_steps is not None
     steps = [task.stream.global_batch(step) for step in range(recipe.train.max_steps)]

@@ -22,16 +22,16 @@ import torch.distributed as dist
 import trainwright.run.run_worker as worker
 from support.live_memory import LiveMemory, live_memory
 from trainwright.engine import trainer as engine
+from trainwright.engine.task import task_module
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
 from trainwright.run.process import prepare_environment, run_in_child
 from trainwright.run.resolve import resolve
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
-from trainwright.tasks.registry import task_module
 
 
 def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
     return {"ranks": ranks, "parallel": parallel, "seconds": time.monotonic() - begun}
 
 
-def _prepare(recipe: Recipe, cache: Path) -> None:
+def _prepare(recipe: RecipeSchema, cache: Path) -> None:
     task_module(recipe).prepare_once(recipe, cache)
 
 

@@ -25,7 +25,7 @@ from trainwright.planning.step_time.basis import Basis, shapes_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "sft" / "quickstart.yaml"
 SHORT = ("evaluate.every=null", "evaluate.max_new_tokens=1", "checkpoint.every=null", "train.compile=false")
@@ -57,7 +57,7 @@ class Way:
         return f"{precision}, {choice.num_processes} x {choice.threads} threads, {choice.strategy}"
 
 
-def recipes(work: Path) -> dict[str, Recipe]:
+def recipes(work: Path) -> dict[str, RecipeSchema]:
     """The quickstart's, and another shape."""
     return {
         "quickstart": load_recipe(QUICKSTART, [*SHORT, "logging.observers.tensorboard=false"]),
@@ -79,7 +79,7 @@ def run_here(
 
 
 def _result(
-    recipe: Recipe, machine: Machine, calibration: Calibration | None, work: Path, steps: int
+    recipe: RecipeSchema, machine: Machine, calibration: Calibration | None, work: Path, steps: int
 ) -> dict[str, Any]:
     begun = time.monotonic()
     _run(recipe, machine, _ways(recipe, machine, calibration)[0].choice, 1, work / "first")  # prepares the data
@@ -117,7 +117,7 @@ def _measured_now(machine: Machine, workload: Workload) -> Basis:
     return Basis(None, for_block(found.calibration, shapes.bounded(machine.device).block))
 
 
-def _ways(recipe: Recipe, machine: Machine, calibration: Calibration | None) -> list[Way]:
+def _ways(recipe: RecipeSchema, machine: Machine, calibration: Calibration | None) -> list[Way]:
     workload, cluster = facts_of(recipe).workload, cluster_of(machine)
     basis = _measured_now(machine, workload)
     evaluators = {"measured": Evaluator(workload, cluster, rates_of(cluster, None, basis.measurement), installed)}
@@ -147,7 +147,7 @@ def _constraints(own: Constraints, workload: Workload, machine: Machine) -> Iter
                 yield replace(own, fixed=fixed), threads
 
 
-def _run(recipe: Recipe, machine: Machine, choice: Choice, steps: int, directory: Path) -> Timed:
+def _run(recipe: RecipeSchema, machine: Machine, choice: Choice, steps: int, directory: Path) -> Timed:
     train = {
         "micro_batch_size": choice.micro_batch_size,
         "activation_checkpointing": choice.activation_checkpointing,

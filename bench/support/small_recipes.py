@@ -11,7 +11,7 @@ from typing import Any
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, load_calibration, save_calibration
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096, "tie_word_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def small_recipe(
     model: str, length: int, pack: int | None, examples: int, work: Path, overrides: Sequence[str]
-) -> Recipe:
+) -> RecipeSchema:
     """One of ``MODELS`` on documents of about ``length`` tokens, ``examples`` of them a step, with ``overrides``.
 
     ``pack``: tokens of a pack; None for padded rows. It is never compiled.

@@ -17,7 +17,7 @@ from pathlib import Path
 from support.processes import busy_seconds
 from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
 from trainwright.run.process import run_in_child
 from trainwright.run.shutdown.stop import Stopping
@@ -48,7 +48,7 @@ class Timed:
 
 
 def run_steps(
-    recipe: Recipe,
+    recipe: RecipeSchema,
     machine: Machine,
     steps: int,
     warm_up: int,
@@ -113,8 +113,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
-def _prepare(recipe: Recipe, cache: Path) -> None:
-    from trainwright.tasks.registry import task_module
+def _prepare(recipe: RecipeSchema, cache: Path) -> None:
+    from trainwright.engine.task import task_module
 
     task_module(recipe).prepare_once(recipe, cache)
 

@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":
@@ -26,23 +22,21 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from trainwright.api.agents import Collected, collect
-    from trainwright.api.alternates import alternates
     from trainwright.api.evaluation import Evaluation, evaluate
     from trainwright.api.generation import generate
     from trainwright.api.publishing import Merged, Upload, export, merge, push
     from trainwright.api.recipe import Recipe
-    from trainwright.api.run import Run
-    from trainwright.api.stopping import checkpoint, stop
+    from trainwright.api.run import Run, checkpoint, stop
     from trainwright.api.training import resume, train
-    from trainwright.api.unlearning import unlearn_study
+    from trainwright.api.unlearning import alternates, unlearn_study
     from trainwright.clusters.operations import RunState, Submission, jobs, submit
     from trainwright.doctor.operations import Comparison, Diagnosis, MachineReport, check_machine, explain, verify
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
     from trainwright.faults.drills.operations import Drill, drill
-    from trainwright.observe.operations.ablation import Ablation, ablate
-    from trainwright.observe.operations.runs import RunSummary, runs
+    from trainwright.observe.ablation import Ablation, ablate
     from trainwright.observe.report import report
     from trainwright.observe.reports.comparing import RunsCompared, compare
+    from trainwright.observe.runs import RunSummary, runs
     from trainwright.planning.requests import Plan, plan, simulate
     from trainwright.planning.simulation.report import Simulation
     from trainwright.recipe.extensions import extension
@@ -100,23 +94,21 @@ __all__ = [
 # The names of each module, which is imported when one of them is first used.
 _MODULES = {
     "trainwright.api.agents": ("Collected", "collect"),
-    "trainwright.api.alternates": ("alternates",),
     "trainwright.api.evaluation": ("Evaluation", "evaluate"),
     "trainwright.api.generation": ("generate",),
     "trainwright.api.publishing": ("Merged", "Upload", "export", "merge", "push"),
     "trainwright.api.recipe": ("Recipe",),
-    "trainwright.api.run": ("Run",),
-    "trainwright.api.stopping": ("checkpoint", "stop"),
+    "trainwright.api.run": ("Run", "checkpoint", "stop"),
     "trainwright.api.training": ("resume", "train"),
-    "trainwright.api.unlearning": ("unlearn_study",),
+    "trainwright.api.unlearning": ("alternates", "unlearn_study"),
     "trainwright.clusters.operations": ("RunState", "Submission", "jobs", "submit"),
     "trainwright.doctor.operations": ("Comparison", "Diagnosis", "MachineReport", "check_machine", "explain", "verify"),
     "trainwright.errors": ("MachineError", "RequestError", "Stopped", "TrainingError", "TrainwrightError"),
     "trainwright.faults.drills.operations": ("Drill", "drill"),
-    "trainwright.observe.operations.ablation": ("Ablation", "ablate"),
-    "trainwright.observe.reports.comparing": ("RunsCompared", "compare"),
+    "trainwright.observe.ablation": ("Ablation", "ablate"),
+    "trainwright.observe.runs": ("RunSummary", "runs"),
     "trainwright.observe.report": ("report",),
-    "trainwright.observe.operations.runs": ("RunSummary", "runs"),
+    "trainwright.observe.reports.comparing": ("RunsCompared", "compare"),
     "trainwright.planning.requests": ("Plan", "plan", "simulate"),
     "trainwright.planning.simulation.report": ("Simulation",),
     "trainwright.recipe.extensions": ("extension",),
@@ -132,33 +124,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-# Modules and packages that have moved, by the names that documentation of the last version gave: for one version.
-_MOVED = {
-    "trainwright.extensions": "trainwright.recipe.extensions",
-    "trainwright.observe.reader": "trainwright.engine.event_reader",
-    "trainwright.reinforcement": "trainwright.tasks.algorithm_distillation",
-}
-
-
-class _MovedFinder(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        for old, new in _MOVED.items():
-            if fullname == old or fullname.startswith(f"{old}."):
-                return spec_from_loader(fullname, _MovedLoader(new + fullname.removeprefix(old)), is_package=True)
-        return None
-
-
-class _MovedLoader(Loader):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def exec_module(self, module: ModuleType) -> None:
-        import warnings
-
-        warnings.warn(f"{module.__name__} is now {self._name}", FutureWarning, stacklevel=2)
-        sys.modules[module.__name__] = import_module(self._name)
-
-
-sys.meta_path.insert(0, _MovedFinder())  # before the finder of paths, which would load a module of such a package again

@@ -17,9 +17,9 @@ import sys
 
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.recipe.loading import split_words
-from trainwright.run.group.report_once import rank_from_variables, should_report
-from trainwright.run.joined import JoinRequest, run_joined
-from trainwright.run.request import is_bare_resume
+from trainwright.run.group.failure_report import rank_from_variables, should_report
+from trainwright.run.joined import run_joined
+from trainwright.run.request import TrainingRequest, is_bare_resume
 from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.shutdown.stop import interruptible
 from trainwright.utils.paths import search_working_directory_last
@@ -33,17 +33,16 @@ def main() -> None:
     try:
         with interruptible():
             recipe, overrides = split_words(arguments.recipe)
-            seconds, force = arguments.rendezvous_timeout, arguments.force
-            asked = JoinRequest(
+            request = TrainingRequest(
                 recipe,
                 tuple(overrides),
                 arguments.resume,
-                seconds,
-                force,
+                rendezvous_timeout=arguments.rendezvous_timeout,
+                force=arguments.force,
                 until=arguments.until,
                 time_limit=arguments.time_limit,
             )
-            code = run_joined(asked)[0]
+            code = run_joined(request)[0]
     except TrainwrightError as error:
         if should_report(rank_from_variables(os.environ), str(error)):
             say(f"error: {error}", file=sys.stderr)

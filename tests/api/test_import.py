@@ -35,15 +35,3 @@ def test_everything_public_is_there_listed_and_documented() -> None:
 
 def test_what_is_not_there_is_an_attribute_error() -> None:
     assert not hasattr(tw, "tarin")
-
-
-def test_modules_that_have_moved_are_found_by_the_names_that_documentation_gave() -> None:
-    code = (
-        "from trainwright.extensions import extension\n"
-        "import trainwright.reinforcement.environments.base as old\n"
-        "import trainwright.tasks.algorithm_distillation.environments.base as new\n"
-        "import trainwright as tw; print(extension is tw.extension, old is new)"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert shown.stdout == "True True\n"
-    assert "FutureWarning: trainwright.extensions is now trainwright.recipe.extensions" in shown.stderr

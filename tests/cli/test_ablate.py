@@ -12,8 +12,7 @@ import trainwright as tw
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from trainwright.errors import RequestError
-from trainwright.observe.operations.ablation import Ablation, SuccessiveHalving
-from trainwright.observe.operations.variants import Variant, grid, sample
+from trainwright.observe.ablation import Ablation, SuccessiveHalving, Variant, grid, sample
 from trainwright.observe.reports.comparing import is_lower_better
 
 SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.observers.tensorboard=false")

@@ -9,8 +9,8 @@ import pytest
 from typer.main import get_command
 
 from tests.support.commands import trainwright
+from trainwright.cli.command import COMMANDS
 from trainwright.cli.main import app
-from trainwright.cli.words_of_others import COMMANDS
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from datasets import Dataset, DatasetDict
 from trainwright.data.check import check_data
 from trainwright.data.rows.preparing import SplitSettings, prepare_raw
 from trainwright.data.rows.texts import pieces
-from trainwright.data.sources import opening
+from trainwright.data.sources import row_files
 from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows, source_notes
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.data import DataSection, SourceSection
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -208,7 +208,7 @@ def test_what_holds_no_rows_is_said_to_be_what_it_is(
         read_rows(str(tmp_path / "d"))
     recipe = {"task": "sft", "model": {"name": "some/model"}, "data": {"train": str(tmp_path / "d")}}
     with pytest.raises(RequestError, match=message):
-        check_data(Recipe.model_validate(recipe))
+        check_data(RecipeSchema.model_validate(recipe))
 
 
 BAD = {
@@ -292,7 +292,7 @@ def test_compressed_files_are_read(tmp_path: Path, suffix: str, compress: Callab
 
 
 def test_a_line_that_is_no_row_of_any_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "LONGEST_LINE", 2**20)
+    monkeypatch.setattr(row_files, "LONGEST_LINE", 2**20)
     bomb = write(tmp_path / "a.jsonl.gz", gzip.compress(lines(rows("a")).encode() + b'{"question": "' + b"x" * 2**24))
     with pytest.raises(RequestError, match=r"a\.jsonl\.gz:4: a line of more than 1 MiB"):
         read_rows(str(bomb))

@@ -12,7 +12,7 @@ import pytest
 
 from trainwright.data.check import check_data
 from trainwright.errors import RequestError
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 ROW = {"question": "What is it?", "answer": "It is this."}
 TEXT = {"text": "As it is."}
@@ -30,8 +30,8 @@ def written(name: str, *rows: Any) -> str:
     return name
 
 
-def recipe(data: dict[str, Any], **model: Any) -> Recipe:
-    return Recipe.model_validate({"task": "sft", "model": {"name": "some/model", **model}, "data": data})
+def recipe(data: dict[str, Any], **model: Any) -> RecipeSchema:
+    return RecipeSchema.model_validate({"task": "sft", "model": {"name": "some/model", **model}, "data": data})
 
 
 def test_sound_data_passes() -> None:
@@ -82,8 +82,9 @@ def test_looking_imports_nothing_heavy() -> None:
     written("a.jsonl", ROW)
     code = (
         "import sys; from trainwright.data.check import check_data\n"
-        "from trainwright.recipe.schema import Recipe\n"
-        "check_data(Recipe.model_validate({'task': 'sft', 'model': {'name': 'a/b'}, 'data': {'train': 'a.jsonl'}}))\n"
+        "from trainwright.recipe.schema import RecipeSchema\n"
+        "values = {'task': 'sft', 'model': {'name': 'a/b'}, 'data': {'train': 'a.jsonl'}}\n"
+        "check_data(RecipeSchema.model_validate(values))\n"
         "assert not {'torch', 'datasets', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

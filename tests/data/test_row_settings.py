@@ -16,7 +16,7 @@ from trainwright.data.rows.pairs import PAIRS
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.data import DataSection, RowSettings
 
 ALPACA = "{instruction}\n\n### Input:\n{input}"
@@ -163,8 +163,8 @@ def test_the_check_before_a_run_reads_rows_as_the_recipe_says(tmp_path: Path) ->
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"frage": "What?", "antwort": "This."}) + "\n")
     data = {"train": str(file), "columns": {"question": "frage", "answer": "antwort"}}
-    check_data(Recipe.model_validate({"task": "sft", "model": {"name": "some/model"}, "data": data}))
+    check_data(RecipeSchema.model_validate({"task": "sft", "model": {"name": "some/model"}, "data": data}))
     with pytest.raises(RequestError, match="match no known layout"):
         check_data(
-            Recipe.model_validate({"task": "sft", "model": {"name": "some/model"}, "data": {"train": str(file)}})
+            RecipeSchema.model_validate({"task": "sft", "model": {"name": "some/model"}, "data": {"train": str(file)}})
         )

@@ -87,7 +87,7 @@ def test_micro_batches_do_not_depend_on_the_world_and_rows_change_no_example() -
 
 def test_a_number_of_passes_divides_the_rows() -> None:
     batch = Stream(
-        dataset(), StreamSettings(global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None)
+        dataset(), StreamSettings(global_batch_size=12, seed=0, rows=None, micro_batches=3, pack_length=None)
     ).global_batch(0)
     assert [len(micro.rows) for micro in batch.micro_batches] == [4, 4, 4]
 
@@ -107,7 +107,9 @@ def test_fewer_rows_divide_the_same_examples_further(pack: int | None) -> None:
 
 
 def test_a_number_of_passes_gives_way_to_fewer_rows() -> None:
-    divided = Stream(dataset(), StreamSettings(global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None))
+    divided = Stream(
+        dataset(), StreamSettings(global_batch_size=12, seed=0, rows=None, micro_batches=3, pack_length=None)
+    )
     divided.limit_rows(2)
     assert [len(micro.rows) for micro in divided.global_batch(0).micro_batches] == [2] * 6
 

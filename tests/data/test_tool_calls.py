@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.rows.formats import to_example
-from trainwright.data.rows.preparing import SplitSettings, prepare_raw
-from trainwright.data.rows.styling import style
-from trainwright.data.rows.tool_calls import arguments_of
+from trainwright.data.rows.formats import arguments_of, to_example
+from trainwright.data.rows.preparing import SplitSettings, prepare_raw, style
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer

@@ -14,8 +14,7 @@ from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import lengths_of
 from trainwright.tasks.unlearn.losses import only, target_indices
-from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
-from trainwright.tasks.unlearn.stream import joined, some_of, with_roles
+from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN, joined, some_of, with_roles
 
 FORGOTTEN, KEPT = 6, 10
 
@@ -53,7 +52,10 @@ def test_every_forget_row_comes_once_an_epoch_with_a_retain_row(pairs: TokenData
 
 
 def test_pairs_do_not_depend_on_how_they_are_divided(pairs: TokenDataset) -> None:
-    for one, other in ((stream(pairs), stream(pairs, rows=None, passes=3)), (stream(pairs), stream(pairs, rows=4))):
+    for one, other in (
+        (stream(pairs), stream(pairs, rows=None, micro_batches=3)),
+        (stream(pairs), stream(pairs, rows=4)),
+    ):
         assert all(one.examples(step) == other.examples(step) for step in range(15))
     assert stream(pairs).examples(2) != stream(pairs, seed=4).examples(2)
 

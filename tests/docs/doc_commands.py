@@ -33,6 +33,8 @@ NOT_RUN = {
         "files of the reader"
     ),
     r"pretrain/shakespeare\.yaml": "a file of the reader",
+    r"--fork runs/base@400": "a run of the reader: tests/run/test_fork.py forks",
+    r"tickets\.yaml": "files of the reader: test_the_page_about_own_data_runs writes and runs them",
     r"openwebtext|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
     r"^trainwright \w+ recipes/.*(quickstart|lora|darkroom|pendulum|stdlib-tiny)\.yaml(?!.*max_steps=20)": "minutes",
 }

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.docs.doc_commands import GUIDES, NOT_RUN, TUTORIALS, Command, command
 from tests.support.commands import ROOT, environment, trainwright
 from trainwright.cli.main import app
 from trainwright.recipe.loading import load_recipe, recipe_of
-from trainwright.tasks.unlearn.evaluation.study.file import load_study
+from trainwright.tasks.unlearn.evaluation.study_file import load_study
 
 ALL = [command for file in [*GUIDES, *TUTORIALS] for command in commands_of(file)]
 IN_GUIDES = {command.text: command for file in GUIDES for command in commands_of(file)}
@@ -94,6 +95,22 @@ def test_a_tutorials_commands_run_in_order(file: Path, checkout: Path) -> None:
     assert len(run) > 1
     for command in run:
         _run(command, checkout)
+
+
+@pytest.mark.slow
+def test_the_page_about_own_data_runs(checkout: Path) -> None:
+    page = ROOT / "docs" / "own-data.md"
+    blocks = dict(re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.M | re.S))
+    for name, kind in (("format.jinja", "jinja"), ("metrics.py", "python"), ("tickets.yaml", "yaml")):
+        (checkout / name).write_text(blocks[kind])
+    shutil.rmtree(checkout / "recipes")
+    row = blocks["json"].strip()
+    rows = [row.replace("7", str(printer)) for printer in range(40)]
+    (checkout / "my.jsonl").write_text("\n".join(rows) + "\n")
+    for command in commands_of(page):
+        newest = max(checkout.glob("runs/*/recipe.yaml"), key=lambda file: file.stat().st_mtime, default=page).parent
+        words = [str(newest) if word == "RUN" else word for word in command.words]
+        _run(replace(command, words=tuple(words)), checkout)
 
 
 @pytest.mark.slow

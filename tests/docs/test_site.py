@@ -14,8 +14,8 @@ import yaml
 
 from tests.support.commands import ROOT
 from trainwright.cli.main import app
+from trainwright.cli.recipe import recipe_json_schema
 from trainwright.compatibility.conversion.table import names, table
-from trainwright.recipe.json_schema import recipe_json_schema
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]
@@ -56,8 +56,7 @@ def test_the_reference_has_every_option_of_every_command(hooks: Any) -> None:
 
     def options(command: Any) -> Iterator[str]:
         for parameter in command.params:
-            if not getattr(parameter, "hidden", False):  # old spellings
-                yield from (name for name in parameter.opts if name.startswith("--"))
+            yield from (name for name in parameter.opts if name.startswith("--"))
         for each in getattr(command, "commands", {}).values():
             yield from options(each)
 

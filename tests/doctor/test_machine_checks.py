@@ -16,17 +16,16 @@ import torch
 from tests.support.commands import PATIENCE, ROOT, environment, trainwright
 from tests.support.doctor import checked
 from trainwright.doctor.checks.check import CannotCheck, Check, CheckContext, CheckResult, Finding, Outcome, Severity
-from trainwright.doctor.checks.gpus.health import _xids
-from trainwright.doctor.checks.gpus.offload import judged as judged_copies
-from trainwright.doctor.checks.network.interfaces import _adapters
-from trainwright.doctor.checks.network.nccl import EFFECTS, OLD_NAMES
-from trainwright.doctor.checks.processes.links import _judged as judged_sums
-from trainwright.doctor.checks.report import MachineReport
-from trainwright.doctor.checks.running import CHECKS, examine
-from trainwright.doctor.checks.software.kernels import TOLERANCES, ComparedKernel, compare, kernels
-from trainwright.doctor.checks.software.torch_build import _of_build
-from trainwright.doctor.checks.system.cores import _capped, _heat, _shares, _slow
-from trainwright.doctor.checks.system.disks import _link_rate
+from trainwright.doctor.checks.cores import _capped, _heat, _shares, _slow
+from trainwright.doctor.checks.disks import _link_rate
+from trainwright.doctor.checks.gpus import _xids
+from trainwright.doctor.checks.gpus import judged as judged_copies
+from trainwright.doctor.checks.kernels import TOLERANCES, ComparedKernel, compare, kernels
+from trainwright.doctor.checks.nccl import EFFECTS, OLD_NAMES
+from trainwright.doctor.checks.network import _adapters
+from trainwright.doctor.checks.running import CHECKS, MachineReport, examine
+from trainwright.doctor.checks.software import _of_build
+from trainwright.doctor.checks.two_processes import _judged as judged_sums
 from trainwright.errors import MachineError
 from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
@@ -299,7 +298,7 @@ import os, sys
 from pathlib import Path
 from tests.doctor.test_machine_checks import context
 from trainwright.doctor.checks.check import CheckEnded
-from trainwright.doctor.checks.child import answer_of
+from trainwright.doctor.checks.check import answer_of
 
 def work(answer):
     if sys.argv[1] == "crash":

@@ -21,6 +21,7 @@ from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, ev
 from tests.support.training import Case, Trained, built, train
 from trainwright.engine.checkpoints.checkpoint import CheckpointError, Checkpoints
 from trainwright.engine.checkpoints.export import check_checkpoint, check_export, gathered
+from trainwright.engine.task import task_module
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.load import load_config
@@ -30,7 +31,6 @@ from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.run.resolve import resolve
-from trainwright.tasks.registry import task_module
 
 K = TypeVar("K", bound=Hashable)
 FEW = (

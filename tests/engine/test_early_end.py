@@ -68,6 +68,8 @@ def test_it_ends_at_the_same_step_on_two_processes_and_when_resumed(runs: Runs) 
         ("loss", None, 1),
         ("retain_nll", None, 1),
         ("perplexity", None, 1),
+        ("near/perplexity", None, 1),
+        ("loss/rouge_l", None, -1),
         ("rouge_l", None, -1),
         ("x", False, 1),
         ("loss", True, -1),
@@ -136,6 +138,7 @@ def test_a_loss_above_the_limit_for_long_enough_ends_the_run(runs: Runs) -> None
         (("optimizer.schedule=reduce_on_plateau",), "optimizer.schedule: needs evaluations while training"),
         (("optimizer.plateau_factor=0.5",), "optimizer.plateau_factor: has no effect with schedule cosine"),
         (("train.max_loss_steps=5",), "train.max_loss_steps: has no effect without train.max_loss"),
+        (("sft.eaft_top=5",), "sft.eaft_top: has an effect with loss eaft only"),
         (("sft={loss: dft, label_smoothing: 0.1}",), "sft.label_smoothing: has no effect with loss dft"),
     ],
 )

@@ -15,9 +15,8 @@ from scipy.stats import binomtest
 
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs
-from trainwright.engine.event_log import EventLog
 from trainwright.engine.event_reader import read_events
-from trainwright.engine.events import Evaluate, Finish, Generate
+from trainwright.engine.events import Evaluate, EventLog, Finish, Generate
 from trainwright.errors import RequestError
 
 FIELDS = {

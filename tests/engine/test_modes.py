@@ -12,10 +12,10 @@ from tests.support.runs import Runs
 from tests.support.training import ALONE, Case, train
 from trainwright.data.stream.stream import MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.task import ForwardOnly
 from trainwright.parallel.replicated.replicated import Replicated
-from trainwright.parallel.strategy import Setup
+from trainwright.parallel.strategy import StrategyConfig
 from trainwright.recipe.schema import OptimizerSection
 from trainwright.recipe.sections.parallel import ParallelSection
 
@@ -56,7 +56,9 @@ class Dropping(nn.Module):
 
 def test_what_is_looked_at_is_computed_without_dropout_and_training_goes_on_with_it() -> None:
     make_optimizer = optimizer_factory(OptimizerSection())
-    strategy = Replicated(Setup(ParallelSection(strategy="single"), ALONE, Dropping(), make_optimizer, torch.float32))
+    strategy = Replicated(
+        StrategyConfig(ParallelSection(strategy="single"), ALONE, Dropping(), make_optimizer, torch.float32)
+    )
     dataset = TokenDataset.from_examples([([1, 2, 3], [True] * 3)] * 4, "four")
     stream = Stream(dataset, StreamSettings(global_batch_size=4, seed=0, rows=2, pack_length=None))
     for training in (True, False):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.engine.optimizer import Muon, optimizer_factory, orthogonalized
+from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizers.muon import Muon, orthogonalized
 from trainwright.recipe.schema import OptimizerSection
 
 STEPS = 3

@@ -13,8 +13,7 @@ from tests.support.runs import ON_ROWS, Runs, difference, events
 from tests.support.slow import slow_but
 from tests.support.training import Case, train
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
-from trainwright.engine.optimizer import optimizer_factory
-from trainwright.engine.parameter_groups import parameter_groups
+from trainwright.engine.optimizer import optimizer_factory, parameter_groups
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.strategy import check_averages, set_learning_rate

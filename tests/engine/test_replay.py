@@ -11,7 +11,7 @@ import torch
 
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, difference, events
 from trainwright.engine.policies.replay import Passes, _mismatches, _odd_ones
-from trainwright.faults.drills.faults.planted import flip
+from trainwright.faults.drills.planted import flip
 from trainwright.models.files import checksum
 
 SETTINGS = (ON_ROWS, "train.max_steps=12", "checkpoint.every=2", "evaluate.every=null", "faults.replay_every=3")
@@ -24,9 +24,7 @@ def settings(count: int, strategy: str) -> tuple[str, ...]:
 def flipped(runs: Runs, policy: str, where: dict[str, Any], *overrides: str) -> tuple[Path, Finished]:
     run = runs.new_directory("run")
     named = (f"logging.run_directory={run}", "logging.observers.tensorboard=false")
-    policies = (
-        f"train.step_policies=['{policy if ':' in policy else f'trainwright.faults.drills.faults.planted:{policy}'}']"
-    )
+    policies = f"train.step_policies=['{policy if ':' in policy else f'trainwright.faults.drills.planted:{policy}'}']"
     place = {"place": 0.37, "bit": 3, "pass": 0, **where}
     started = runs.command("train", str(TINY), *named, *overrides, policies, TRAINWRIGHT_FAULT=json.dumps(place))
     return run, started.wait()
@@ -125,7 +123,7 @@ def test_a_weight_that_is_wrong_only_where_it_is_computed_with_is_found(runs: Ru
 def test_without_a_check_that_has_passed_a_run_goes_back_to_what_it_was_resumed_from(runs: Runs) -> None:
     overrides = settings(2, "ddp")
     undisturbed = losses(runs.trained(*overrides))
-    policy = "train.step_policies=['trainwright.faults.drills.faults.planted:FlippedWeight']"
+    policy = "train.step_policies=['trainwright.faults.drills.planted:FlippedWeight']"
     started = runs.train(*overrides, policy, "faults.replay_every=null", "--until", "step 6")
     assert started.wait().code == 75
     run = started.run

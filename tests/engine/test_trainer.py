@@ -15,17 +15,17 @@ from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
-from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import (
     RankReport,
     RewindRequested,
     StepGradients,
     StepPolicy,
-    Training,
+    TrainingContext,
     WrongNumbers,
 )
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
+from trainwright.engine.task import ForwardOnly
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import RequestError
 from trainwright.faults.hangs.judge import limit
@@ -366,7 +366,7 @@ def test_a_rewind_takes_back_state_that_no_checkpoint_has_yet(make: Make) -> Non
 
 def test_a_policy_that_a_checkpoint_does_not_know_begins_as_it_was_made(make: Make) -> None:
     class Begins(StepPolicy):
-        def __init__(self, training: Training) -> None:
+        def __init__(self, training: TrainingContext) -> None:
             super().__init__(training)
             self.state = {"begun": 1.0}
 

@@ -10,7 +10,7 @@ import torch
 from trainwright.errors import MachineError
 from trainwright.inference.answering import by_length, over_ranks
 from trainwright.parallel.world import World
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

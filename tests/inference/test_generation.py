@@ -11,7 +11,7 @@ from tests.inference.models import ARCHITECTURES, PROMPTS, TOKENIZER, model_of
 from tests.support.slow import slow_but
 from trainwright.errors import RequestError
 from trainwright.inference.generation import Sampling, Stop, answer_batch
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 END = 258
 GREEDY = Sampling(max_new_tokens=40)

@@ -14,13 +14,13 @@ from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ROWS, Runs
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.inference.evaluation.questions import ValidationQuestions
+from trainwright.inference.evaluation.measure import ValidationQuestions
 from trainwright.inference.generation import Stop
 from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import EvaluateSection
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 

@@ -13,7 +13,7 @@ import pytest
 from tests.machine.test_cgroups import V2, plant
 from tests.support.commands import environment
 from trainwright.machine.detect import _address
-from trainwright.machine.numa import bind, node_to_bind
+from trainwright.machine.processor import bind, node_to_bind
 
 GPU = "0000:3B:00.0"  # as NVML writes it; sysfs has lower case
 EVERY = set(range(16))
@@ -103,7 +103,7 @@ def test_the_address_is_the_one_of_sysfs(monkeypatch: pytest.MonkeyPatch, bus: o
 def test_memory_is_taken_from_the_node() -> None:
     """Every system has a node 0; some forbid to choose it."""
     code = (
-        "from trainwright.machine.numa import prefer_memory\n"
+        "from trainwright.machine.processor import prefer_memory\n"
         "chosen, policies = prefer_memory(0), open('/proc/self/numa_maps').read()\n"
         "assert not chosen or 'prefer' in policies, policies\n"
         "assert not prefer_memory(1023), 'there is no such node'\n"

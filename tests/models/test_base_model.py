@@ -17,9 +17,12 @@ from tests.models.test_merging import base, trained
 from trainwright.compatibility.gguf.export import export_gguf
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
-from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.adapters.base_model import BaseModel, base_model
 from trainwright.models.load import check_adapter
 from trainwright.models.merging import merge
+from trainwright.models.usage import loading
+from trainwright.planning.facts import configuration_of
+from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import ModelSection
 
 RIGHT = '{"name": "a", "fingerprint": "b", %s}'
@@ -169,3 +172,16 @@ def test_a_description_that_the_last_version_wrote_is_read(tmp_path: Path) -> No
     file = tmp_path / "base_model.json"
     file.write_text(file.read_text().replace("quantization", "quantisation"))
     assert BaseModel.read(tmp_path) == described
+
+
+def test_overrides_of_the_base_belong_to_its_adapter(tmp_path: Path) -> None:
+    model, overrides = base(tmp_path / "small"), {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    trained(model, tmp_path / "adapter")
+    section = ModelSection(name=str(model), overrides={**overrides, "max_position_embeddings": 512})
+    base_model(section, 0).write(tmp_path / "adapter")
+    saved = find_model(str(tmp_path / "adapter")).section
+    assert saved.overrides == section.overrides and configuration_of(saved)["max_position_embeddings"] == 512
+    text = loading(tmp_path / "adapter", "adapter")
+    assert text is not None and "rope_scaling={'rope_type': 'linear', 'factor': 2.0}" in text
+    merge(saved, 0, tmp_path / "merged")
+    assert read_json(tmp_path / "merged" / "config.json")["max_position_embeddings"] == 512

@@ -8,8 +8,7 @@ import torch.nn.attention.flex_attention as torch_flex
 
 from tests.support.slow import slow_but
 from trainwright.models.attention import packs
-from trainwright.models.attention.call import Call
-from trainwright.models.attention.sequences import Sequences, allowed_blocks, first_allowed
+from trainwright.models.attention.sequences import Call, Sequences, allowed_blocks, first_allowed
 
 LENGTHS = ([1, 7, 33, 2, 50], [300, 129, 1, 128, 77], [128, 128, 256])
 

@@ -233,3 +233,36 @@ def test_a_sentencepiece_model_alone_names_the_package(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(RequestError, match=r"only tokenizer.model, which is read with the package sentencepiece"):
         tokenizer_from(tmp_path, "model.name")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def test_overrides_are_those_of_transformers_and_are_saved(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "model", load_config(fresh({**LLAMA, "rope_theta": 5e4})))
+    section = ModelSection(name=str(directory), overrides={"rope_scaling": YARN, "max_position_embeddings": 8192})
+    config = load_config(section)
+    assert config.max_position_embeddings == 8192 and config.rope_parameters == {**YARN, "rope_theta": 5e4}
+    model, theirs = load_model(section, 0).eval(), LlamaConfig.from_pretrained(directory)
+    theirs.rope_parameters, theirs.max_position_embeddings = {**YARN, "rope_theta": 5e4}, 8192
+    tokens = torch.arange(200)[None]
+    expected = AutoModelForCausalLM.from_pretrained(directory, config=theirs).eval()(tokens).logits
+    assert torch.equal(model(tokens).logits, expected)
+    assert not torch.equal(load_model(ModelSection(name=str(directory)), 0).eval()(tokens).logits, expected)
+    model.save_pretrained(tmp_path / "trained")
+    again = load_config(ModelSection(name=str(tmp_path / "trained"), overrides={"rope_theta": 1e4}))
+    assert again.rope_parameters == {**YARN, "rope_theta": 1e4} and again.max_position_embeddings == 8192
+
+
+def test_overrides_of_no_key_or_of_shapes_are_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "model")
+    with pytest.raises(
+        RequestError, match=r"model\.overrides\.rope_scalling: not a key of llama; did you mean rope_sc"
+    ):
+        load_config(ModelSection(name=str(directory), overrides={"rope_scalling": YARN}))
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_local_experts", "model_type", "n_embd"):
+        with pytest.raises(ValueError, match=f"{key} decides the shapes of the weights"):
+            ModelSection(name="a/b", overrides={key: 1})
+    nested = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e3}}}
+    with pytest.raises(RequestError, match="rope_parameters by kind of layer"):
+        ModelSection(name="a/b", overrides={"rope_theta": 1e5}).overridden(nested)

@@ -18,7 +18,7 @@ from trainwright.errors import RequestError
 from trainwright.inference.generation import Sampling, Stop, answer_batch
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.loading import dump_recipe, recipe_of
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import prepare_data
 from trainwright.tasks.pretrain.task import prepare_once
 
@@ -62,7 +62,7 @@ def test_rows_with_such_a_token_are_named_before_training(model: Path, tmp_path:
     assert len(prepare_data(recipe, load_tokenizer(recipe.model), tmp_path / "cache").train) == 2
 
 
-def written(recipe: Recipe, file: Path) -> Path:
+def written(recipe: RecipeSchema, file: Path) -> Path:
     file.write_text(dump_recipe(recipe))
     return file
 

@@ -28,7 +28,7 @@ from trainwright.models.merging import merge
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.models.usage import loading
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.run.card import model_card, published_settings
+from trainwright.run.hub import model_card, published_settings
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 

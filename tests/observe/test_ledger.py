@@ -12,8 +12,7 @@ import pytest
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs
 from trainwright.observe.ledger import LedgerWriter, by_category, count_ends, rank_file, read_ledger
-from trainwright.utils.heartbeat import Heartbeat
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Heartbeat, Use
 
 
 def line(launch: int, time: float, started: float, step: int = 1, **seconds: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from trainwright.engine.policies.stragglers import WINDOW, RankComparison
 CHILD = """
 import sys, time
 from trainwright.utils.heartbeat import Heartbeat
-from trainwright.observe.stalls import Stalls
+from trainwright.observe.ledger import Stalls
 
 own = Heartbeat(None)
 own.phase("backward", 1)

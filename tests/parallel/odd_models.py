@@ -15,7 +15,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.errors import RequestError
 from trainwright.models.recompute import save_activation_memory
-from trainwright.parallel.strategy import Setup, Strategy, build_strategy
+from trainwright.parallel.strategy import Strategy, StrategyConfig, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import OptimizerSection
 from trainwright.recipe.sections.parallel import ParallelSection
@@ -121,7 +121,9 @@ def _section(muon: bool) -> OptimizerSection:
 def strategy_over(world: World, model: nn.Module, strategy: str, muon: bool = False, **parallel: Any) -> Strategy:
     section = ParallelSection.model_validate({"strategy": strategy, "num_processes": world.size, **parallel})
     make = optimizer_factory(_section(muon))
-    return build_strategy(Setup(section, world, model, make, torch.float32, list(getattr(model, "layers", []))))
+    return build_strategy(
+        StrategyConfig(section, world, model, make, torch.float32, list(getattr(model, "layers", [])))
+    )
 
 
 def advance(strategy: Strategy, steps: range) -> list[float]:

@@ -20,7 +20,7 @@ from trainwright.models.quantization import NF4Linear
 from trainwright.parallel.zero.deepspeed_config import DEFAULTS, read_file, settings
 from trainwright.parallel.zero.deepspeed_config import check_file as check
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.strategy_spec import check_library
 
 OFFLOADED = {
@@ -54,7 +54,7 @@ OFFLOADED = {
 OFFLOADING = ("parallel.strategy=zero3", "parallel.offload_optimizer=true", "parallel.offload_parameters=true")
 
 
-def recipe(directory: Path, content: Any, *overrides: str) -> Recipe:
+def recipe(directory: Path, content: Any, *overrides: str) -> RecipeSchema:
     file = directory / "deepspeed.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     fixed = ("parallel.num_processes=2", "data.pack_length=null", f"parallel.deepspeed_config={file}")

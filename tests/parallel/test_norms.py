@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.fake_gpu import in_process
-from trainwright.parallel.norms import squared_norm
+from trainwright.parallel.strategy import squared_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

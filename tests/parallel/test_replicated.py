@@ -15,7 +15,7 @@ from torch import nn
 from tests.support.runs import Runs
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
-from trainwright.parallel.strategy import Setup
+from trainwright.parallel.strategy import StrategyConfig
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import OptimizerSection
 from trainwright.recipe.sections.parallel import ParallelSection
@@ -98,7 +98,7 @@ def by_hand(module: nn.Module, steps: range, limit: float = 0.5) -> list[float]:
 
 def make(module: nn.Module, world: World = ALONE, dtype: torch.dtype = torch.float32, **settings: Any) -> Replicated:
     parallel = ParallelSection(strategy="single")
-    return Replicated(Setup(parallel, world, module, optimizer_factory(section(**settings)), dtype))
+    return Replicated(StrategyConfig(parallel, world, module, optimizer_factory(section(**settings)), dtype))
 
 
 def reached(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

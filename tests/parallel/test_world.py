@@ -31,13 +31,12 @@ from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.export import export, gathered
 from trainwright.inference.answering import batches_of
 from trainwright.machine.detect import detect
-from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.fsdp.fully_sharded import _mesh
 from trainwright.parallel.layout import Shard
-from trainwright.parallel.world import backends, join, leave
+from trainwright.parallel.world import backends, join, leave, report_collectives
 from trainwright.parallel.zero.partitions import ParameterPiece, chunks, row_blocks
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
 from trainwright.run.resolve import resolve
 from trainwright.run.run_worker import Worker, run_worker
@@ -224,7 +223,7 @@ def fail_in_a_group(directory: str) -> None:
     text = run_directory.recipe_text(resolve(load_recipe(TINY, fixed), detect()).recipe)
     run_directory.record(run, text, "tiny", [])
 
-    def observers(recipe: Recipe) -> list[Any]:
+    def observers(recipe: RecipeSchema) -> list[Any]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

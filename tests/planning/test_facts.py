@@ -8,7 +8,7 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.planning.facts import Facts, configuration_named, facts_of, full_rows
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 CONFIG = {
     "model_type": "llama",
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
 
 
-def recipe(tmp_path: Path, **sections: Any) -> Recipe:
+def recipe(tmp_path: Path, **sections: Any) -> RecipeSchema:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": "a" * 74}) for _ in range(10)))
     values: dict[str, Any] = {
@@ -35,7 +35,7 @@ def recipe(tmp_path: Path, **sections: Any) -> Recipe:
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
-    return Recipe.model_validate(values)
+    return RecipeSchema.model_validate(values)
 
 
 def test_a_fresh_model_has_the_tokenizers_vocabulary(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_adapters(tmp_path: Path, written: Any, adapter: dict[str, Any]) -> None
 
 def test_known_models_need_no_file() -> None:
     asked = {"task": "sft", "model": {"name": "meta-llama/Llama-3.1-8B"}, "data": {"train": "pydoc"}}
-    workload = full_rows(Recipe.model_validate(asked)).workload
+    workload = full_rows(RecipeSchema.model_validate(asked)).workload
     assert workload.facts.total == 8_030_261_248
     assert workload.row_tokens == workload.longest == 1024
 
@@ -149,7 +149,7 @@ def full(tmp_path: Path, **more: Any) -> Facts:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 100, **more.pop("config", {})}))
     data = {"train": "pydoc", "validation": None, "max_length": 256, "pack_length": 1024, **more.pop("data", {})}
     asked = {"task": "sft", "model": {"name": str(tmp_path)}, "data": data, "train": {"max_steps": 5}, **more}
-    return full_rows(Recipe.model_validate(asked))
+    return full_rows(RecipeSchema.model_validate(asked))
 
 
 def test_full_rows_hold_documents_as_long_as_asked(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import Resolved, resolve
 
 GIB = 2**30
@@ -23,8 +23,8 @@ def machine(gpus: int = 0, cores: int = 2) -> Machine:
     return Machine("here", "Some CPU", cores, 64 * GIB, (Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0)),) * gpus)
 
 
-def recipe(train: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **data: Any) -> Recipe:
-    return Recipe.model_validate(
+def recipe(train: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **data: Any) -> RecipeSchema:
+    return RecipeSchema.model_validate(
         {
             "task": "sft",
             "model": {"name": "HuggingFaceTB/SmolLM2-1.7B"},

@@ -16,7 +16,7 @@ from trainwright.planning.plan import make_plan
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice, Workload
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 64, 128, 4, 259
 DOWN = r"model\.layers\.(0|1)\.mlp\.down_proj\.weight"
@@ -38,7 +38,7 @@ def workload(tmp_path: Path, adapter: str = "none", trainable: list[str] | None 
         "num_attention_heads": 4,
         "tie_word_embeddings": True,
     }
-    recipe = Recipe.model_validate(
+    recipe = RecipeSchema.model_validate(
         {
             "task": "unlearn",
             "model": {"config": config, "tokenizer": "bytes", "adapter": adapter, "trainable": trainable},

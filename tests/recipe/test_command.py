@@ -16,7 +16,7 @@ from trainwright.cli import main
 from trainwright.cli.recipe import app
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe, read_merged
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
 
@@ -98,7 +98,7 @@ def test_check_looks_at_the_first_rows(write: Write) -> None:
 def test_schema_describes_every_key() -> None:
     schema = json.loads(run("schema"))
     sections = {key for key, _ in _properties(schema)}
-    assert sections >= set(Recipe.model_fields)
+    assert sections >= set(RecipeSchema.model_fields)
     for key, description in _properties(schema):
         assert description.get("description") or "$ref" in description, key
 

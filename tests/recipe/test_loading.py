@@ -14,8 +14,8 @@ import yaml
 
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe, load_with_origins
-from trainwright.recipe.schema import Recipe
-from trainwright.tasks.unlearn.evaluation.study.file import load_study
+from trainwright.recipe.schema import RecipeSchema
+from trainwright.tasks.unlearn.evaluation.study_file import load_study
 
 STUDY = Path(__file__).parents[2] / "recipes" / "unlearn" / "tofu-tiny.yaml"
 STUDIES = {STUDY, *STUDY.parent.glob("*-grid.yaml")}
@@ -213,13 +213,13 @@ def test_a_dumped_recipe_is_the_same_recipe(write: Write, path: Path, annotated:
     loaded = load_with_origins(path, ["train.seed=5"])
     text = dump_recipe(loaded.recipe, loaded.origins if annotated else None)
     assert load_recipe(write(text)) == loaded.recipe
-    assert Recipe.model_validate(yaml.safe_load(text)) == loaded.recipe  # any YAML reader reads the same
+    assert RecipeSchema.model_validate(yaml.safe_load(text)) == loaded.recipe  # any YAML reader reads the same
 
 
 @pytest.mark.parametrize("text", AWKWARD, ids=ascii)
 @pytest.mark.parametrize("annotated", [False, True])
 def test_text_of_any_kind_survives_a_dump(write: Write, text: str, annotated: bool) -> None:
-    recipe = Recipe.model_validate(
+    recipe = RecipeSchema.model_validate(
         {
             "task": "sft",
             "model": {
@@ -274,15 +274,3 @@ def test_prompts_can_be_turned_off_where_a_recipe_sets_their_length() -> None:
         ["evaluate.prompts=[Hi]", "evaluate.max_new_tokens=4", "evaluate.prompts=[]"],
     )
     assert recipe.evaluate.prompts == [] and recipe.evaluate.max_new_tokens == 4
-
-
-def test_the_british_spellings_of_the_last_version_are_read_with_a_notice(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = "{type: lora, quantisation: nf4, double_quantisation: false, rank_stabilised: true}"
-    recipe = load_recipe(write(f"task: sft\nmodel: {{name: some/model, adapter: {old}}}\ndata: {{train: pydoc}}\n"))
-    adapter = recipe.model.adapter
-    assert (adapter.quantization, adapter.double_quantization, adapter.rank_stabilized) == ("nf4", False, True)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "model.adapter.rank_stabilised is now model.adapter.rank_stabilized" in said
-    assert load_recipe(write(SMALLEST), ["model.adapter=qlora"]).model.adapter.quantization == "nf4"

@@ -12,9 +12,8 @@ import pytest
 from tests.support.commands import wait_for
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, EXIT_STOPPED, RequestError
 from trainwright.run.group.environment import NodeRendezvous
-from trainwright.run.nodes.launches import NodeLaunches
-from trainwright.run.nodes.node_info import NodeInfo
-from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped, NodeFailed, NodeRules, Nodes, NodesLost
+from trainwright.run.node_launches import NodeLaunches
+from trainwright.run.nodes import LinkedStopping, NodeDropped, NodeFailed, NodeInfo, NodeRules, Nodes, NodesLost
 
 
 class Members:
@@ -106,7 +105,7 @@ def test_what_comes_back_on_another_node_is_noticed_while_the_run_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU does that has fallen off the bus."""
-    monkeypatch.setattr("trainwright.run.nodes.silence._RUNS_SECONDS", 0.1)
+    monkeypatch.setattr("trainwright.run.nodes._RUNS_SECONDS", 0.1)
     members, there = Members(tmp_path, 2, (2, 4)), [1]
     first, second = members.all_arrive()
     first.room, second.room = lambda: 2, lambda: there[0]
@@ -127,8 +126,8 @@ def test_what_comes_back_on_another_node_is_noticed_while_the_run_trains(
 
 
 def test_a_silent_node_is_dropped_and_told_so_when_it_wakes(two: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.run.nodes.silence.SILENCE_LIMIT", 1.0)
-    monkeypatch.setattr("trainwright.run.nodes.silence._RUNS_SECONDS", 0.1)
+    monkeypatch.setattr("trainwright.run.nodes.SILENCE_LIMIT", 1.0)
+    monkeypatch.setattr("trainwright.run.nodes._RUNS_SECONDS", 0.1)
     first, second = two.all_arrive()
     two.together(first.first, second.first)
     trains(first)
@@ -145,8 +144,8 @@ def test_a_silent_node_is_dropped_and_told_so_when_it_wakes(two: Members, monkey
 def test_a_silent_node_is_only_told_of_if_the_recipe_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainwright.run.nodes.silence.SILENCE_LIMIT", 0.5)
-    monkeypatch.setattr("trainwright.run.nodes.silence._RUNS_SECONDS", 0.1)
+    monkeypatch.setattr("trainwright.run.nodes.SILENCE_LIMIT", 0.5)
+    monkeypatch.setattr("trainwright.run.nodes._RUNS_SECONDS", 0.1)
     members = Members(tmp_path, 2, (1, 2), on_hang="warn")
     first, second = members.all_arrive()
     members.together(first.first, second.first)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.commands import PATIENCE, all_gone, descendants, python, started, wait_for
 from trainwright.errors import MachineError
-from trainwright.run.nodes.nodes import NodeFailed
+from trainwright.run.nodes import NodeFailed
 from trainwright.run.process import prepare_environment, run_in_child, threads_allowed
 from trainwright.run.run_worker import _set_precision_of_fp32_products
 from trainwright.run.shutdown.stop import Stopping

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import by_default, filled
 
 GIB = 2**30
@@ -18,8 +18,8 @@ GPUS = replace(CPU, gpus=(Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0)),) * 4)
 OLD = replace(CPU, gpus=(Gpu("Tesla T4", 16 * GIB, (7, 5)),))
 
 
-def recipe(train: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **data: Any) -> Recipe:
-    return Recipe.model_validate(
+def recipe(train: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **data: Any) -> RecipeSchema:
+    return RecipeSchema.model_validate(
         {
             "task": "sft",
             "model": {"name": "HuggingFaceTB/SmolLM2-1.7B"},
@@ -30,7 +30,7 @@ def recipe(train: dict[str, Any] | None = None, parallel: dict[str, Any] | None 
     )
 
 
-def resolved(machine: Machine, of: Recipe, nodes: int = 1) -> Recipe:
+def resolved(machine: Machine, of: RecipeSchema, nodes: int = 1) -> RecipeSchema:
     return filled(of, by_default(of, machine, nodes).values, machine.device)
 
 

@@ -11,7 +11,7 @@ from trainwright.compatibility.accelerate.translation import Translation, read_t
 from trainwright.errors import RequestError
 from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import load_recipe, split_words
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
 from trainwright.run.request import RunRequest, is_bare_resume, request_of, resolve_request
 from trainwright.run.resolve import resolve
@@ -101,7 +101,7 @@ def refused(run: Path, path: Path | None, *overrides: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def goes_on(run: Path, path: Path | None, *overrides: str) -> Recipe:
+def goes_on(run: Path, path: Path | None, *overrides: str) -> RecipeSchema:
     return resumed_recipe(run, path, overrides).recipe
 
 

@@ -16,7 +16,7 @@ from trainwright.engine.checkpoints.manifest import CheckpointError
 from trainwright.engine.checkpoints.stored_run import StoredRun, name_in_stores
 from trainwright.errors import FaultError, RequestError, Stopped
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
 from trainwright.run.relaunch import REPLAN, take_replan
 from trainwright.run.shutdown.failure import error_file, error_records
@@ -42,7 +42,7 @@ def test_auto_names_after_the_recipe_and_never_reuses_a_name() -> None:
 
 def test_a_runs_own_recipe_names_no_directory_and_the_run_knows_its_recipes_name() -> None:
     run = run_directory.create("mine", "tiny")
-    recipe = Recipe.model_validate(
+    recipe = RecipeSchema.model_validate(
         {
             "task": "sft",
             "model": {"name": "some/model"},

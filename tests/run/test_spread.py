@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.run.nodes.silence import SILENCE_LIMIT, Silence
-from trainwright.run.nodes.spread import Spread, spread
+from trainwright.run.node_launches import Spread, spread
+from trainwright.run.nodes import SILENCE_LIMIT, Silence
 
 
 @pytest.mark.parametrize(

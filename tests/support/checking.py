@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.checkpoints import checkpoint
-from trainwright.engine.policies.base import RewindRequested, StepPolicy, Training
+from trainwright.engine.policies.base import RewindRequested, StepPolicy, TrainingContext
 from trainwright.utils import heartbeat
 
 _CHECKED = checkpoint.checksum
@@ -21,7 +21,7 @@ class SlowChecking(StepPolicy):
     It goes back once at step 5 if the variable CHECKING_REWINDS is set.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self.rewinds = "CHECKING_REWINDS" in os.environ
         self.slow = True

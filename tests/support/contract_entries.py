@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.task import task_module
 from trainwright.errors import MachineError
 from trainwright.machine.cache import cache_root
-from trainwright.parallel.strategy import Setup, build_strategy
+from trainwright.parallel.strategy import StrategyConfig, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.run.group.contract import agree, check_layout
-from trainwright.tasks.registry import task_module
 
 
 def refused(kind: str, run: str) -> int:
@@ -51,7 +51,9 @@ def _go(kind: str, run: Path, rank: int) -> None:
         if kind == "alone" and tampered:
             world = World(rank=0, size=1, local_rank=0, local_size=1, device=world.device)
         make = optimizer_factory(recipe.optimizer)
-        strategy = build_strategy(Setup(parallel, world, task.module, make, dtype, task.blocks(), task.weights))
+        strategy = build_strategy(
+            StrategyConfig(parallel, world, task.module, make, dtype, task.blocks(), task.weights)
+        )
         strategy.world = _joined(world)
         check_layout(recipe, torch.float32, strategy)
     finally:

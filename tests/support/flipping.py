@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.faults.drills.faults.planted import Planted
+from trainwright.faults.drills.planted import Planted
 
 
 class ComputingWeight(Planted):

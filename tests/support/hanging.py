@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright import extension
-from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.engine.policies.base import StepPolicy, TrainingContext
 
 LONG = 600
 
@@ -25,7 +25,7 @@ LONG = 600
 class Hanging(StepPolicy):
     """Hangs once, or for SECONDS of the variable HANG_SECONDS."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self.kind, rank, step = os.environ["HANG"].split(":")
         self.rank, self.step = int(rank), int(step)

@@ -71,7 +71,7 @@ class _Fails(torch.autograd.Function):
 def abandon(where: str) -> None:
     """Rank 1 fails in a step of two micro-batches and abandons it; the next step must be right on both ranks."""
     from trainwright.parallel.replicated.replicated import Replicated
-    from trainwright.parallel.strategy import Setup
+    from trainwright.parallel.strategy import StrategyConfig
     from trainwright.parallel.world import join, leave
     from trainwright.recipe.sections.parallel import ParallelSection
 
@@ -81,7 +81,7 @@ def abandon(where: str) -> None:
     module = nn.Sequential(*(nn.Linear(2600, 2600, bias=False) for _ in range(3)))
     parallel = ParallelSection(strategy="ddp")
     make = lambda named: torch.optim.SGD([p for _, p in named])  # noqa: E731
-    strategy = Replicated(Setup(parallel, world, module, make, torch.float32))
+    strategy = Replicated(StrategyConfig(parallel, world, module, make, torch.float32))
 
     def step(fails: str | None) -> None:
         for micro in range(2):
@@ -121,7 +121,7 @@ def probe(recipe: str, mebibytes: int | None, answer: str) -> None:
     """Probe a resolved recipe, limited if so; what was found goes to the file `answer`."""
     from trainwright.run.process import preload_libraries
     from trainwright.run.shutdown.stop import Stopping
-    from trainwright.run.trial_step import probe
+    from trainwright.run.start import probe
 
     preload_libraries()
     if mebibytes is not None:

@@ -15,22 +15,20 @@ import torch
 
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Record
+from trainwright.engine.events import EventLog, Record
 from trainwright.engine.optimizer import Schedule, optimizer_factory
-from trainwright.engine.policies.base import Training
-from trainwright.engine.task import Task
+from trainwright.engine.policies.base import TrainingContext
+from trainwright.engine.task import Task, task_module
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.recompute import save_activation_memory
-from trainwright.parallel.strategy import Setup, Strategy, build_strategy
+from trainwright.parallel.strategy import Strategy, StrategyConfig, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import resolve
-from trainwright.tasks.registry import task_module
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))  # without a process group
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,7 +88,7 @@ def in_process(cases: Sequence[tuple[list[str], int | None, str | None]], direct
     leave()
 
 
-def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strategy]:
+def built(world: World, overrides: Iterable[str]) -> tuple[RecipeSchema, Task, Strategy]:
     """`tiny` with these overrides, spread over the world as a worker does it."""
     fixed = (ON_ROWS, f"parallel.num_processes={world.size}")
     recipe = resolve(load_recipe(TINY, [*fixed, *overrides]), detect()).recipe
@@ -103,7 +101,7 @@ def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strateg
     if recipe.train.compile is True:
         compile_blocks(task.blocks())
     make, dtype = optimizer_factory(recipe.optimizer), DTYPES[str(recipe.train.mixed_precision)]
-    setup = Setup(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights)
+    setup = StrategyConfig(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights)
     return recipe, task, build_strategy(setup)
 
 
@@ -120,7 +118,7 @@ def trainer_of(
     seen: list[Record] = []
     events = EventLog(run / "events.jsonl" if world.is_main else None, [seen.append])
     trainer = Trainer(
-        Training(recipe, "", task, strategy, events),
+        TrainingContext(recipe, "", task, strategy, events),
         schedule=Schedule(recipe.optimizer, len(task.stream)),
         checkpoints=Checkpoints(directory or run, keep_last=1, keep_best=False),
         stop_requested=lambda: until is not None and trainer.progress.step + 1 >= until,

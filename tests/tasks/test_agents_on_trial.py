@@ -13,14 +13,14 @@ import torch
 from tests.support.learners import write_histories
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.evaluation import best_copies
-from trainwright.tasks.algorithm_distillation.goals import find_goals
 from trainwright.tasks.algorithm_distillation.histories import Histories
 from trainwright.tasks.algorithm_distillation.in_context import Agents, Context, Trial, evaluate_model, play
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, Steps
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.task import find_goals
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 SHAPE = HistoryShape((4, 4), 5, 16, 1, 2, "transition", "rotary", steps=16)
 

@@ -15,7 +15,7 @@ import torch
 from tests.support.preferences import pairs, write
 from tests.support.training import ALONE, built
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.task import ForwardOnly
 from trainwright.tasks.dpo.task import Mismatched, PreferenceTuning
 
 BETA = 0.3

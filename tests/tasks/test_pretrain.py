@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.slow import slow_but
 from tests.support.training import Case, Trained, train
-from trainwright.engine.optimizer import Muon, orthogonalized
+from trainwright.engine.optimizers.muon import Muon, orthogonalized
 from trainwright.engine.progress import LossStatistics, Noise
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer

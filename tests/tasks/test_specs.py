@@ -12,7 +12,7 @@ import pytest
 
 import trainwright
 from trainwright.recipe.registries import TASKS
-from trainwright.recipe.schema import Recipe, recipe_model
+from trainwright.recipe.schema import RecipeSchema, recipe_model
 from trainwright.recipe.task_spec import TaskSpec
 
 SOURCES = Path(trainwright.__file__).parent
@@ -86,7 +86,7 @@ def test_the_specs_import_no_torch() -> None:
 
 def test_the_sections_of_a_recipe_are_those_of_the_specs() -> None:
     sections = {name for name in TASKS.names() if TASKS.get(name).section is not None}
-    assert set(recipe_model().model_fields) == {*Recipe.model_fields, *sections}
+    assert set(recipe_model().model_fields) == {*RecipeSchema.model_fields, *sections}
 
 
 @pytest.mark.parametrize("name", TASKS.names())

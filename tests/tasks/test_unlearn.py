@@ -238,7 +238,7 @@ def test_only_what_matches_is_trained(runs: Runs, recipe: Path, knowing: tuple[s
     from safetensors.torch import load_file
 
     trained = r"model\.layers\.0\.mlp\.down_proj\.weight"
-    run = run_of(runs, recipe, "rmu", *knowing, ONE, f"unlearn.trainable=['{trained}']")
+    run = run_of(runs, recipe, "rmu", *knowing, ONE, f"model.trainable=['{trained}']")
     start = load_file(Path(knowing[0].removeprefix("model.name=")) / "model.safetensors")
     final = load_file(run / "final" / "model.safetensors")
     changed = [name for name in start if not (start[name] == final[name]).all()]

@@ -16,8 +16,8 @@ from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.tasks.unlearn.losses import Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
 from trainwright.tasks.unlearn.section import UnlearnSection
+from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN
 
 # Of two examples: a forget row, its refusal and a retain row, as (tokens, how many at the end are targets, role).
 DOCUMENTS = [

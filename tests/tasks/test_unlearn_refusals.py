@@ -10,11 +10,11 @@ import pytest
 from tests.support.preferences import write
 from tests.support.unlearning import question, write_rows
 from trainwright.data.check import check_data
+from trainwright.engine.task import task_module
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
-from trainwright.tasks.registry import task_module
-from trainwright.tasks.unlearn.rows import read_refusals
+from trainwright.recipe.schema import RecipeSchema
+from trainwright.tasks.unlearn.stream import read_refusals
 
 
 def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:
@@ -51,7 +51,7 @@ def recipe(tmp_path: Path) -> Path:
         (("unlearn.objective=wga", "unlearn.reference=some/model"), "unlearn.reference: wga uses no reference model"),
         (("unlearn.reference=base",), "unlearn.reference: without an adapter to start from"),
         (("model.trainable=['(']",), "model.trainable[0]: expected a regular expression: missing )"),
-        (("unlearn.trainable=['.*']", "model.adapter=lora"), "model.trainable: an adapter trains its own matrices"),
+        (("model.trainable=['.*']", "model.adapter=lora"), "model.trainable: an adapter trains its own matrices"),
         (("evaluate.metrics=[rouge_l]",), "evaluate.metrics: unlearning has no validation rows"),
         (("task=sft", "unlearn=null"), "data.forget: has no effect with task sft"),
         (("data.forget=nowhere.jsonl",), "data.forget: no file nowhere.jsonl"),
@@ -145,6 +145,6 @@ def test_refusals_are_lines_or_objects(tmp_path: Path) -> None:
 
 def test_a_recipe_that_was_read_and_written_says_the_same(recipe: Path) -> None:
     found = load_recipe(recipe)
-    again = Recipe.model_validate(found.model_dump())
+    again = RecipeSchema.model_validate(found.model_dump())
     assert again == found
     assert "train" not in found.model_dump()["data"]

@@ -12,4 +12,4 @@ from support.faults import (  # noqa: F401
     near_rows,
     ports,
 )
-from trainwright.faults.drills.faults import catalog  # noqa: F401
+from trainwright.faults.drills import damage, kills  # noqa: F401

@@ -8,9 +8,7 @@ import resource
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, phases
-from trainwright.faults.drills.faults.kills import started
-from trainwright.faults.drills.kinds import ANY, fault
-from trainwright.faults.drills.mounts import (
+from trainwright.faults.drills.damage import (
     fill,
     join,
     limited_memory,
@@ -20,6 +18,8 @@ from trainwright.faults.drills.mounts import (
     mounts_refused,
     own_mounts,
 )
+from trainwright.faults.drills.kills import started
+from trainwright.faults.drills.kinds import ANY, fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 
 _TOO_FEW = r"open files|files open|ulimit -n"

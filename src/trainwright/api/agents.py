@@ -58,7 +58,7 @@ def measure_agent(
         return None
     if unread := [name for name, value in of_texts.items() if value]:
         raise RequestError(f"{unread[0]}: has no effect, because {model} acts in an environment and reads no texts")
-    from trainwright.api.worker_group import in_processes, process_count, work_directory
+    from trainwright.api.separate_process import in_processes, process_count, work_directory
     from trainwright.machine.detect import detect
 
     machine = detect()
@@ -91,7 +91,7 @@ def _entry(request: AgentRequest, work: Path, world: World) -> None:
     def stage(label: str, total: int) -> Callable[[], None]:
         if stream is None:
             return lambda: None
-        from trainwright.run.observers.counting import Counting
+        from trainwright.run.observers.progress import Counting
 
         counting = Counting(stream, label, total, "steps")
         return lambda: counting(1)

@@ -160,7 +160,7 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
 
 def answer_file(request: GenerationRequest) -> list[str]:
     """Answer the rows of a file; return the answers, which are written to ``request.out`` too. Changes this process."""
-    from trainwright.api.worker_group import in_processes, process_count, work_directory
+    from trainwright.api.separate_process import in_processes, process_count, work_directory
 
     machine = _checked(request)
     processes = process_count(machine, request.num_processes)
@@ -212,7 +212,7 @@ def _checked(request: GenerationRequest) -> Machine:
 
 
 def _dtype(request: GenerationRequest, machine: Machine) -> str:
-    from trainwright.api.worker_group import dtype_name
+    from trainwright.api.separate_process import dtype_name
 
     return dtype_name(request.dtype, machine)
 
@@ -227,7 +227,7 @@ def _check(file: str | None, out: str | None, num_processes: int | None, batch_s
 
         check_source(file, "--file")
     if out is not None:
-        from trainwright.inference.answer_file import check_answer_file
+        from trainwright.inference.answering import check_answer_file
 
         check_answer_file(Path(out))
 
@@ -277,9 +277,8 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
 
 def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     """Answer this rank's share of the rows; rank 0 writes all answers, or nothing."""
-    from trainwright.api.worker_group import counted
-    from trainwright.inference.answer_file import write_answers
-    from trainwright.inference.answering import AnswerSettings, answer_all
+    from trainwright.api.separate_process import counted
+    from trainwright.inference.answering import AnswerSettings, answer_all, write_answers
     from trainwright.inference.finding import UnloadedModel
     from trainwright.inference.generation import stop_of
     from trainwright.inference.loading import DTYPES, load

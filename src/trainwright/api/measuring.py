@@ -71,7 +71,7 @@ class MeasureRequest:
 def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
     """Measure; return the directory of the results, and the table. Changes this process."""
     from trainwright.api.agents import may_be_agent, measure_agent
-    from trainwright.api.worker_group import in_processes, process_count, work_directory
+    from trainwright.api.separate_process import in_processes, process_count, work_directory
     from trainwright.machine.detect import detect
     from trainwright.models.resolve_model import check_exists
     from trainwright.run.group.environment import refuse_worker
@@ -119,7 +119,7 @@ def written(report: Any, directory: Path) -> list[str]:
 
 def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     """Return the request, after checking that its options are consistent. Raises RequestError."""
-    from trainwright.api.worker_group import dtype_name
+    from trainwright.api.separate_process import dtype_name
     from trainwright.inference.evaluation.request import EvaluationRequest
 
     on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
@@ -155,7 +155,7 @@ def _prepare(request: EvaluationRequest, machine: Machine, processes: int, work:
 
 
 def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
-    from trainwright.api.worker_group import counted
+    from trainwright.api.separate_process import counted
 
     import_module(_module(request)).work_on(request, work, world, functools.partial(counted, world))
 

@@ -263,7 +263,7 @@ def pushed(
     if checkpoint is not None:
         return _push_checkpoint(run, checkpoint, repository, private, dry_run)
     weights = _weights(run)
-    from trainwright.run.card import model_card
+    from trainwright.run.hub import model_card
 
     upload = Upload(repository, weights, model_card(run, repository, weights))
     return upload if dry_run else replace(upload, url=_send(upload, private, message))
@@ -292,8 +292,7 @@ def _weights(run: Path) -> Path:
 
 def _send(upload: Upload, private: bool, message: str) -> str:
     """Upload, and return the URL of the commit."""
-    from trainwright.run.card import published_settings
-    from trainwright.run.hub import send
+    from trainwright.run.hub import published_settings, send
 
     files: dict[str, Path | bytes] = {
         **upload.files,

@@ -211,7 +211,7 @@ def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     return line, notes, is_checked
 
 
-def _check_tokens(recipe: schema.Recipe) -> None:
+def _check_tokens(recipe: schema.RecipeSchema) -> None:
     """Raise RequestError with the row if a file has a token that the model has no embedding for, as training does.
 
     Every row is read, but only if the tokenizer has such tokens.

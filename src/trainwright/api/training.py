@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -30,10 +29,8 @@ from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
-    from trainwright.recipe.yaml_text import Tree
     from trainwright.run.group.environment import NodeRendezvous
-    from trainwright.run.joined import JoinRequest
-    from trainwright.run.request import RunRequest
+    from trainwright.run.request import RunRequest, TrainingRequest
     from trainwright.run.resolve import Resolved
 
 
@@ -86,6 +83,8 @@ def train(
         >>> run.status, len(run.columns("step")["loss"])
         ('finished', 2)
     """
+    from trainwright.run.request import TrainingRequest
+
     options = TrainingRequest(
         source_of(recipe),
         overrides,
@@ -140,6 +139,8 @@ def resume(
             ...
         trainwright.errors.RequestError: --resume: nowhere is not a run: it has no recipe.yaml
     """
+    from trainwright.run.request import TrainingRequest
+
     source = None if recipe is None else source_of(recipe)
     options = TrainingRequest(
         source, overrides, fspath(run), num_processes, force=force, until=until, time_limit=time_limit
@@ -150,42 +151,6 @@ def resume(
 def _run(options: TrainingRequest, progress: bool) -> Run:
     name = launcher(options.nodes)
     return Run(run_in_process(_train, options, progress=progress) if name is None else join(options, name, progress))
-
-
-@dataclass(frozen=True)
-class TrainingRequest:
-    """A request to train.
-
-    ``resume``: a run directory, "" for the recipe's newest run, or None for a new run.
-    """
-
-    recipe: Path | Tree | None
-    overrides: Sequence[str] = ()
-    resume: str | None = None
-    num_processes: int | None = None
-    nodes: int | None = None
-    node_rank: int | None = None
-    rendezvous: str | None = None
-    rendezvous_timeout: float | None = None
-    accelerate_config: Path | None = None
-    force: bool = False
-    until: str | None = None
-    time_limit: str | None = None
-
-    def words(self) -> list[str]:
-        """Return the request as words of a command line."""
-        recipe = [] if self.recipe is None else [str(self.recipe)]
-        return [*recipe, *self.overrides]
-
-    def with_number(self) -> list[str]:
-        """Return the overrides, including the number of processes."""
-        count, overrides = self.num_processes, list(self.overrides)
-        if count is None:
-            return overrides
-        written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
-        if written is not None and written.partition("=")[2].strip() != str(count):
-            raise RequestError(f"--num-processes {count} contradicts {written}; pass only one of them")
-        return [*overrides, f"parallel.num_processes={count}"]
 
 
 @dataclass(frozen=True)
@@ -213,6 +178,15 @@ class PreparedTraining:
         return run
 
 
+def prepare_shown(options: TrainingRequest) -> PreparedTraining:
+    """Return ``prepare(options)``, with what it does and its notes on standard error."""
+    with Activity(sys.stderr):
+        prepared = prepare(options)
+    for line in prepared.notes:
+        say(f"note: {line}", file=sys.stderr)
+    return prepared
+
+
 def prepare(options: TrainingRequest) -> PreparedTraining:
     """Read, plan and check the request, without torch and before anything is written to the run's directory.
 
@@ -222,8 +196,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     """
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
-    from trainwright.run.group.environment import NodeRendezvous, refuse_worker
-    from trainwright.run.ignored_settings import refuse_more_nodes
+    from trainwright.run.group.environment import NodeRendezvous, refuse_more_nodes, refuse_worker
     from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
     from trainwright.run.shutdown.requests import deadline_of
 
@@ -262,18 +235,14 @@ def _train(options: TrainingRequest) -> Path:
 
     try:
         with interruptible():
-            with Activity(sys.stderr):
-                prepared = prepare(options)
-            for line in prepared.notes:
-                say(f"note: {line}", file=sys.stderr)
-            return prepared.start()
+            return prepare_shown(options).start()
     except Interrupted:
         consequence = "nothing was kept" if options.resume is None else "the existing run was not changed"
         raise Stopped(f"stopped before the first step; {consequence}") from None
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
-    from trainwright.run.ignored_settings import ignored_settings
+    from trainwright.run.group.environment import ignored_settings
 
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
@@ -294,27 +263,13 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
     """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
     `train`.
     """
-    from trainwright.run.joined import JoinRequest
-
     if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
         raise RequestError(f"{excess[0]}: {name} started the processes and sets their rendezvous; remove it")
-    overrides = tuple(request.with_number())
-    seconds = request.rendezvous_timeout or JoinRequest.seconds
-    joined = JoinRequest(
-        request.recipe,
-        overrides,
-        request.resume,
-        seconds,
-        request.force,
-        next(_started),
-        os.getppid(),
-        request.until,
-        request.time_limit,
-    )
-    return run_in_process(_join, joined, progress=progress)
+    request = replace(request, overrides=tuple(request.with_number()), num_processes=None)
+    return run_in_process(_join, request, next(_started), os.getppid(), progress=progress)
 
 
-def _join(request: JoinRequest) -> Path:
+def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
     from trainwright.run.joined import run_joined
     from trainwright.run.shutdown.stop import describe_stop, interruptible
@@ -327,7 +282,7 @@ def _join(request: JoinRequest) -> Path:
 
     try:
         with interruptible():
-            code, run = run_joined(request, tell)
+            code, run = run_joined(request, tell, number=number, launcher=launcher)
     except Interrupted:
         raise Stopped("stopped before the first step; nothing was changed") from None
     if failed:

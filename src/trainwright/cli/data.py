@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.command import Commands, TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
-from trainwright.cli.trust import TrustCode
-from trainwright.cli.words_of_others import Commands
 from trainwright.errors import MachineError, RequestError
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import draw, is_terminal, plural, printable, say, they
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from trainwright.data.check import Checked
     from trainwright.data.rows.preparing import SourceCounts, Statistics
     from trainwright.data.tokens.dataset import TokenDataset
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Prepare, show and check training data.")
@@ -182,7 +181,7 @@ def style(
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing system prompts.")] = False,
 ) -> None:
     """Add a system prompt to the start of every conversation."""
-    from trainwright.data.rows.styling import style
+    from trainwright.data.rows.preparing import style
     from trainwright.recipe.files import read_text
 
     if system.startswith("@"):
@@ -212,7 +211,7 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
         raise RequestError(f"{_OPTIONS[key]}{rest}") from None
 
 
-def _recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
+def _recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> RecipeSchema:
     """Return the recipe, or one made for a file of rows."""
     import json
 
@@ -242,7 +241,7 @@ def _is_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer.json").is_file() and not (directory / "config.json").exists()
 
 
-def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenDataset, count: int) -> None:
+def _show_examples(console: Any, recipe: RecipeSchema, tokenizer: Any, dataset: TokenDataset, count: int) -> None:
     from rich.text import Text
 
     from trainwright.data.show import first_examples, pieces
@@ -264,7 +263,7 @@ def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenD
         console.rule()
 
 
-def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
+def _show_lengths(recipe: RecipeSchema, dataset: TokenDataset) -> None:
     from trainwright.data.show import fill, histogram
 
     bins = histogram(dataset)
@@ -374,7 +373,7 @@ def tokenize(
     Runs on all cores in constant memory. If stopped or killed, the same command continues, without losing or repeating
     a document.
     """
-    from trainwright.data.stream.pretraining import identity_of
+    from trainwright.data.stream.windows import identity_of
     from trainwright.data.tokens.shard_writer import tokenize as write
     from trainwright.errors import Stopped
     from trainwright.machine.detect import detect

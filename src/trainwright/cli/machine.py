@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.cli.words_of_others import Commands
+from trainwright.cli.command import Commands
 from trainwright.utils.text import plural, say
 
 if TYPE_CHECKING:

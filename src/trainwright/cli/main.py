@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli.words_of_others import Commands
+from trainwright.cli.command import Commands
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.recipe.registries import COMMANDS
 from trainwright.utils.text import say

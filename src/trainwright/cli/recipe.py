@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from trainwright.cli.trust import TrustCode
-from trainwright.cli.words_of_others import Commands
+from trainwright.cli.command import Commands, TrustCode
 from trainwright.utils.text import say, table
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, check and describe recipes.")
@@ -64,8 +63,6 @@ def schema() -> None:
     """Print the JSON Schema of recipe files, for editors."""
     import json
 
-    from trainwright.recipe.json_schema import recipe_json_schema
-
     say(json.dumps(recipe_json_schema(), indent=2), wrap=False)
 
 
@@ -89,3 +86,38 @@ def objectives() -> None:
         if facts.alternates:
             parts.append("alternate answers in data.forget")
         say(f"{name:12} {facts.line} ({facts.paper})\n{'':12}   takes {', '.join(parts)}")
+
+
+def recipe_json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a recipe file.
+
+    No key is required, unlike in a complete recipe: a file can get any key from its includes.
+    """
+    from trainwright.recipe.schema import recipe_model
+
+    schema = recipe_model().model_json_schema()
+    file_names = {"type": "array", "items": {"type": "string", "minLength": 1}}
+    schema["properties"]["include"] = {
+        "anyOf": [{"type": "string", "minLength": 1}, file_names],
+        "description": "Recipe files to merge first, relative to this one; the later file wins.",
+    }
+    _tidy(schema)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Trainwright recipe",
+        **schema,
+    }
+
+
+def _tidy(node: Any) -> None:
+    """Remove what pydantic adds (titles from key names) and what partial files do not need."""
+    if isinstance(node, list):
+        for item in node:
+            _tidy(item)
+    elif isinstance(node, dict):
+        node.pop("required", None)
+        for key, value in list(node.items()):
+            if key == "title" and isinstance(value, str):
+                del node[key]
+            else:
+                _tidy(value)

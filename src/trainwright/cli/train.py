@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.cli.command import command
-from trainwright.cli.names_in_help import NamesInHelp
+from trainwright.cli.command import NamesInHelp, command
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import HOST_LAUNCHERS, SIMULATIONS
-from trainwright.utils.activity import Activity
 from trainwright.utils.installation import FIRST
 from trainwright.utils.text import say
 
@@ -135,15 +132,15 @@ def train(
             min=0, metavar="N", help="With --simulate: fail if the host waits for the GPU more than N times per step."
         ),
     ] = None,
-    most_waits: Annotated[int | None, typer.Option(min=0, metavar="N", hidden=True)] = None,
 ) -> None:
     """Train a recipe.
 
     Ends with 0: finished, 2: wrong request, 3: this machine cannot do it, 4: failed, 5: a machine failed, 75: stopped;
     run it again with --resume.
     """
-    from trainwright.api.training import TrainingRequest, prepare
+    from trainwright.api.training import prepare_shown
     from trainwright.recipe.loading import split_words
+    from trainwright.run.request import TrainingRequest
 
     if verbose:
         from trainwright.run.observers.console import VERBOSE
@@ -152,9 +149,6 @@ def train(
     recipe, overrides = split_words(arguments or [])
     if fork is not None:
         recipe, overrides = _forked(fork, recipe, overrides)
-    if most_waits is not None:
-        say("note: --most-waits is called --max-host-syncs now; the next version refuses it", file=sys.stderr)
-        max_host_syncs = most_waits if max_host_syncs is None else max_host_syncs
     if simulate is not None or max_host_syncs is not None:
         elsewhere: dict[str, object] = {
             "--resume": resume,
@@ -191,10 +185,7 @@ def train(
         if code := HOST_LAUNCHERS.get("ssh")(request, hosts, hostfile):
             raise typer.Exit(code)
         return
-    with Activity(sys.stderr):
-        prepared = prepare(request)
-    for line in prepared.notes:
-        say(f"note: {line}", file=sys.stderr)
+    prepared = prepare_shown(request)
     if not dry_run:
         prepared.start()
         return
@@ -252,3 +243,57 @@ def _bare_resume(args: list[str], i: int) -> str:
     from trainwright.run.request import is_bare_resume
 
     return "--resume=" if is_bare_resume(args[i + 1] if i + 1 < len(args) else None) else "--resume"
+
+
+def stop(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run's directory, or that of an array's runs.", show_default=False),
+    ],
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the run has ended; 0: do not wait.")
+    ] = 600.0,
+) -> None:
+    """Stop a run after its current step, with a checkpoint.
+
+    A job of Slurm that trains it ends too, and is not requeued; one that waits is canceled. Otherwise the same as
+    creating the file RUN/stop, which works from another machine too. An evaluation is interrupted,
+    and repeated when the run is resumed.
+    """
+    import trainwright as tw
+
+    say(f"{run}: {tw.stop(run, timeout=timeout)}")
+
+
+def checkpoint(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the checkpoint; 0: do not wait.")
+    ] = 600.0,
+) -> None:
+    """Have a run write a checkpoint after its current step, and go on.
+
+    The same as creating the file RUN/checkpoint, which works from another machine too.
+    """
+    import trainwright as tw
+
+    step = tw.checkpoint(run, timeout=timeout)
+    say(f"{run}: {'asked for a checkpoint' if step is None else f'checkpoint of step {step}'}")
+
+
+@command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def under(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...", help="The launcher's command, such as torchrun ... -m trainwright.worker RECIPE."
+        ),
+    ],
+) -> None:
+    """Run torchrun, accelerate launch or another launcher, and end with the exit code of the run.
+
+    These launchers end with 1 whatever their processes end with. Signals are passed on to the run.
+    """
+    from trainwright.run.program import run_launcher
+
+    raise typer.Exit(run_launcher(command))

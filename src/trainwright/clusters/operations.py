@@ -21,13 +21,13 @@ from trainwright.utils import text
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
-    from trainwright.api.training import TrainingRequest
     from trainwright.clusters.hosts.names import Host
     from trainwright.clusters.job import Job
     from trainwright.clusters.slurm.scheduler import QueuedJob
-    from trainwright.compatibility.scripts.starting import NodeOptions
+    from trainwright.compatibility.script_run import NodeOptions
     from trainwright.engine.event_reader import EventRecord
     from trainwright.planning.requests import Plan
+    from trainwright.run.request import TrainingRequest
 
 
 # For the hosts that answer, when a run is started again without some of them.
@@ -129,7 +129,7 @@ def launch_on_hosts(
     """
     from trainwright.clusters.hosts.names import ask, processes_of
     from trainwright.clusters.hosts.starting import exports, run_on
-    from trainwright.compatibility.scripts.starting import check_script, make_logs
+    from trainwright.compatibility.script_run import check_script, make_logs
     from trainwright.run.process import ignore_closed_output
 
     script, module, arguments = own

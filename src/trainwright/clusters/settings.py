@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from trainwright.errors import RequestError
 from trainwright.machine.describe import nodes_like
 from trainwright.machine.machine_file import Written, machine_of, names_file
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Text
 from trainwright.recipe.sections.launch import JobSection
 from trainwright.utils.paths import user_path
@@ -94,7 +94,7 @@ def clusters_file() -> Path:
     return user_path(base) / "trainwright" / _FILE
 
 
-def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> ClusterSettings:
+def settings_of(recipe: RecipeSchema, options: Mapping[str, Any], to: str | None) -> ClusterSettings:
     """Return the job's settings.
 
     Args:

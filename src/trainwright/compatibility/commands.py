@@ -65,7 +65,7 @@ def launch(
 
     Options of launch come before SCRIPT. Ends with the script's own exit code if it sets one.
     """
-    from trainwright.compatibility.scripts.starting import NodeOptions, ScriptOptions, launch_script
+    from trainwright.compatibility.script_run import NodeOptions, ScriptOptions, launch_script
 
     node_options = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
     options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
@@ -130,8 +130,8 @@ def setup(
 def _show(path: Path, is_default: bool) -> None:
     import shutil
 
+    from trainwright.compatibility.accelerate.machine import show
     from trainwright.compatibility.accelerate.reading import read
-    from trainwright.compatibility.accelerate.showing import show
     from trainwright.compatibility.accelerate.translation import interpret
     from trainwright.machine.detect import detect
 
@@ -338,9 +338,8 @@ def _yes_or_no(text: str) -> bool:
 
 
 def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: bool) -> None:
-    from trainwright.compatibility.accelerate.machine import becomes_ddp
+    from trainwright.compatibility.accelerate.machine import accelerate_remarks, becomes_ddp, commands
     from trainwright.compatibility.accelerate.reading import read
-    from trainwright.compatibility.accelerate.showing import accelerate_remarks, commands
     from trainwright.compatibility.accelerate.translation import interpret
 
     option = "" if is_default else f" --config-file {quoted(path)}"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from trainwright.data.rows.texts import TextEncoder
     from trainwright.data.sources.shards import Shards
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import RowSettings, SourceSection
 
 
@@ -85,7 +85,7 @@ class Checked:
 
 
 def check_sources(
-    recipe: Recipe,
+    recipe: RecipeSchema,
     kind: RowReader,
     tokenizer: PreTrainedTokenizerBase,
     embeddings: int | None = None,
@@ -304,7 +304,7 @@ def _encoded(
         yield encoded, set().union(*changes)
 
 
-def check_data(recipe: Recipe) -> None:
+def check_data(recipe: RecipeSchema) -> None:
     """Check the first rows of every source. Hub datasets and histories are checked when they are prepared.
 
     Raises:
@@ -347,7 +347,7 @@ def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str 
     return layout
 
 
-def _check_corpus(recipe: Recipe) -> None:
+def _check_corpus(recipe: RecipeSchema) -> None:
     """Check that shards are complete and files are text. Hub datasets are checked when they are read."""
     from trainwright.data.rows.texts import pieces
     from trainwright.data.sources.shards import Shards, is_shards

@@ -203,13 +203,13 @@ def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     from trainwright.doctor.calibrate_cases import DTYPES
     from trainwright.engine.optimizer import optimizer_factory
     from trainwright.parallel.fsdp.fully_sharded import FullySharded
-    from trainwright.parallel.strategy import Setup
+    from trainwright.parallel.strategy import StrategyConfig
     from trainwright.recipe.schema import OptimizerSection
     from trainwright.recipe.sections.parallel import ParallelSection
 
     module, batch = _built(model, torch.float32)
     make, parallel = optimizer_factory(OptimizerSection()), ParallelSection(strategy="fsdp")
-    sharded = FullySharded(Setup(parallel, world, module, make, DTYPES[precision], module.blocks()))
+    sharded = FullySharded(StrategyConfig(parallel, world, module, make, DTYPES[precision], module.blocks()))
 
     def run() -> None:
         sharded.backward(module(batch), last=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.command import TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.cli.train import AccelerateFile
-from trainwright.cli.trust import TrustCode
 from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
 from trainwright.utils.text import plural, say
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.separate_process import run_in_process
-from trainwright.doctor.checks.report import MachineReport
+from trainwright.doctor.checks.running import MachineReport
 from trainwright.doctor.comparison import Comparison
 from trainwright.doctor.diagnosis.explain import Diagnosis
 from trainwright.doctor.diagnosis.explain import explain as diagnose

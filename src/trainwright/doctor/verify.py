@@ -18,7 +18,7 @@ from trainwright.doctor.comparison import TOLERANCES, Comparison
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError, Stopped, TrainingError, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.run import run_directory
@@ -40,7 +40,7 @@ class ComparedRun:
     """One of the two runs."""
 
     name: str
-    recipe: Recipe
+    recipe: RecipeSchema
     run: Path
 
     @property
@@ -49,7 +49,7 @@ class ComparedRun:
         return _processes(self.recipe)
 
 
-def verify(recipe: Recipe, machine: Machine, steps: int, out: TextIO) -> Comparison:
+def verify(recipe: RecipeSchema, machine: Machine, steps: int, out: TextIO) -> Comparison:
     """Compare the first steps of a resolved recipe with those of the same recipe on one process, and print to ``out``.
 
     Raises:
@@ -82,7 +82,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, out: TextIO) -> Compari
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def reference_of(recipe: Recipe) -> Recipe:
+def reference_of(recipe: RecipeSchema) -> RecipeSchema:
     """Return the same run on one process: the same global batches, divided into the same micro-batches.
 
     Raises:
@@ -105,7 +105,7 @@ def reference_of(recipe: Recipe) -> Recipe:
 
 
 def _prepared_model(
-    recipe: Recipe,
+    recipe: RecipeSchema,
     machine: Machine,
     directory: Path,
     stopping: Stopping,
@@ -120,9 +120,9 @@ def _prepared_model(
     return ModelSection.model_validate(answer["model"])
 
 
-def _prepare(recipe: Recipe, machine: Machine, directory: Path) -> None:
+def _prepare(recipe: RecipeSchema, machine: Machine, directory: Path) -> None:
     """Prepare in a child process, whose libraries and threads must not be in the parent of the workers."""
-    from trainwright.run.run_worker import prepare
+    from trainwright.run.process import prepare
 
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
@@ -231,12 +231,12 @@ def _compare(sides: Sequence[ComparedRun], tolerance: float, out: TextIO) -> Com
     return compared
 
 
-def _processes(recipe: Recipe) -> int:
+def _processes(recipe: RecipeSchema) -> int:
     processes = recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
     return processes
 
 
-def _name(recipe: Recipe) -> str:
+def _name(recipe: RecipeSchema) -> str:
     processes = _processes(recipe)
     return recipe.parallel.strategy + (f" x {processes}" if processes > 1 else "")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.events import EventLog
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
-from trainwright.engine.task import Measured, Task
+from trainwright.engine.task import ForwardOnly, Measured, Task
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import StopRequested
 from trainwright.utils import heartbeat
@@ -23,9 +22,13 @@ def evaluate(
     report: Callable[[str], None],
     events: EventLog,
     step: int,
+    main_set: str | None = None,
 ) -> Measured:
     """Return metrics over the validation split, each example counted once, and of the answers that the recipe asks
     for.
+
+    Of several validation sets, each metric is that of ``main_set``, or of all together, and ``NAME/METRIC`` that of
+    each set.
 
     Args:
         again: called on every rank with its out-of-memory error, if any; returns whether all ranks start over.
@@ -41,7 +44,7 @@ def evaluate(
         if not again(sums if isinstance(sums, MemoryShortage) else None):
             break
     assert not isinstance(sums, MemoryShortage)
-    metrics = task.metrics(strategy.world.sum(sums))
+    metrics = _metrics(task, strategy, sums, main_set)
     if task.answers:
         with strategy.full_parameters() as (module, in_step):
             if in_step is not None:
@@ -52,11 +55,29 @@ def evaluate(
     return Measured(metrics)
 
 
-def _statistics(task: Task, strategy: Strategy, events: EventLog) -> list[float] | MemoryShortage:
-    """Return this rank's part of the sums over the validation split, or its out-of-memory error."""
+def _metrics(
+    task: Task, strategy: Strategy, sums: dict[str, torch.Tensor], main_set: str | None
+) -> Mapping[str, float]:
+    """Return the metrics of the sums of each set over all ranks."""
+    size = len(next(iter(sums.values())))
+    flat = strategy.world.sum(torch.cat([*sums.values()]).tolist())
+    parts = {name: flat[index * size : (index + 1) * size] for index, name in enumerate(sums)}
+    together = [sum(column) for column in zip(*parts.values(), strict=True)]
+    named = {
+        f"{name}/{metric}": value
+        for name, part in parts.items()
+        if name
+        for metric, value in task.metrics(part).items()
+    }
+    main = together if main_set is None else parts.get(main_set, together)  # a simulation may end before it
+    return {**task.metrics(main), **named}
+
+
+def _statistics(task: Task, strategy: Strategy, events: EventLog) -> dict[str, torch.Tensor] | MemoryShortage:
+    """Return this rank's part of the sums over each set of the validation split, or its out-of-memory error."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
-    sums: torch.Tensor | None = None
+    sums: dict[str, torch.Tensor] = {}
     module.eval()
     try:
         for step in range(len(task.validation)):
@@ -69,16 +90,16 @@ def _statistics(task: Task, strategy: Strategy, events: EventLog) -> list[float]
                 raise StopRequested
             if isinstance(parts, MemoryShortage):
                 return parts
+            name = task.validation.set_of(step)
             for part in parts:
-                sums = part if sums is None else sums + part
+                sums[name] = sums[name] + part if name in sums else part
             events.progress(step + 1, len(task.validation))
             heartbeat.progress()
             if any(short for _, short in ranks):
                 break  # another rank has to start over, so all do
     finally:
         module.train()
-    assert sums is not None
-    return sums.tolist()
+    return sums
 
 
 @torch.no_grad()

@@ -1,25 +1,22 @@
-"""Optimizers by their name in a recipe, with weight decay on matrices only, and the schedule of the learning rate.
+"""The optimizer that a recipe names, an average of the weights beside it, and the schedule of the learning rate.
 
-Muon updates matrices by their orthogonalized momentum, and all other parameters by AdamW: Jordan et al., "Muon: An
-optimizer for hidden layers in neural networks" (2024, https://kellerjordan.github.io/posts/muon/), with Nesterov
-momentum, and a scale that gives updates the size of AdamW's, so that one learning rate works for both (Liu et al.,
-arXiv 2502.16982, section 2.2).
+The groups of an optimizer's parameters: weight decay on matrices only, and rates by pattern, by layer and of LoRA.
+
+A group's ``rate`` is the part of the schedule's learning rate that it has; `parallel.strategy.set_learning_rate` sets
+it under every strategy.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
-from trainwright.engine.parameter_groups import parameter_groups
 from trainwright.errors import RequestError
-from trainwright.parallel.matrix_exchange import MatrixExchange
-from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES
@@ -40,7 +37,7 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
         key = next((key for key in _OF_GROUPS if key in section.changed()), None)
         if key is not None and any("rate" not in group for group in optimizer.param_groups):
             raise RequestError(
-                f"optimizer.{key}: {described} does not use trainwright.engine.parameter_groups, so it "
+                f"optimizer.{key}: {described} does not use trainwright.engine.optimizer.parameter_groups, so it "
                 "would have no effect; remove it or choose another optimizer"
             )
         return optimizer if section.ema_decay is None else with_average(optimizer, section.ema_decay)
@@ -72,17 +69,6 @@ def with_average(optimizer: Optimizer, decay: float) -> Optimizer:
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     return optimizer
-
-
-def adamw(named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> Optimizer:
-    """Return torch's AdamW. Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful."""
-    return AdamW(
-        parameter_groups(named, section),
-        lr=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-        fused=True,
-    )
 
 
 class Schedule:
@@ -124,81 +110,72 @@ def steps_of(value: int | float, max_steps: int) -> int:
     return round(value * max_steps) if isinstance(value, float) and value < 1 else int(value)
 
 
-# Coefficients of the quintic Newton-Schulz iteration.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-_LIKE_ADAMW = 0.2
+# Blocks are numbered in the names of their parameters, and so are experts, after them.
+_BLOCK = re.compile(r"\.(\d+)\.")
+_MODULE = "model."  # the module around the model (models/causal_lm.py)
 
 
-class Muon(Optimizer):
-    """Use Muon for the matrices of blocks, and AdamW for embeddings, the head and vectors.
+class _GroupRates(NamedTuple):
+    """What differs between groups."""
 
-    Attributes:
-        exchange: divides the updates of matrices over the ranks; set by strategies of several.
+    weight_decay: float
+    rate: float
+    kind: bool
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]],
+    section: OptimizerSection,
+    kind: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
+) -> list[dict[str, Any]]:
+    """Return the parameters in groups, each with ``weight_decay``, ``rate`` and ``kind``; those of a kind are first.
+
+    Args:
+        kind: parameters that differ in it are in different groups.
+
+    Raises:
+        RequestError: a pattern matches no parameter that is trained.
     """
-
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
-        groups = parameter_groups(named, section, lambda name, parameter: is_matrix(name, parameter.dim()))
-        super().__init__(groups, {"lr": section.learning_rate})
-        self.exchange: MatrixExchange | None = None
-        self._momentum = section.momentum
-        self._adamw: AdamW | None = None
-        if plain := [group for group in self.param_groups if not group["kind"]]:
-            self._adamw = AdamW(plain, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True)
-            self._adamw.state = self.state  # one shared state to save; the groups are already shared
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        assert closure is None, "gradients are there already"
-        if self._adamw is not None and any(p.grad is not None for g in self._adamw.param_groups for p in g["params"]):
-            self._adamw.step()
-        for group in self.param_groups:
-            if group["kind"]:
-                for parameter, update in self._updates(group["params"]):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
-
-    def _updates(self, group: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        parameters = [parameter for parameter in group if parameter.grad is not None]
-        for parameter in parameters:
-            grad, state = parameter.grad, self.state[parameter]
-            assert grad is not None
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(grad)
-            state["momentum_buffer"].lerp_(grad, 1 - self._momentum)
-        if self.exchange is None:
-            for parameter in parameters:
-                yield parameter, _update(self._ahead(parameter))
-            return
-        dtype = _working_dtype(self.exchange.device)
-        for parameter, update in self.exchange(parameters, self._ahead, _update, dtype):
-            yield parameter, update.to(parameter.device)
-
-    def _ahead(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the gradient moved on by the momentum (Nesterov)."""
-        grad, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
-        assert grad is not None
-        return grad.lerp(momentum, self._momentum)
+    parameters = list(named)
+    names = [name.removeprefix(_MODULE) for name, _ in parameters]
+    _check(section, names)
+    depth = 1 + max((block for block in map(_block, names) if block is not None), default=-1)
+    groups: dict[_GroupRates, list[nn.Parameter]] = {}
+    for (full, parameter), name in zip(parameters, names, strict=True):
+        decay = section.weight_decay if parameter.dim() >= 2 else 0.0
+        rate = _of_layer(section, name, depth)
+        if section.loraplus_ratio is not None and ".lora_B." in name:
+            rate *= section.loraplus_ratio
+        for group in section.groups:
+            if re.fullmatch(group.pattern, name):
+                decay = decay if group.weight_decay is None else group.weight_decay
+                rate = rate if group.learning_rate is None else group.learning_rate / section.learning_rate
+        groups.setdefault(_GroupRates(decay, rate, kind(full, parameter)), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: not item[0].kind)
+    return [{"params": members, **setting._asdict()} for setting, members in ordered]
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (Newton-Schulz).
-
-    In bf16 on a GPU, as its authors do; in fp32 on a CPU.
-    """
-    work = matrix.to(_working_dtype(matrix.device))
-    tall = work.shape[0] > work.shape[1]
-    work = work.t() if tall else work
-    work = work / work.norm().clamp(min=1e-7)
-    for _ in range(ITERATIONS):
-        square = work @ work.t()
-        work = _A * work + (_B * square + _C * square @ square) @ work
-    return work.t() if tall else work
+def _of_layer(section: OptimizerSection, name: str, depth: int) -> float:
+    """Return the layer-wise part of the rate: 1 after the blocks, and ``layer_decay`` less with every block before."""
+    if section.layer_decay is None or not depth:
+        return 1.0
+    block = _block(name)
+    if block is None:
+        block = -1 if "embed" in name or name.rpartition(".")[0].rpartition(".")[2] in ("wte", "wpe") else depth
+    return float(section.layer_decay ** (depth - block))
 
 
-def _working_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def _block(name: str) -> int | None:
+    match = _BLOCK.search(name)
+    return None if match is None else int(match[1])
 
 
-def _update(matrix: torch.Tensor) -> torch.Tensor:
-    return orthogonalized(matrix) * (_LIKE_ADAMW * math.sqrt(max(matrix.shape)))
+def _check(section: OptimizerSection, names: list[str]) -> None:
+    for index, group in enumerate(section.groups):
+        if not any(re.fullmatch(group.pattern, name) for name in names):
+            raise RequestError(
+                f"optimizer.groups.{index}.pattern: {group.pattern} matches none of the {len(names)} names of trained "
+                f"parameters, such as {names[len(names) // 2]}"
+            )
+    if section.loraplus_ratio is not None and not any(".lora_B." in name for name in names):
+        raise RequestError("optimizer.loraplus_ratio: has no effect without LoRA; remove it, or set model.adapter")

@@ -1,4 +1,4 @@
-"""Out of memory: distinguished from other errors, and cleaned up. halving.py decides how a run reacts."""
+"""Out of memory: distinguished from other errors, and cleaned up. How a run reacts: policies/micro_batch_halving.py."""
 
 from __future__ import annotations
 

@@ -12,16 +12,21 @@ from typing import NamedTuple
 
 import torch
 
+from trainwright.data.stream.batch import on_device
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.data.stream.transfer import on_device
-from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
-from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training, check_steps
-from trainwright.engine.policies.builtin import handle_wrong_numbers
+from trainwright.engine.policies.base import (
+    RankReport,
+    StepGradients,
+    StepPolicy,
+    TrainingContext,
+    check_steps,
+    handle_wrong_numbers,
+)
 from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import own_seconds
-from trainwright.engine.task import LossSum
+from trainwright.engine.task import ForwardOnly, LossSum
 from trainwright.machine.allocator import ResidentMemory
 from trainwright.parallel.strategy import Independent
 from trainwright.recipe.schema import OptimizerSection
@@ -99,7 +104,7 @@ class StepPasses:
         rate: returns the learning rate of a step.
     """
 
-    training: Training
+    training: TrainingContext
     halving: Halving
     replay: Replay
     policies: Sequence[StepPolicy]

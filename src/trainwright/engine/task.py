@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.errors import RequestError
 from trainwright.models.weights import Weights
+from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import World
+from trainwright.recipe.schema import RecipeSchema
+from trainwright.utils import heartbeat
 
 
 @dataclass(frozen=True)
@@ -134,3 +139,82 @@ class Task(Protocol):
         Raises:
             TrainingError: weights or logits differ.
         """
+
+
+class ForwardOnly:
+    """Runs a distributed model without gradients, for tasks that need its outputs outside of the loss."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def world(self) -> World:
+        """Return the ranks that the model is distributed over."""
+        return self._strategy.world
+
+    @property
+    def repeatable(self) -> bool:
+        """Return whether passes that ran out of memory can be repeated: no rank waits for another within them."""
+        return isinstance(self._strategy, Independent)
+
+    def __call__(self, batches: Iterable[GlobalBatch], visit: Callable[[nn.Module, MicroBatch], None]) -> None:
+        """Call ``visit`` with the model, in evaluation mode, and each of this rank's micro-batches.
+
+        Every rank must call. For a micro-batch of weight 0, ``visit`` runs a zero-weight pass so that collectives
+        match, and ignores the result.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out on some rank; raised on all ranks at once unless they wait for each
+                other in the passes themselves.
+        """
+        outcome = attempt(lambda: self._passes(batches, visit))
+        short = isinstance(outcome, MemoryShortage)
+        if self.repeatable:
+            short = any(flag for (flag,) in self.world.gather_floats([float(short)]))
+        if short:
+            raise torch.OutOfMemoryError(
+                outcome.detail if isinstance(outcome, MemoryShortage) else "out of memory on another rank"
+            )
+
+    def _passes(self, batches: Iterable[GlobalBatch], visit: Callable[[nn.Module, MicroBatch], None]) -> None:
+        world, module = self.world, self._strategy.module
+        training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    for micro in batch.for_rank(world.rank, world.size):
+                        visit(module, micro)
+                        heartbeat.progress()
+        finally:
+            module.train(training)
+
+
+class TaskModule(Protocol):
+    """The functions of a task's module."""
+
+    def prepare_once(self, recipe: RecipeSchema, cache: Path) -> int:
+        """Prepare once what every worker needs: data and converted weights. Returns the number of training examples.
+
+        Raises:
+            RequestError: the data or the model does not fit the recipe.
+        """
+
+    def build(self, recipe: RecipeSchema, cache: Path) -> Task:
+        """Return the task with its data memory-mapped and its model on the CPU in fp32; needs no process group."""
+
+
+def task_module(recipe: RecipeSchema) -> TaskModule:
+    """Import and return the module of the recipe's task.
+
+    Raises:
+        RequestError: the module of another package cannot be imported, or lacks a function.
+    """
+    described = f"{recipe.spec.module}, the code of task {recipe.task},"
+    try:
+        module = import_module(recipe.spec.module)
+    except ImportError as error:
+        raise RequestError(f"{described} cannot be imported: {error}") from error
+    if missing := [name for name in ("build", "prepare_once") if not hasattr(module, name)]:
+        raise RequestError(f"{described} lacks {' and '.join(missing)}")
+    return cast(TaskModule, module)

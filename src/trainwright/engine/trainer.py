@@ -19,21 +19,25 @@ from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingS
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.evaluate import evaluate, generate
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Notice, Rewind, Step
+from trainwright.engine.events import Evaluate, EventLog, Fault, Finish, Generate, Notice, Rewind, Step
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import (
+    MAX_IN_A_ROW,
     Corrupted,
+    GradientNoise,
+    LossLimit,
+    LossScale,
+    LossSpikes,
+    NonFinite,
     RewindRequested,
     StepGradients,
     StepPolicy,
-    Training,
+    TrainingContext,
     WrongNumbers,
     check_skips,
 )
-from trainwright.engine.policies.builtin import MAX_IN_A_ROW, GradientNoise, LossLimit, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers
@@ -75,13 +79,13 @@ class Trainer:
         stop_after: end the run after this step and its evaluation, with a checkpoint; None: at the end.
     """
 
-    training: Training
+    training: TrainingContext
     schedule: Schedule
     checkpoints: Checkpoints
     stop_requested: Callable[[], bool]
     updating: Callable[[], None] = lambda: None
     change_requested: Callable[[], bool] | None = None
-    policies: Sequence[Callable[[Training], StepPolicy]] = ()
+    policies: Sequence[Callable[[TrainingContext], StepPolicy]] = ()
     save_requested: Callable[[], bool] = lambda: False
     stop_after: int | None = None
 
@@ -419,6 +423,7 @@ class Trainer:
                 self._warn_low_memory,
                 self.events,
                 step,
+                self.training.recipe.evaluate.main_set,
             )
             metrics, answers = measured.metrics, self._answers.keep(step, measured)
             seconds = time.monotonic() - started_at

@@ -15,8 +15,8 @@ from trainwright.models.supported import class_in
 from trainwright.models.tokenization import TOKENIZER_FILES
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
-from trainwright.recipe.sections.model import ModelSection
+from trainwright.recipe.schema import RecipeSchema
+from trainwright.recipe.sections.model import AddedTokensSection, ModelSection
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import quoted
 
@@ -41,7 +41,7 @@ class UnloadedModel:
     section: ModelSection
     seed: int = 0
     checkpoint: Path | None = None
-    recipe: Recipe | None = None
+    recipe: RecipeSchema | None = None
     run: Path | None = None
 
     def save(self, file: Path) -> None:
@@ -184,7 +184,10 @@ def _base_section(path: Path) -> ModelSection:
     if Path(name).is_absolute() and not Path(name).exists():
         details = "" if recorded is None else f" ({recorded.details})"
         raise RequestError(f"{path} is an adapter of {name}{details}, which was not found; {other}")
-    return ModelSection(name=name, gguf_file=None if recorded is None else recorded.gguf_file)
+    if recorded is None:
+        return ModelSection(name=name)
+    added = AddedTokensSection.model_validate(recorded.added_tokens or {})
+    return ModelSection(name=name, gguf_file=recorded.gguf_file, overrides=recorded.overrides, added_tokens=added)
 
 
 def _json(file: Path) -> dict[str, Any]:

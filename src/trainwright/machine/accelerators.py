@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError
-from trainwright.machine.system_files import read
+from trainwright.machine.cgroups import read
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine

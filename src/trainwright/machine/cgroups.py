@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from trainwright.machine.system_files import read
-
 # v1 has a number near 2**63 for no limit.
 _NO_LIMIT = 2**60
 
@@ -92,3 +90,12 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
         statistics = dict(pair for line in read(group / "memory.stat").splitlines() if len(pair := line.split()) == 2)
         files = sum(int(statistics.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
         yield int(limit), max(0, int(used) - files) if used.isdigit() else 0
+
+
+def read(path: Path) -> str:
+    """Return the content of a file; empty if it does not exist or cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -11,11 +11,11 @@ from typing import Any
 
 from trainwright.machine import cgroups
 from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, unusable
+from trainwright.machine.cgroups import read
 from trainwright.machine.links import detect_links
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.processor import detect_processor
-from trainwright.machine.system_files import read
 
 
 def detect() -> Machine:

@@ -27,12 +27,13 @@ from trainwright.models.linear_losses import (
     Head,
     Terms,
     linear_cross_entropy,
+    needs_padding,
+    padded_batch,
     shared_gradient,
     standardized_log_likelihood,
     token_statistics,
 )
 from trainwright.models.own_module import OwnModel
-from trainwright.models.padding import needs_padding, padded_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,15 +89,25 @@ class CausalLM(nn.Module):
         return self.model.config
 
     def forward(
-        self, batch: Batch, statistics: bool = False, objective: Objective | None = None, losses: bool = False
+        self,
+        batch: Batch,
+        statistics: bool = False,
+        objective: Objective | None = None,
+        losses: bool = False,
+        weights: Callable[[Head], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return the loss of a batch, its statistics, its token losses, or the value of ``objective``."""
+        """Return the loss of a batch, its statistics, its token losses, or the value of ``objective``.
+
+        ``weights`` computes the constant weight of each target's loss [N].
+        """
         if losses:
             return self.token_losses(batch)
         head = self.head(batch)
         if statistics:
             each, correct = token_statistics(head, batch.targets)
             return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
+        if weights is not None:
+            return linear_cross_entropy(head, batch.targets, target_weights=weights(head))
         if objective is None:
             return linear_cross_entropy(head, batch.targets, terms=self._terms)
         return objective_at(head, batch.targets, objective, batch)

@@ -18,11 +18,13 @@ from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN, check_sizes
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainwright.recipe.sections.model import ModelSection
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of transformers 4 that configurations still accept and convert to rope_parameters.
-OLDER_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+_OLDER_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the previous dropout values
 
 # Exceptions that module constructors raise for inconsistent values.
@@ -77,12 +79,7 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     kind = _causal_kind(fields)
     del fields["model_type"]
     config_class = CONFIG_MAPPING[kind]
-    keys = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    if "rope_parameters" in keys:
-        keys |= OLDER_ROPE_KEYS
-    if unknown := [key for key in fields if key not in keys]:
-        lines = [f"model.config.{key}: not a key of {kind}{_nearest(key, keys)}" for key in unknown]
-        raise RequestError("\n".join(lines))
+    _check_keys(fields, config_class, "model.config")
     size = fields.setdefault("vocab_size", len(tokenizer))
     if isinstance(size, int) and size < len(tokenizer):
         raise RequestError(
@@ -94,6 +91,17 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
         return config_class(**fields)
     except Exception as error:  # validation errors of huggingface_hub, or errors in a config's own arithmetic
         raise RequestError(f"model.config: {kind}: {' '.join(str(error).split())}") from error
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Correct the configuration of a loaded model if it ties the head to the embedding and the files do not.
+
+    If they have both with different values, transformers loads both.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if any(model.get_parameter_or_buffer(a) is not model.get_parameter_or_buffer(b) for a, b in tied):
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def set_dropout(config: PretrainedConfig, probability: float) -> None:
@@ -161,8 +169,12 @@ def _nearest(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def config_from(directory: Path) -> PretrainedConfig:
-    """Return the configuration in ``directory``; raise RequestError if it is not a decoder-only language model."""
+def config_from(directory: Path, model: ModelSection | None = None) -> PretrainedConfig:
+    """Return the configuration in ``directory``, with the overrides of ``model``.
+
+    Raises:
+        RequestError: it is not of a decoder-only language model, or does not have a key of the overrides.
+    """
     from transformers import AutoConfig
 
     file, where = directory / "config.json", f"model.name: {directory}"
@@ -172,14 +184,32 @@ def config_from(directory: Path) -> PretrainedConfig:
         register(fields.get("model_type"))
     else:
         raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
+    if model is not None:
+        fields = dict(model.overridden(fields))
+        check_sizes(model.overrides, "model.overrides")
     try:
         with TemporaryDirectory(prefix="trainwright-") as directory_name:
             (Path(directory_name) / "config.json").write_text(json.dumps(without_ignored(fields)), encoding="utf-8")
             config = AutoConfig.from_pretrained(directory_name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class
         raise RequestError(f"{where}/config.json cannot be used: {error}") from error
+    if model is not None:
+        _check_keys(model.overrides, type(config), "model.overrides")
     config.name_or_path = str(directory)
     return config
+
+
+def keys_of(config_class: type[PretrainedConfig]) -> set[str]:
+    """Return the keys of a kind of configuration, without ``model_type``."""
+    keys = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    return keys | _OLDER_ROPE_KEYS if "rope_parameters" in keys else keys
+
+
+def _check_keys(fields: Mapping[str, Any], config_class: type[PretrainedConfig], where: str) -> None:
+    keys = keys_of(config_class)
+    if unknown := [key for key in fields if key not in keys]:
+        kind = config_class.model_type
+        raise RequestError("\n".join(f"{where}.{key}: not a key of {kind}{_nearest(key, keys)}" for key in unknown))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.rows.chat_templates import arguments_in, set_template, with_defaults
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
+from trainwright.models.added_tokens import needed_rows
 from trainwright.models.configuration import (
     NOT_MADE,
     SPECIAL_IDS,
@@ -18,10 +19,11 @@ from trainwright.models.configuration import (
     making,
     no_progress_bar,
     set_dropout,
+    untie,
 )
-from trainwright.models.resolve_model import check_directory, is_here, locate, resolve, weight_files
+from trainwright.models.resolve_model import check_directory, complete_tokenizer, is_here, resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements
-from trainwright.models.tokenization import bytes_tokenizer, is_trained, token_ids, tokenizer_from, trained_tokenizer
+from trainwright.models.tokenization import token_ids
 from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils.activity import doing
@@ -47,25 +49,13 @@ UNUSED_TENSORS = (
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of ``model`` or of ``model.tokenizer``, with ``model.chat_template``; needs no weights.
+    """Return the tokenizer of ``model`` or of ``model.tokenizer``, with ``model.added_tokens`` and
+    ``model.chat_template``; needs no weights.
 
     Raises:
         RequestError: there is no tokenizer, or the template is neither a file nor Jinja text.
     """
-    if model.tokenizer == "bytes":
-        tokenizer: PreTrainedTokenizerBase = bytes_tokenizer()
-    elif model.tokenizer is not None and is_trained(model.tokenizer):
-        tokenizer = trained_tokenizer(model.tokenizer)
-    elif model.tokenizer is not None:
-        directory = locate(model.tokenizer, "model.tokenizer", weights=False).directory
-        tokenizer = tokenizer_from(directory, "model.tokenizer")
-    else:
-        source = resolve(model, weights=False)
-        if source.directory is None:
-            raise RequestError(
-                'model.tokenizer: required for a randomly initialized model: "bytes" (built in), an id or a directory'
-            )
-        tokenizer = tokenizer_from(source.directory, "model.name")
+    tokenizer = complete_tokenizer(model)
     if model.chat_template is not None:
         set_template(tokenizer, model.chat_template)
     if model.template_arguments:
@@ -74,7 +64,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """Return the configuration of ``model``, including ``model.dropout``; needs no weights.
+    """Return the configuration of ``model``, including ``model.overrides`` and ``model.dropout``; needs no weights.
 
     A fresh model, or one with ``model.tokenizer``, gets the special token ids of the tokenizer
     (``load_tokenizer(model)`` if None); a fresh model also gets its vocabulary size.
@@ -90,7 +80,10 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         assert source.config is not None and tokenizer is not None
         config = fresh_config(source.config, tokenizer)
     else:
-        config = config_from(source.directory)
+        config = config_from(source.directory, model)
+        if model.added_tokens.names:
+            text = config.get_text_config()
+            text.vocab_size = needed_rows(text.vocab_size, tokenizer or complete_tokenizer(model), model.added_tokens)
         if model.implementation == "gpt":
             config = _as_gpt(config)
         if model.is_own or config.model_type == OWN:
@@ -117,7 +110,7 @@ def check_adapter(section: ModelSection, seed: int) -> str | None:
     """
     from trainwright.models.adapters.attaching import check_fits
     from trainwright.models.adapters.base_model import base_model
-    from trainwright.models.adapters.config import experts_left_out, peft_config
+    from trainwright.models.adapters.config import check_added_tokens, experts_left_out, peft_config
     from trainwright.models.files import skeleton
 
     if section.adapter.type == "none":
@@ -125,6 +118,7 @@ def check_adapter(section: ModelSection, seed: int) -> str | None:
     model = skeleton(load_config(section))
     peft_config(section.adapter, model, base_model(section, seed))
     left_out = experts_left_out(section.adapter, model)
+    check_added_tokens(section, model)
     check_fits(model, section, seed)
     return left_out
 
@@ -181,7 +175,7 @@ def load_model(
         loaded = fresh_model(config, seed, dtype)
         _quantize(loaded, model.adapter)
     else:
-        theirs = config_from(source.directory) if model.implementation == "gpt" else config
+        theirs = config_from(source.directory, model) if model.implementation == "gpt" else config
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
             from trainwright.models.gpt.config import GPTConfig
@@ -288,17 +282,6 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     _quantize(model, adapter)
     _own_memory(model, dtype)
     return model
-
-
-def untie(model: PreTrainedModel) -> None:
-    """Correct the configuration of a loaded model if it ties the head to the embedding and the files do not.
-
-    If they have both with different values, transformers loads both.
-    """
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
-    if any(model.get_parameter_or_buffer(a) is not model.get_parameter_or_buffer(b) for a, b in tied):
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
 
 
 def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:

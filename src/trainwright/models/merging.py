@@ -11,9 +11,9 @@ import torch
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
-from trainwright.models.configuration import no_progress_bar
+from trainwright.models.configuration import no_progress_bar, untie
 from trainwright.models.files import has_experts, logit_difference, replacing, save_model
-from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer, untie
+from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer
 from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import resolve
 from trainwright.utils.activity import doing

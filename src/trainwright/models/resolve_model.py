@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.safetensors_files import DamagedFile, read_header, stored_elements
-from trainwright.models.tokenization import TOKENIZER_FILES
+from trainwright.models.tokenization import (
+    TOKENIZER_FILES,
+    bytes_tokenizer,
+    is_trained,
+    tokenizer_from,
+    trained_tokenizer,
+)
 from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from trainwright.recipe.sections.model import ModelSection
 
 
@@ -90,8 +98,41 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
     if model.name is None:
         raise RequestError("model: neither name nor config is set; set model.name or model.config")
     located = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
-    check_directory(located.directory, "model.name", weights=weights)
-    return ModelSource(located.directory, None, located.origin, located.gguf, located.package)
+    directory, origin = located.directory, located.origin
+    check_directory(directory, "model.name", weights=weights)
+    if weights and model.added_tokens.names:
+        from trainwright.models.added_tokens import enlarged
+
+        enlarged_directory = enlarged(directory, weight_files(directory), complete_tokenizer(model), model.added_tokens)
+        origin += "" if enlarged_directory == directory else ", with rows for added tokens"
+        directory = enlarged_directory
+    return ModelSource(directory, None, origin, located.gguf, located.package)
+
+
+def complete_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of ``model`` or of ``model.tokenizer``, with ``model.added_tokens``.
+
+    Raises:
+        RequestError: there is no tokenizer.
+    """
+    from trainwright.models.added_tokens import add_tokens
+
+    if model.tokenizer == "bytes":
+        tokenizer: PreTrainedTokenizerBase = bytes_tokenizer()
+    elif model.tokenizer is not None and is_trained(model.tokenizer):
+        tokenizer = trained_tokenizer(model.tokenizer)
+    elif model.tokenizer is not None:
+        directory = locate(model.tokenizer, "model.tokenizer", weights=False).directory
+        tokenizer = tokenizer_from(directory, "model.tokenizer")
+    else:
+        source = resolve(model, weights=False)
+        if source.directory is None:
+            raise RequestError(
+                'model.tokenizer: required for a randomly initialized model: "bytes" (built in), an id or a directory'
+            )
+        tokenizer = tokenizer_from(source.directory, "model.name")
+    add_tokens(tokenizer, model.added_tokens)
+    return tokenizer
 
 
 def locate(

@@ -108,6 +108,7 @@ def _base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[s
     """Return the lines before, and the arguments that name the base."""
     name, revision = split_revision(base.name)
     options = [] if revision is None else [f"revision={_text(revision)}"]
+    options += [f"{key}={value!r}" for key, value in base.overrides.items()]
     is_path = Path(name).is_absolute()
     if base.file is None:
         local = [f"# {Path(name).name} is not published; put it next to this file"] if is_path and published else []

@@ -81,7 +81,7 @@ def load_empty(
     if directory is None:
         return finish_loading(empty, model, config), weights
     files = _tensors(directory)
-    stored = skeleton(config_from(directory)) if model.implementation == "gpt" else empty
+    stored = skeleton(config_from(directory, model)) if model.implementation == "gpt" else empty
     if (stored.all_tied_weights_keys or {}).keys() & files.keys():
         return None  # tied weights are stored twice, and may differ
     if model.implementation == "gpt":

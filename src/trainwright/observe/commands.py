@@ -37,7 +37,7 @@ def runs(
     steps that count, of all time since the run began. On a narrow terminal the last columns are left out.
     """
     import trainwright as tw
-    from trainwright.observe.operations.runs import table
+    from trainwright.observe.runs import table
 
     summaries = tw.runs(directory, status=status, task=task, name=name, sort=sort)
     if as_json:
@@ -95,7 +95,7 @@ def watch(
 
     The address that is printed has a token, without which nothing is shown.
     """
-    from trainwright.observe.watching.serving import serve
+    from trainwright.observe.watching.app import serve
     from trainwright.utils.paths import run_path
 
     serve(run_path(directory), host, port)
@@ -122,7 +122,7 @@ def gpus(
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
     from trainwright.machine.usage.gpu import all_gpus
-    from trainwright.observe.operations.gpus import MachineUse, machine_use
+    from trainwright.observe.gpus import MachineUse, machine_use
 
     if seconds is not None and not watch:
         raise RequestError(f"{seconds:g}: a time between tables needs --watch; add it, or leave the time out")

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice, pairwise
 from multiprocessing import parent_process
@@ -25,10 +25,9 @@ from typing import Any, NamedTuple, Self
 from trainwright.engine.event_reader import EventRecord, bounded_lines, superseded
 from trainwright.machine.usage.sample import UsageSampler, process_age
 from trainwright.run.observers.hooks import ObservedRank
-from trainwright.utils.heartbeat import Heartbeat
+from trainwright.utils.heartbeat import Heartbeat, Use
 from trainwright.utils.heartbeat_file import FINISHED
 from trainwright.utils.paths import files_inside, open_inside
-from trainwright.utils.phase_clock import Use
 
 DIRECTORY = "ledger"
 FORMAT = 1
@@ -392,3 +391,40 @@ def _at(launch: Sequence[LedgerLine], when: float) -> dict[str, float]:
         name: before.seconds.get(name, 0.0) + part * (value - before.seconds.get(name, 0.0))
         for name, value in line.seconds.items()
     }
+
+
+_TICK, _LATE = 0.02, 0.015  # seconds
+
+
+def stalls_of_rank(rank: ObservedRank) -> AbstractContextManager[object]:
+    """Return a context that counts a rank's stalls; a rank that is alone waits for no other."""
+    return nullcontext() if rank.info.size == 1 else Stalls(rank.heartbeat)
+
+
+class Stalls:
+    """Count the seconds inside collectives in which this process did not run, with a thread that then wakes up late.
+
+    A process that cpulimit stops, or that gets no processor, may stall in a collective that it has already entered. All
+    ranks then wait in the collective, so their seconds do not show which rank stalled.
+    """
+
+    def __init__(self, own: Heartbeat) -> None:
+        self._own = own
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="stalls", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _count(self) -> None:
+        before, waited = time.monotonic(), self._own.waited()
+        while not self._closed.wait(_TICK):
+            now, now_waited = time.monotonic(), self._own.waited()
+            if (late := now - before - _TICK) > _LATE:
+                self._own.stalled += min(late, max(0.0, now_waited - waited))
+            before, waited = now, now_waited

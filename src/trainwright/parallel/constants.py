@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # Elements that a CPU converts to fp32 at a time, for a norm or a sum of gradients: with their copies they fit a cache.
 CACHED_ELEMENTS = 2**18
-# Shapes of half-precision products on a CPU whose code is cached (models/padding.py), and bytes of each, measured.
+# Shapes of half-precision products on a CPU whose code is cached (models/linear_losses.py); bytes of each, measured.
 CACHED_PRODUCTS, PRODUCT_BYTES = 256, 570_000
 # Bytes of the logits of a chunk of the loss, in the model's precision; on a GPU as many as the hidden states have, if
 # these are more: large products use it best, and the memory is small beside that of the activations. (As torch's

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
-# Iterations of Newton-Schulz, of three products each (engine/optimizer.py).
+# Iterations of Newton-Schulz, of three products each (engine/optimizers/muon.py).
 ITERATIONS = 5
 
 _EMBEDDINGS = ("wte", "wpe", "lm_head", "head", "positions", "score")

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.cli.command import command
-from trainwright.cli.names_in_help import NamesInHelp
-from trainwright.cli.trust import TrustCode
+from trainwright.cli.command import NamesInHelp, TrustCode, command
 from trainwright.errors import EXIT_MACHINE
 from trainwright.utils.text import columns, say
 

@@ -24,7 +24,7 @@ from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example
-    from trainwright.recipe.schema import DataSection, Recipe
+    from trainwright.recipe.schema import DataSection, RecipeSchema
     from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.task_spec import Needs, TaskModel
 
@@ -52,7 +52,7 @@ class Facts(NamedTuple):
     estimated: bool = False
 
 
-def facts_of(recipe: Recipe) -> Facts:
+def facts_of(recipe: RecipeSchema) -> Facts:
     """Return the workload of ``recipe``.
 
     Raises:
@@ -107,7 +107,7 @@ def facts_of(recipe: Recipe) -> Facts:
     return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
 
 
-def _of_own_model(recipe: Recipe, model: TaskModel) -> Facts:
+def _of_own_model(recipe: RecipeSchema, model: TaskModel) -> Facts:
     train = recipe.train
     return Facts(
         Workload(
@@ -145,11 +145,33 @@ def configuration_of(model: ModelSection) -> Mapping[str, Any]:
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogd(model.name)) is not None:
         check_model(model)
-        return known.config
+        return _with_rows(known.config, model)
     file = _config_here(model.name) or _located(model) / "config.json"
     if model.is_own:
         return _with_class(dict(read_json(file)), model)
-    return configuration_of_file(file, f"model.name: {file.parent}")
+    return _with_rows(configuration_of_file(file, f"model.name: {file.parent}"), model)
+
+
+def _with_rows(configuration: Mapping[str, Any], model: ModelSection) -> Mapping[str, Any]:
+    """Return the configuration with the recipe's overrides, and a row of the embeddings for each token that it adds."""
+    configuration = model.overridden(configuration)
+    if not model.added_tokens.names:
+        return configuration
+    from trainwright.models.added_tokens import needed_rows
+    from trainwright.models.resolve_model import complete_tokenizer, is_here
+
+    text = configuration.get("text_config")
+    inner = text if isinstance(text, dict) and "vocab_size" in text else configuration
+    size = int(inner["vocab_size"])
+    name = model.tokenizer if model.tokenizer is not None and "/" in model.tokenizer else str(model.name)
+    if is_here(name) or model.tokenizer == "bytes":
+        rows = needed_rows(size, complete_tokenizer(model), model.added_tokens)
+    else:  # whether the model has rows to spare is not known
+        rows = size + len(model.added_tokens.names)
+    return {
+        **configuration,
+        **({"text_config": {**inner, "vocab_size": rows}} if inner is text else {"vocab_size": rows}),
+    }
 
 
 def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -229,6 +251,8 @@ def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
     if model.config is not None:
         return model.fresh or {}, "model.config"
     config_and_origin = None if model.name is None else _named(model.name)
+    if config_and_origin is not None and model.overrides:
+        return model.overridden(config_and_origin[0]), config_and_origin[1]
     if config_and_origin is not None and model.is_own:
         return {**config_and_origin[0], "implementation": model.implementation}, config_and_origin[1]
     return config_and_origin
@@ -287,7 +311,7 @@ def configuration_named(name: str) -> Mapping[str, Any]:
     return resolved.config
 
 
-def full_rows(recipe: Recipe) -> Facts:
+def full_rows(recipe: RecipeSchema) -> Facts:
     """Return the workload of a recipe whose data is not read: full rows with sequences of the maximum length."""
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
@@ -296,7 +320,7 @@ def full_rows(recipe: Recipe) -> Facts:
     sequences = "one sequence" if sequence == row else f"sequences of {sequence} tokens"
     assumptions = [f"every row is full, {sequences} each"]
     workload = Workload(
-        model=TracedModel.of(configuration_named(recipe.model.name), recipe),
+        model=TracedModel.of(recipe.model.overridden(configuration_named(recipe.model.name)), recipe),
         row_tokens=row,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,
@@ -347,9 +371,9 @@ def _fresh(model: ModelSection) -> dict[str, Any]:
     if "vocab_size" not in config:
         kind, _, rest = (model.tokenizer or "").partition(":")
         if model.tokenizer == "bytes":
-            config["vocab_size"] = _BYTES_VOCABULARY
+            config["vocab_size"] = _BYTES_VOCABULARY + len(model.added_tokens.names)
         elif kind == "bpe" and rest.partition(":")[0].isdigit():  # usually reaches the requested size
-            config["vocab_size"] = int(rest.partition(":")[0])
+            config["vocab_size"] = int(rest.partition(":")[0]) + len(model.added_tokens.names)
         else:
             from trainwright.models.load import load_tokenizer
 
@@ -384,7 +408,7 @@ def _located(model: ModelSection) -> Path:
         raise RequestError(f"{error}{f'. Did you mean {near}?' if near else ''}") from error
 
 
-def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
+def _lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> Lengths:
     data, seed = recipe.data, recipe.train.seed
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
@@ -406,7 +430,7 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     return guess
 
 
-def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
+def _first_examples(recipe: RecipeSchema, each: int) -> list[list[Example]]:
     """Return the sequences of sample examples of all sources, in proportion to their weights; ``each``: how many an
     example has, of which some may be of other rows.
     """
@@ -447,7 +471,7 @@ def _completed(examples: list[list[Example]], each: int, others: Sequence[Exampl
     ]
 
 
-def _examples_per_step(recipe: Recipe, lengths: Lengths) -> int:
+def _examples_per_step(recipe: RecipeSchema, lengths: Lengths) -> int:
     """Return the number of examples of a step; a mean if a batch is counted in packs or tokens."""
     size, pack = recipe.train.global_batch_size, recipe.data.pack_length
     if recipe.train.batch_unit == "tokens":
@@ -455,7 +479,7 @@ def _examples_per_step(recipe: Recipe, lengths: Lengths) -> int:
     return lengths.examples_in(size, pack) if recipe.train.batch_unit == "packs" and pack is not None else size
 
 
-def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
+def _steps(recipe: RecipeSchema, lengths: Lengths) -> int | None:
     train = recipe.train
     if train.max_steps is not None:
         return train.max_steps

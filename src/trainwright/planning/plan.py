@@ -22,10 +22,9 @@ from trainwright.planning.step_time.basis import Basis, corrections_of, model_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload
-from trainwright.recipe.checks import contradictions
-from trainwright.recipe.parallel_checks import implied_strategy
+from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.process_range import usable_processes, with_processes
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange
 from trainwright.recipe.strategy_spec import spec_of
 
@@ -248,7 +247,7 @@ def _rates(basis: Basis) -> tuple[str, ...]:
     )
 
 
-def constraints_of(recipe: Recipe) -> Constraints:
+def constraints_of(recipe: RecipeSchema) -> Constraints:
     """Return the constraints of a recipe: every key that is not ``auto``, and those of a named strategy."""
     train, parallel = recipe.train, recipe.parallel
     named = {
@@ -281,7 +280,7 @@ def constraints_of(recipe: Recipe) -> Constraints:
     )
 
 
-def _in_range(recipe: Recipe, process_range: ProcessRange) -> tuple[int, ...]:
+def _in_range(recipe: RecipeSchema, process_range: ProcessRange) -> tuple[int, ...]:
     """Return the numbers of processes of a range to try: the largest with which each has an example, then the largest.
 
     Raises RequestError as ``usable_processes``.
@@ -290,7 +289,7 @@ def _in_range(recipe: Recipe, process_range: ProcessRange) -> tuple[int, ...]:
     return tuple(dict.fromkeys((max((n for n in usable if n <= rows), default=usable[0]), usable[-1])))
 
 
-def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:
+def _without(recipe: RecipeSchema, given_up: frozenset[str]) -> RecipeSchema:
     """Return the recipe with these keys set to ``auto``."""
     sections = {
         name: section.model_copy(update={key: "auto" for key in given_up if key in type(section).model_fields})

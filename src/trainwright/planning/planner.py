@@ -15,13 +15,13 @@ from trainwright.planning.output import summary
 from trainwright.planning.plan import RunPlan, constraints_of, installed, make_plan
 from trainwright.planning.reasons import shortage
 from trainwright.planning.step_time.basis import Basis, basis_of
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import Planned, on_nodes
 from trainwright.utils.activity import doing
 from trainwright.utils.text import say
 
 
-def plan_recipe(recipe: Recipe, machine: Machine, nodes: int) -> Planned:
+def plan_recipe(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
     """Return the plan of a recipe for ``nodes`` machines like ``machine``.
 
     If nothing fits, it is that of the nearest candidate.
@@ -52,7 +52,7 @@ def plan_recipe(recipe: Recipe, machine: Machine, nodes: int) -> Planned:
 
 def plan_on(
     cluster: Cluster,
-    recipe: Recipe,
+    recipe: RecipeSchema,
     facts: Facts,
     basis: Basis = Basis(),  # noqa: B008
     available: Callable[[str], str | None] = lambda strategy: None,
@@ -84,7 +84,7 @@ def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
     return {"train": train, "parallel": parallel}
 
 
-def _cluster(recipe: Recipe, machine: Machine, nodes: int) -> Cluster:
+def _cluster(recipe: RecipeSchema, machine: Machine, nodes: int) -> Cluster:
     cluster = cluster_of(machine, nodes)
     processes = recipe.parallel.processes
     if processes == "auto" or not machine.gpus:

@@ -173,7 +173,7 @@ def _recipe_to_plan(
     sequence_length: int | None,
     global_batch_size: int,
     steps: int | None,
-) -> schema.Recipe:
+) -> schema.RecipeSchema:
     """Return the recipe to plan; for a model without one, a recipe of the given values only."""
     from trainwright.recipe.loading import load_recipe, recipe_of
 
@@ -199,14 +199,14 @@ def _recipe_to_plan(
     return recipe_of([*settings, *overrides], "--model")
 
 
-def _facts(recipe: schema.Recipe, full: bool) -> Facts:
+def _facts(recipe: schema.RecipeSchema, full: bool) -> Facts:
     """Return the facts for the plan. ``full``: ignore the recipe's data and assume that every row is full."""
     from trainwright.planning.facts import facts_of, full_rows
 
     return full_rows(recipe) if full else facts_of(recipe)
 
 
-def _plan_of(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
+def _plan_of(recipe: schema.RecipeSchema, facts: Facts, on: Written | None) -> Details:
     from trainwright.machine.describe import cluster_of
     from trainwright.planning.plan import installed
     from trainwright.planning.planner import chosen_values, plan_on

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import ceil
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from trainwright.recipe import parallel_checks
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES, TASKS
+from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES, STRATEGIES, TASKS
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.recipe.sections.model import absurd_sizes
+from trainwright.recipe.strategy_spec import all_specs
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
+    from trainwright.recipe.sections.parallel import ParallelSection
+
 
 _ROUNDING = 1e-9
 
 
-def contradictions(recipe: Recipe) -> list[Contradiction]:
+def contradictions(recipe: RecipeSchema) -> list[Contradiction]:
     """Return all contradictions between the keys of ``recipe``; empty if it is valid."""
     checks = (
         _task,
@@ -29,8 +32,8 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _length,
         _schedule,
         _batch,
-        parallel_checks.processes,
-        parallel_checks.strategy,
+        processes,
+        strategy,
         _checkpoints,
         _evaluation,
         recipe.spec.check,
@@ -42,7 +45,7 @@ def _both_set(one: str, other: str) -> Contradiction:
     return Contradiction((one, other), f"{one} and {other} are both set; keep one and set the other to null")
 
 
-def _task(recipe: Recipe) -> Iterator[Contradiction]:
+def _task(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield sections and keys of other tasks, which would have no effect."""
     own, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
     others = {name: spec for name, spec in specs.items() if spec != own}
@@ -61,7 +64,7 @@ def _task(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("data.train",), "no training data; set it to the rows to train on")
 
 
-def _model(recipe: Recipe) -> Iterator[Contradiction]:
+def _model(recipe: RecipeSchema) -> Iterator[Contradiction]:
     model = recipe.model
     if model.name is None and model.config is None:
         yield Contradiction(("model.name",), "no model; set model.name, or model.config for a randomly initialized one")
@@ -82,12 +85,18 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
                 ("model.tokenizer", "model.config"),
                 "a randomly initialized model has no tokenizer; set model.tokenizer, for instance to bytes",
             )
+    if model.is_own and model.name is not None and model.added_tokens.names:
+        why = "the embeddings of a module of your own cannot be resized; add the tokens when it is made"
+        yield Contradiction(("model.added_tokens", "model.implementation"), why)
     if model.is_own and model.attention != "auto":
         why = "the module of model.implementation computes its attention itself; remove it"
         yield Contradiction(("model.attention", "model.implementation"), why)
     if model.is_own and model.kernels != "auto":
         why = "the module of model.implementation computes its operations itself; remove it"
         yield Contradiction(("model.kernels", "model.implementation"), why)
+    if model.overrides and model.name is None:
+        why = "changes the configuration of model.name; write the values in model.config"
+        yield Contradiction(("model.overrides",), why)
     if model.gguf_file is not None and model.name is None:
         yield Contradiction(
             ("model.gguf_file",), "is a file in the directory or repository model.name; set model.name too"
@@ -107,7 +116,7 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("model.adapter.type", "model.implementation"), why)
 
 
-def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
+def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
     adapter = recipe.model.adapter
     if adapter.type == "none":
         for key in adapter.changed():
@@ -160,7 +169,7 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _data(recipe: Recipe) -> Iterator[Contradiction]:
+def _data(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data = recipe.data
     if data.pack_length is not None and data.pack_length < data.max_length:
         yield Contradiction(
@@ -172,23 +181,24 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
         yield from _mixture(recipe)
     elif data.mixing != "weights":
         yield Contradiction(("data.mixing", "data.train"), "is for several sources; list them in data.train")
-    if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
+    if isinstance(data.held_out, int) and data.limit is not None and data.held_out >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
-            f"holds out {data.validation} of the {data.limit} rows that data.limit allows, so none are left to train "
+            f"holds out {data.held_out} of the {data.limit} rows that data.limit allows, so none are left to train "
             "on; lower it",
         )
 
 
-def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
+def _mixture(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
         yield _of_one_source("limit")
     if data.mixing == "concatenate" and any(source.weight != 1 for source in data.sources):
         why = "every example is used once, so the sources have no weights; remove them, or set it to weights"
         yield Contradiction(("data.mixing", "data.train"), why)
+    named = data.validation.values() if isinstance(data.validation, dict) else [data.validation]
     for key, default in RowSettings._field_defaults.items():
-        if getattr(data, key) != default and data.validation_source is None:
+        if getattr(data, key) != default and not any(isinstance(rows, str) for rows in named):
             yield _of_one_source(key)
 
 
@@ -201,7 +211,7 @@ def _of_one_source(key: str) -> Contradiction:
 _PREFERENCES = ("preference", "labelled")
 
 
-def _rows(recipe: Recipe) -> Iterator[Contradiction]:
+def _rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data, compared = recipe.data, recipe.spec.rows(recipe, "data.train") in ("pairs", "answers")
     formats = {"data.format": data.format}
     if isinstance(data.train, list):
@@ -214,7 +224,7 @@ def _rows(recipe: Recipe) -> Iterator[Contradiction]:
             )
 
 
-def _length(recipe: Recipe) -> Iterator[Contradiction]:
+def _length(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train = recipe.train
     if train.max_steps is not None and train.epochs is not None:
         yield _both_set("train.max_steps", "train.epochs")
@@ -246,7 +256,7 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("train.profile.steps", "train.max_steps"), why)
 
 
-def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
+def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     read = OPTIMIZERS.get(optimizer.name).reads
     for key in ("momentum", "nesterov", "betas", "eps", "options"):
@@ -300,7 +310,7 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _batch_of_tokens(recipe: Recipe) -> Iterator[Contradiction]:
+def _batch_of_tokens(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train, data = recipe.train, recipe.data
     if not recipe.has_texts:
         yield Contradiction(("train.batch_unit", "task"), f"{recipe.task} has no tokens of texts; set it to examples")
@@ -314,7 +324,7 @@ def _batch_of_tokens(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("train.gradient_accumulation_steps", "train.batch_unit"), why)
 
 
-def _batch(recipe: Recipe) -> Iterator[Contradiction]:
+def _batch(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train = recipe.train
     processes = 1 if recipe.parallel.is_one_process else recipe.parallel.processes
     size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
@@ -367,13 +377,13 @@ def _possible_accumulation(size: int, micro: int | str, processes: int | str) ->
     return range(1, size + 1)
 
 
-def _checkpoints(recipe: Recipe) -> Iterator[Contradiction]:
+def _checkpoints(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if recipe.faults.mean_time_between is not None and recipe.checkpoint.every != "auto":
         keys = "faults.mean_time_between", "checkpoint.every"
         yield Contradiction(keys, "only applies to checkpoint.every: auto; remove it, or set checkpoint.every to auto")
 
 
-def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
+def _evaluation(recipe: RecipeSchema) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
     turned_off = evaluate.model_fields_set & {
         "prompts",
@@ -385,6 +395,10 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
             "has no effect without evaluate.prompts or evaluate.metrics; remove it, or set one of them",
         )
     yield from _metrics(recipe)
+    if evaluate.main_set is not None and evaluate.main_set not in recipe.data.validation_sets:
+        sets = ", ".join(filter(None, recipe.data.validation_sets))
+        why = f"is none of the sets of data.validation: {sets}" if sets else "data.validation has no named sets"
+        yield Contradiction(("evaluate.main_set", "data.validation"), why)
     for key, needed in (
         ("evaluate.early_stopping", evaluate.early_stopping is not None),
         ("optimizer.schedule", SCHEDULES.get(recipe.optimizer.schedule).on_plateau),
@@ -404,7 +418,7 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
+def _metrics(recipe: RecipeSchema) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
     for name, key in (("answer", "answer_pattern"), ("json_schema", "json_schema")):
         is_set = getattr(evaluate, key) is not None
@@ -425,3 +439,89 @@ def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
         )
     if evaluate.metrics and recipe.data.format == "text":
         yield Contradiction(("evaluate.metrics", "data.format"), "texts contain no prompts to answer; remove it")
+
+
+def processes(recipe: RecipeSchema) -> Iterator[Contradiction]:
+    """Check that the strategy runs on the number of processes."""
+    parallel, spec = recipe.parallel, recipe.parallel.spec
+    count = parallel.processes
+    if spec is None or count == "auto":
+        return
+    max_processes = spec.most_processes
+    if count < spec.least_processes:
+        requirement = f"{parallel.strategy} needs at least {spec.least_processes} processes"
+    elif max_processes is not None and count > max_processes:
+        requirement = (
+            f"{parallel.strategy} runs {'one process' if max_processes == 1 else f'at most {max_processes} processes'}"
+        )
+    else:
+        return
+    yield Contradiction(
+        ("parallel.strategy", "parallel.num_processes"),
+        f"{requirement}, but parallel.num_processes is {count}; set one of the two to auto",
+    )
+
+
+# Keys of `parallel` that every strategy reads.
+_OF_ALL = ("strategy", "num_processes", "device", "timeout")
+
+
+def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
+    """Return the only strategy that reads all keys that are set, and one of these keys, if the strategy is auto."""
+    if parallel.strategy != "auto" or not (meant := _meant_for_a_strategy(parallel)):
+        return None
+    readers = {key: _readers(key) for key in meant}
+    common = [name for name in readers[meant[0]] if all(name in names for names in readers.values())]
+    if len(common) > 1:  # extensions that happen to be installed must not change a recipe
+        common = [name for name in common if STRATEGIES.package(name) is None]
+    return (common[0], f"parallel.{min(meant, key=lambda key: len(readers[key]))}") if len(common) == 1 else None
+
+
+def _meant_for_a_strategy(parallel: ParallelSection) -> list[str]:
+    """Return the keys that not every strategy reads and whose value is not the default."""
+    return [key for key in parallel.changed() if key not in _OF_ALL]
+
+
+def _readers(key: str) -> list[str]:
+    return [name for name, spec in all_specs().items() if key in spec.keys]
+
+
+def strategy(recipe: RecipeSchema) -> Iterator[Contradiction]:
+    """Check that the strategy reads the keys of ``parallel`` that are set, and permits the rest of the recipe."""
+    parallel, spec = recipe.parallel, recipe.parallel.spec
+    for key in _meant_for_a_strategy(parallel):
+        if spec is None and implied_strategy(parallel) is None:
+            yield Contradiction(
+                (f"parallel.{key}", "parallel.strategy"),
+                f"has an effect only with {', '.join(_readers(key))}; set parallel.strategy to one of them",
+            )
+        elif spec is not None and key not in spec.keys:
+            yield Contradiction(
+                (f"parallel.{key}", "parallel.strategy"),
+                f"has no effect with parallel.strategy {parallel.strategy}, only with {', '.join(_readers(key))}",
+            )
+    if spec is None:
+        return
+    for limit in spec.limits:
+        value = attrgetter(limit.key)(recipe)
+        if value not in ("auto", *limit.allowed):
+            yield Contradiction((limit.key, "parallel.strategy"), limit.why.format(value=value))
+    if "replicate_size" in spec.keys:
+        yield from _replicas(parallel)
+
+
+def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
+    processes = parallel.processes
+    if processes == "auto":
+        return
+    if processes % parallel.replicate_size:
+        yield Contradiction(
+            ("parallel.replicate_size", "parallel.num_processes"),
+            f"{processes} processes cannot be divided into {parallel.replicate_size} equal replicas",
+        )
+    elif processes == parallel.replicate_size > 1:
+        yield Contradiction(
+            ("parallel.replicate_size", "parallel.num_processes"),
+            f"{processes} replicas on {processes} processes do not shard anything; lower it, or use parallel.strategy "
+            "ddp",
+        )

@@ -18,8 +18,7 @@ from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.observer_spec import OBSERVERS_KEY, names_as_settings
 from trainwright.recipe.problems import contradictions_in, explain, explain_contradictions, invalid_keys, placeholders
 from trainwright.recipe.registries import TASKS
-from trainwright.recipe.renamed import rename_keys
-from trainwright.recipe.schema import Recipe, recipe_model
+from trainwright.recipe.schema import RecipeSchema, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import quoted
@@ -48,7 +47,7 @@ class Override(str):
 class LoadedRecipe(NamedTuple):
     """A recipe and where each of its values was written; defaults have no origin."""
 
-    recipe: Recipe
+    recipe: RecipeSchema
     origins: Mapping[KeyPath, Origin]
 
 
@@ -69,7 +68,7 @@ def is_override(word: str) -> bool:
     return (bool(equals) or key.startswith("~")) and "/" not in key and not os.path.exists(word)
 
 
-def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> RecipeSchema:
     """Read the recipe at ``path`` with ``overrides`` (``section.key=value``, the value in YAML) over it.
 
     Raises RequestError with every problem found, one line each: the file and line (or the override), the key, the
@@ -78,7 +77,7 @@ def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
     return load_with_origins(path, overrides).recipe
 
 
-def recipe_of(overrides: Sequence[str], name: str) -> Recipe:
+def recipe_of(overrides: Sequence[str], name: str) -> RecipeSchema:
     """Return the recipe of the overrides ``section.key=value`` alone; ``name`` replaces its file in messages."""
     return checked(read_merged(None, overrides), Origin(name)).recipe
 
@@ -110,7 +109,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     problems = [*tree.problems, *placeholders(tree, file)]
     recipe_model()  # an error in an installed package is not the fault of the recipe
     try:
-        recipe = Recipe.model_validate(tree.values)
+        recipe = RecipeSchema.model_validate(tree.values)
     except ValidationError as error:
         problems += explain(error, tree, file) + _behind_invalid_keys(error, tree, file)
     if problems:
@@ -121,7 +120,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     return LoadedRecipe(recipe, tree.origins)
 
 
-def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None) -> str:
+def dump_recipe(recipe: RecipeSchema, origins: Mapping[KeyPath, Origin] | None = None) -> str:
     """Return the recipe as YAML with every key, including defaults, so that the text alone gives the same recipe.
 
     With ``origins`` (of load_with_origins), comments on the keys say where their values were written.
@@ -140,7 +139,7 @@ def _behind_invalid_keys(error: ValidationError, tree: Tree, file: Origin) -> li
             parent = parent[part]
         parent.pop(path[-1], None)
     try:
-        Recipe.model_validate(tree.values)
+        RecipeSchema.model_validate(tree.values)
     except ValidationError as hidden:
         doubtful = tuple(invalid.values())
         hidden_contradictions = [
@@ -190,14 +189,12 @@ def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
     for section, keys in values.items():
         origin = Origin(f"argument {section}")
         over.origins |= {(section, key): origin for key in keys} if isinstance(keys, dict) else {(section,): origin}
-    rename_keys(over)
     _merge(base, over, 2)
     return base
 
 
 def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:
     own = parse_mapping(read_text(path), str(path))
-    rename_keys(own, silently=(path.parent / "events.jsonl").is_file())
     read.append(path)
     _find_beside(own, path.parent)
     merged = Tree()
@@ -283,9 +280,6 @@ def _read_override(override: str) -> tuple[Tree, int]:
         value = {part: value}
     tree.values = value
     tree.origins[path] = origin
-    rename_keys(tree)
-    if path not in tree.origins:
-        path = next(iter(tree.origins))
     if key != written:
         tree.problems.append(
             Problem(origin, "+ is Hydra's; leave it out: an override also sets keys that the recipe does not have")

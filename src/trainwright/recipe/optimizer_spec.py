@@ -6,12 +6,47 @@ They are registered in ``recipe/registries.py``, by an entry point of the groups
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
-from trainwright.recipe.library import Library
+from trainwright.errors import MachineError
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that a value of a recipe needs.
+
+    ``versions``: prefixes of the versions that work. ``users``: the values that need it, of ``key``.
+    ``process_bytes``: what it adds to the resident memory of a process.
+    """
+
+    module: str
+    title: str
+    versions: tuple[str, ...]
+    install: str
+    users: str
+    process_bytes: int = 0
+    key: str = "parallel.strategy"
+
+    @property
+    def is_missing(self) -> bool:
+        """Return whether the library is not installed."""
+        return find_spec(self.module) is None
+
+    def check(self) -> None:
+        """Raise MachineError if it is not installed, or in a version that is not known to work."""
+        try:
+            version = importlib.metadata.version(self.module)
+        except importlib.metadata.PackageNotFoundError:
+            raise MachineError(
+                f"{self.key}: {self.users} need {self.title}, which is not installed; {self.install}"
+            ) from None
+        if not f"{version}.".startswith(self.versions):
+            raise MachineError(f"{self.key}: {self.title} {version} is not supported; {self.install}")
 
 
 class StatePart(NamedTuple):
@@ -86,13 +121,13 @@ class ScheduleSpec:
 
 ADAMW = OptimizerSpec(
     summary="adamw (Loshchilov and Hutter, arXiv 1711.05101)",
-    implementation="trainwright.engine.optimizer:adamw",
+    implementation="trainwright.engine.optimizers.plain:adamw",
     reads=("betas", "eps"),
 )
 MUON = OptimizerSpec(
     summary="muon: orthogonalized momentum for the matrices of the blocks (Jordan et al., 2024; scaled as in arXiv "
     "2502.16982) and AdamW for all other parameters, with one learning rate",
-    implementation="trainwright.engine.optimizer:Muon",
+    implementation="trainwright.engine.optimizers.muon:Muon",
     reads=("momentum", "betas", "eps"),
     whole_matrices=True,
 )

@@ -171,7 +171,14 @@ def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
     model: type[BaseModel] | None = root
     items: type[BaseModel] | None = None  # of the list at `path`, if it is one
     in_mapping = False  # whether `path` is a mapping of somebody's names, or something in it
-    for part in loc:
+    named: type[BaseModel] | None = None  # of the mapping of sections at `path`, if it is one
+    members = iter(loc)
+    for part in members:
+        if named is not None:  # the part is a union member, and so is the one after the name
+            name = next(members, None)
+            path, model, named = (path if name is None else (*path, name)), named, None
+            next(members, None)
+            continue
         if items is not None and not isinstance(part, int):
             continue
         if model is None and not isinstance(part, int) and not in_mapping:
@@ -184,7 +191,7 @@ def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
         else:
             field = model.model_fields.get(part) if model is not None else None
             in_mapping = field is not None and get_origin(field.annotation) is dict
-            model, items = _section(model, part), _items(model, part)
+            model, items, named = _section(model, part), _items(model, part), _named(model, part)
     return path
 
 
@@ -390,8 +397,12 @@ def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
 def _section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = model
     items: type[BaseModel] | None = None
+    named: type[BaseModel] | None = None
     for part in path:
-        section, items = (items, None) if isinstance(part, int) else (_section(section, part), _items(section, part))
+        if named is not None or isinstance(part, int):
+            section, items, named = named or items, None, None
+        else:
+            section, items, named = _section(section, part), _items(section, part), _named(section, part)
     return section
 
 
@@ -399,6 +410,26 @@ def _items(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     """Return the section type of the items of the list at ``key``, or None if it is not a list of sections."""
     field = model.model_fields.get(key) if model is not None else None
     return _listed(field.annotation) if field is not None else None
+
+
+def _named(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
+    """Return the section type of the values of the mapping at ``key``, or None if it is not a mapping of sections."""
+    field = model.model_fields.get(key) if model is not None else None
+    return _of_names(field.annotation) if field is not None else None
+
+
+def _of_names(kind: Any) -> type[BaseModel] | None:
+    inside = get_args(kind)
+    if get_origin(kind) is dict:
+        return _inside(inside[1])
+    return next((model for part in inside if (model := _of_names(part)) is not None), None)
+
+
+def _inside(kind: Any) -> type[BaseModel] | None:
+    """Return the section type that a type is, or that is a member of it."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next((model for part in get_args(kind) if (model := _inside(part)) is not None), None)
 
 
 def _listed(kind: Any) -> type[BaseModel] | None:

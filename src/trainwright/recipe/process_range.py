@@ -11,9 +11,9 @@ from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.sections.parallel import ProcessRange
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
-R = TypeVar("R", bound="Recipe")
+R = TypeVar("R", bound="RecipeSchema")
 _KEY = "parallel.num_processes"
 
 
@@ -23,7 +23,7 @@ def with_processes(recipe: R, processes: int | ProcessRange) -> R:
     return recipe.model_copy(update={"parallel": parallel})
 
 
-def contradictions_in_range(recipe: Recipe) -> list[Contradiction]:
+def contradictions_in_range(recipe: RecipeSchema) -> list[Contradiction]:
     """Return all contradictions between the keys of ``recipe``, which is valid if it is with any of its numbers."""
     conflicts, processes = contradictions(recipe), recipe.parallel.num_processes
     if not isinstance(processes, ProcessRange):
@@ -37,7 +37,7 @@ def contradictions_in_range(recipe: Recipe) -> list[Contradiction]:
     return conflicts
 
 
-def usable_processes(recipe: Recipe, process_range: ProcessRange) -> tuple[int, ...]:
+def usable_processes(recipe: RecipeSchema, process_range: ProcessRange) -> tuple[int, ...]:
     """Return the numbers of processes in a range that the rest of the recipe allows, in order.
 
     A process without examples is of use only to strategies that shard something.

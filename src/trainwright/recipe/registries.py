@@ -67,8 +67,8 @@ ROW_KINDS: Registry[Any] = Registry(
         "examples": "trainwright.data.rows.formats:EXAMPLES",  # a text or a conversation
         "pairs": "trainwright.data.rows.pairs:PAIRS",  # a chosen and a rejected answer
         "answers": "trainwright.data.rows.pairs:ANSWERS",  # pairs, or one answer with a label
-        "refused": "trainwright.tasks.unlearn.rows:refused",  # conversations, also with a refusal as the answer
-        "alternates": "trainwright.tasks.unlearn.rows:ALTERNATES",  # also with each of the texts of a field
+        "refused": "trainwright.tasks.unlearn.stream:refused",  # conversations, also with a refusal as the answer
+        "alternates": "trainwright.tasks.unlearn.stream:ALTERNATES",  # also with each of the texts of a field
     },
     kind="kind of rows",
 )
@@ -77,20 +77,20 @@ ROW_KINDS: Registry[Any] = Registry(
 OBJECTIVES: Registry[Any] = Registry(
     "trainwright.objectives",
     {
-        "grad_ascent": "trainwright.tasks.unlearn.objective:GRAD_ASCENT",
-        "grad_diff": "trainwright.tasks.unlearn.objective:GRAD_DIFF",
-        "npo": "trainwright.tasks.unlearn.objective:NPO",
-        "simnpo": "trainwright.tasks.unlearn.objective:SIMNPO",
-        "dpo": "trainwright.tasks.unlearn.objective:DPO",
-        "altpo": "trainwright.tasks.unlearn.objective:ALTPO",
-        "idk_nll": "trainwright.tasks.unlearn.objective:IDK_NLL",
-        "rmu": "trainwright.tasks.unlearn.objective:RMU",
-        "undial": "trainwright.tasks.unlearn.objective:UNDIAL",
-        "wga": "trainwright.tasks.unlearn.objective:WGA",
-        "satimp": "trainwright.tasks.unlearn.objective:SATIMP",
-        "ce_u": "trainwright.tasks.unlearn.objective:CE_U",
-        "pdu": "trainwright.tasks.unlearn.objective:PDU",
-        "task_vector": "trainwright.tasks.unlearn.objective:TASK_VECTOR",
+        "grad_ascent": "trainwright.tasks.unlearn.section:GRAD_ASCENT",
+        "grad_diff": "trainwright.tasks.unlearn.section:GRAD_DIFF",
+        "npo": "trainwright.tasks.unlearn.section:NPO",
+        "simnpo": "trainwright.tasks.unlearn.section:SIMNPO",
+        "dpo": "trainwright.tasks.unlearn.section:DPO",
+        "altpo": "trainwright.tasks.unlearn.section:ALTPO",
+        "idk_nll": "trainwright.tasks.unlearn.section:IDK_NLL",
+        "rmu": "trainwright.tasks.unlearn.section:RMU",
+        "undial": "trainwright.tasks.unlearn.section:UNDIAL",
+        "wga": "trainwright.tasks.unlearn.section:WGA",
+        "satimp": "trainwright.tasks.unlearn.section:SATIMP",
+        "ce_u": "trainwright.tasks.unlearn.section:CE_U",
+        "pdu": "trainwright.tasks.unlearn.section:PDU",
+        "task_vector": "trainwright.tasks.unlearn.section:TASK_VECTOR",
     },
     kind="objective",
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
@@ -190,7 +190,7 @@ STEP_POLICIES: Registry[Any] = Registry(
 OBSERVERS: Registry[Any] = Registry(
     "trainwright.observers",
     {
-        "tensorboard": "trainwright.run.observers.specs:TENSORBOARD",
+        "tensorboard": "trainwright.run.observers.hooks:TENSORBOARD",
         "report": "trainwright.observe.specs:REPORT",
         "prometheus": "trainwright.observe.specs:PROMETHEUS",
         "wandb": "trainwright.observe.specs:WANDB",
@@ -206,8 +206,8 @@ OBSERVERS: Registry[Any] = Registry(
 ALWAYS_ON: Registry[ObserverSpec] = Registry(
     "trainwright.always_on",
     {
-        "hub": "trainwright.run.observers.specs:HUB",
-        "console": "trainwright.run.observers.specs:CONSOLE",
+        "hub": "trainwright.run.observers.hooks:HUB",
+        "console": "trainwright.run.observers.hooks:CONSOLE",
         "plan": "trainwright.planning.specs:PLAN_WATCH",
         "ledger": "trainwright.observe.specs:LEDGER",
         "stalls": "trainwright.observe.specs:STALLS",
@@ -276,7 +276,7 @@ STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
 # Each is a run.watchers.Watcher.
 WATCHERS: Registry[Watcher] = Registry(
     "trainwright.watchers",
-    {"hangs": "trainwright.faults.hangs.detection:HANGS"},
+    {"hangs": "trainwright.faults.hangs.sidecar_watcher:HANGS"},
     kind="watcher",
     required=("install", "watch", "watch_beside"),
 )
@@ -293,7 +293,7 @@ START_HOOKS: Registry[Callable[[str], str | None]] = Registry(
 # run, or the runs of an array there, and returns what has become of them; None if there are none.
 STOP_HOOKS: Registry[Callable[[Path, float], str | None]] = Registry(
     "trainwright.stop_hooks",
-    {"slurm": "trainwright.clusters.slurm.stopping:stop_jobs"},
+    {"slurm": "trainwright.clusters.slurm.job_step:stop_jobs"},
     kind="stop hook",
     required=("__call__",),
 )
@@ -304,11 +304,11 @@ COMMANDS: Registry[Any] = Registry(
     "trainwright.commands",
     {
         "train": "trainwright.cli.train:train",
-        "under": "trainwright.cli.under:under",
+        "under": "trainwright.cli.train:under",
         "submit": "trainwright.clusters.commands:submit",
         "jobs": "trainwright.clusters.commands:jobs",
-        "stop": "trainwright.cli.stopping:stop",
-        "checkpoint": "trainwright.cli.stopping:checkpoint",
+        "stop": "trainwright.cli.train:stop",
+        "checkpoint": "trainwright.cli.train:checkpoint",
         "runs": "trainwright.observe.commands:runs",
         "watch": "trainwright.observe.commands:watch",
         "gpus": "trainwright.observe.commands:gpus",
@@ -321,7 +321,7 @@ COMMANDS: Registry[Any] = Registry(
         "doctor": "trainwright.doctor.commands:doctor",
         "drill": "trainwright.faults.commands:drill",
         "eval": "trainwright.cli.models:evaluate",
-        "unlearn-study": "trainwright.cli.unlearning:unlearn_study",
+        "unlearn-study": "trainwright.cli.models:unlearn_study",
         "generate": "trainwright.cli.models:generate",
         "merge": "trainwright.cli.models:merge",
         "export": "trainwright.cli.models:export",
@@ -338,7 +338,7 @@ COMMANDS: Registry[Any] = Registry(
     kind="command",
 )
 
-# Each is called with an api.training.TrainingRequest, or what `launch` starts, and with hosts and the path of a file
+# Each is called with an run.request.TrainingRequest, or what `launch` starts, and with hosts and the path of a file
 # with hosts, and returns the exit code of what it has started on them.
 HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
     "trainwright.host_launchers",

@@ -29,7 +29,6 @@ from trainwright.recipe.process_range import contradictions_in_range
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import METRICS, OPTIMIZERS, SCHEDULES, TASKS
 from trainwright.recipe.sections.data import DataSection
-from trainwright.recipe.sections.faults import FaultsSection
 from trainwright.recipe.sections.fields import (
     Auto,
     BelowOne,
@@ -39,15 +38,65 @@ from trainwright.recipe.sections.fields import (
     Pattern,
     Positive,
     Proportion,
+    Restarts,
     Section,
     Steps,
     Text,
+    Time,
 )
 from trainwright.recipe.sections.launch import LaunchSection
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.sections.train import TrainSection
 from trainwright.recipe.task_spec import TaskSpec
+
+
+class FaultsSection(Section):
+    """What to do when something goes wrong while training."""
+
+    restarts: Restarts = Field(
+        "3 per hour",
+        description="How often the run is restarted from its newest checkpoint if a process is killed, crashes, hangs "
+        "(on_hang: restart) or loses its connection, or a node is lost and num_processes is a range: a number per hour "
+        "or per day, or off. Errors of the recipe, the data or the numbers are not retried, and an error that repeats "
+        "at the same step ends the run.",
+    )
+    on_hang: Literal["warn", "restart", "stop"] = Field(
+        "warn",
+        description="What to do if a process hangs: one that makes no progress for longer than its current phase has "
+        "ever taken, and some seconds. The rank, the phase and the stack of every rank are printed. warn: wait on. "
+        "restart: go on from the newest checkpoint, as often as faults.restarts allows. stop: end the run "
+        "with exit code 5. Of several nodes, also for one that does not answer for 30 s.",
+    )
+    on_non_finite: Literal["stop", "skip", "rewind"] = Field(
+        "stop",
+        description="What to do if the loss or the gradient norm of a step is NaN or infinite. stop: end the run "
+        "with exit code 4, with the weights of the step before. skip: skip the update of the step. rewind: go back to "
+        "the newest checkpoint and leave the step's global batch out. Ten in a row end the run.",
+    )
+    mean_time_between: Time | None = Field(
+        None,
+        description="Mean time between failures that end the run, such as 6 h, for checkpoint.every: auto. The "
+        "interval is the one that loses the least time to checkpoints and to steps that are repeated (Daly, 2006).",
+    )
+    replay_every: Count | None = Field(
+        200,
+        description="Number of steps between checks for silent corruption of memory and processors: a micro-batch of "
+        "each rank is computed on another rank too, and copies of the weights are compared, to the bit. null: weights "
+        "are only compared before evaluations, checkpoints and the end.",
+    )
+    on_corruption: Literal["rewind", "stop"] = Field(
+        "rewind",
+        description="What to do if replay_every finds something: go back to the newest checkpoint from before the last "
+        "check that found nothing, or end the run with exit code 5. If it is found at the same step again, the run "
+        "ends.",
+    )
+    on_loss_spike: Literal["stop", "skip", "rewind"] = Field(
+        "skip",
+        description="What to do if the loss of a step is a spike; train.skip_loss_spikes sets what counts as one. "
+        "The values are those of on_non_finite. With skip, the loss counts as no spike any longer after ten in a row, "
+        "and training goes on.",
+    )
 
 
 def _with_summaries(schema: dict[str, Any]) -> None:
@@ -183,7 +232,8 @@ class EarlyStoppingSection(Section):
     @property
     def sign(self) -> float:
         """Return the factor that makes a better value a lower one."""
-        lower = self.metric == "perplexity" or self.metric.endswith(("loss", "nll"))
+        name = self.metric.rpartition("/")[2]  # without the validation set
+        lower = name == "perplexity" or name.endswith(("loss", "nll"))
         return 1.0 if (lower if self.greater_is_better is None else not self.greater_is_better) else -1.0
 
 
@@ -195,6 +245,12 @@ class EvaluateSection(Section):
         None,
         description="End the run when evaluations no longer improve: final/ has the weights of then, and "
         "checkpoint.keep_best the best ones. null: train all steps.",
+    )
+    main_set: Text | None = Field(
+        None,
+        description="Of several sets in data.validation, the one whose metrics are those without a name: "
+        "checkpoint.keep_best, early_stopping, the schedule reduce_on_plateau, tables and comparisons look at them. "
+        "null: all sets together.",
     )
     prompts: list[Text] = Field(
         [], description="Prompts that the model answers at every evaluation; the answers are shown."
@@ -240,7 +296,7 @@ class LoggingSection(Section):
 S = TypeVar("S", bound=Section)
 
 
-class Recipe(Section):
+class RecipeSchema(Section):
     """A training recipe."""
 
     task: Annotated[str, Registered(TASKS)]
@@ -268,8 +324,8 @@ class Recipe(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_the_sections_of_tasks(cls, values: Any, handler: ModelWrapValidatorHandler[Recipe]) -> Recipe:
-        if cls is not Recipe:
+    def _with_the_sections_of_tasks(cls, values: Any, handler: ModelWrapValidatorHandler[RecipeSchema]) -> RecipeSchema:
+        if cls is not RecipeSchema:
             return handler(values)
         try:
             model = model_of(values)
@@ -294,7 +350,7 @@ class Recipe(Section):
 
     def __reduce__(self) -> Any:
         # Its class is made for the tasks of this process, and has no name to be found by.
-        return Recipe.model_validate, (self.model_dump(),)
+        return RecipeSchema.model_validate, (self.model_dump(),)
 
     @property
     def spec(self) -> TaskSpec:
@@ -326,13 +382,13 @@ class Recipe(Section):
         return not self.has_texts or self.data.validation is not None
 
     @model_validator(mode="after")
-    def _no_contradiction(self) -> Recipe:
+    def _no_contradiction(self) -> RecipeSchema:
         if contradictions := contradictions_in_range(self):
             raise Contradictions(contradictions)
         return self
 
 
-def model_of(values: Any) -> type[Recipe]:
+def model_of(values: Any) -> type[RecipeSchema]:
     """Return the recipe model with the sections that ``values`` may have.
 
     Raises:
@@ -345,7 +401,7 @@ def model_of(values: Any) -> type[Recipe]:
 
 
 @cache
-def recipe_model(task: str | None = None) -> type[Recipe]:
+def recipe_model(task: str | None = None) -> type[RecipeSchema]:
     """Return the recipe model with the section of every registered task, and of ``task`` if that is a
     ``module:Name``.
 
@@ -356,17 +412,17 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
     summaries = " ".join(f"{name}: {spec.summary}." for name, spec in specs.items())
     task_field = Field(description=f"The kind of training. {summaries}")
     fields: dict[str, Any] = {
-        "task": (Recipe.__annotations__["task"], task_field),
-        "data": (_data_of(specs.values()), Recipe.model_fields["data"]),
+        "task": (RecipeSchema.__annotations__["task"], task_field),
+        "data": (_data_of(specs.values()), RecipeSchema.model_fields["data"]),
     }
     for name, spec in specs.items():
-        if spec.name in fields or spec.name in Recipe.model_fields:
+        if spec.name in fields or spec.name in RecipeSchema.model_fields:
             raise RequestError(f"{_described(name)} has the name {spec.name} of another recipe section; rename it")
         if name not in (spec.name, task):
             raise RequestError(f"{_described(name)} has the spec name {spec.name}; use the same name in both places")
         if spec.section is not None:
             fields[spec.name] = (spec.section | None, Field(None, description=spec.section_description))
-    return create_model("Recipe", __base__=Recipe, __module__=__name__, __doc__=Recipe.__doc__, **fields)
+    return create_model("Recipe", __base__=RecipeSchema, __module__=__name__, __doc__=RecipeSchema.__doc__, **fields)
 
 
 def _data_of(specs: Iterable[TaskSpec]) -> type[DataSection]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainwright.recipe.library import Library as Library
+from trainwright.recipe.optimizer_spec import Library as Library
 from trainwright.recipe.registries import STRATEGIES
 
 Part = Literal["parameters", "gradients", "optimizer state"]
@@ -50,7 +50,7 @@ class StrategySpec:
     Attributes:
         summary: what each process holds, in a few words, for tables.
         implementation: the class that implements it, as ``module:Class``: a ``parallel.strategy.Strategy``, constructed
-            from a ``parallel.strategy.Setup``.
+            from a ``parallel.strategy.StrategyConfig``.
         memory: the class that models its memory, a ``planning.memory.strategies.StrategyMemory``.
         shards: what is sharded over the processes of a replica; the rest is replicated.
         parameters_by: how parameters are sharded: in rows, or flat, in ranges of their elements.

@@ -91,6 +91,7 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey("data.system"): "default_system",
     OwnKey("model.name"): "model_name_or_path model_name pretrained_model_name_or_path model_id base_model model_path "
     "pretrained_model checkpoint_path",
+    OwnKey("model.added_tokens"): "add_tokens new_special_tokens additional_special_tokens",
     OwnKey("model.tokenizer"): "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_id",
     OwnKey("model.config"): "config_overrides model_config",
     OwnKey("model.chat_template"): "template prompt_template",
@@ -156,6 +157,9 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey("train.profile"): "profiler profile_memory",
     OwnKey("launch.nodes", note="with submit; else train --nodes"): "num_nodes nnodes num_machines",
     OwnKey("sft.loss", "dft"): "use_dft_loss use_dft",
+    OwnKey("sft.loss", "eaft"): "use_eaft_loss use_eaft",
+    OwnKey("sft.eaft_power"): "eaft_alpha",
+    OwnKey("sft.eaft_top"): "eaft_k",
     OwnKey("dpo.beta"): "dpo_beta pref_beta rl_beta",
     OwnKey("dpo.loss"): "loss_type pref_loss dpo_loss",
     OwnKey("dpo.margin"): "simpo_gamma rl_gamma",

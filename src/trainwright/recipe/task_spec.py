@@ -15,7 +15,7 @@ from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.fields import Section
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Needs:
     own_model: TaskModel | None = None
 
 
-def _nothing_to_check(recipe: Recipe) -> Iterable[Contradiction]:
+def _nothing_to_check(recipe: RecipeSchema) -> Iterable[Contradiction]:
     return ()
 
 
@@ -81,15 +81,15 @@ def _as_written(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _examples(recipe: Recipe, key: str) -> str:
+def _examples(recipe: RecipeSchema, key: str) -> str:
     return "examples"
 
 
-def _a_pass_over_the_model(recipe: Recipe) -> Needs:
+def _a_pass_over_the_model(recipe: RecipeSchema) -> Needs:
     return Needs()
 
 
-def _model_and_data(recipe: Recipe) -> tuple[str, str]:
+def _model_and_data(recipe: RecipeSchema) -> tuple[str, str]:
     return recipe.model.name or f"a fresh {(recipe.model.fresh or {})['model_type']}", recipe.data.name
 
 
@@ -125,11 +125,11 @@ class TaskSpec:
     module: str
     section: type[Section] | None = None
     section_description: str = ""
-    check: Callable[[Recipe], Iterable[Contradiction]] = _nothing_to_check
+    check: Callable[[RecipeSchema], Iterable[Contradiction]] = _nothing_to_check
     fill: Callable[[dict[str, Any]], dict[str, Any]] = _as_written
-    rows: Callable[[Recipe, str], str] = _examples
-    needs: Callable[[Recipe], Needs] = _a_pass_over_the_model
-    inputs: Callable[[Recipe], tuple[str, str]] = _model_and_data
+    rows: Callable[[RecipeSchema, str], str] = _examples
+    needs: Callable[[RecipeSchema], Needs] = _a_pass_over_the_model
+    inputs: Callable[[RecipeSchema], tuple[str, str]] = _model_and_data
     reads_texts: bool = True
     corpus: bool = False
     data: type[DataSection] = DataSection

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from trainwright.engine.event_reader import EventRecord
+from trainwright import __version__
+from trainwright.engine.event_reader import EventRecord, precision_of, read_log
 from trainwright.errors import MachineError, RequestError
+from trainwright.models.adapters.base_model import BASE, BaseModel
 from trainwright.models.resolve_model import hub_token
+from trainwright.models.usage import asking, evaluating, is_in_code, loading
+from trainwright.recipe.files import read_json
+from trainwright.recipe.loading import dump_recipe, load_recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.observers.hooks import ObservedRun
 from trainwright.run.process import console
+from trainwright.utils import text
 from trainwright.utils.text import quoted, say
 
 _LAST_SECONDS = 60.0
@@ -109,3 +119,156 @@ class HubObserver:
     def _failed(self, step: int, why: str) -> None:
         again = push_command(self._run, self._repository, self._private, step)
         self._report(f"warning: push: the checkpoint of step {step} was not uploaded: {why}; upload it with {again}")
+
+
+_POINTS = 12  # of the curve
+
+
+def model_card(run: Path, name: str, weights: Path) -> str:
+    """Return Markdown with the front matter that the Hub reads (huggingface.co/docs/hub/model-cards).
+
+    Args:
+        run: the directory of a finished run.
+        name: the heading of the page.
+        weights: the directory to publish: a model, or an adapter.
+
+    Raises RequestError if the run has no events that can be read.
+    """
+    recipe, log = load_recipe(run / "recipe.yaml"), read_log(run / "events.jsonl")
+    events = log.history
+    start = next((event for event in reversed(events) if event["event"] == "start" and "max_steps" in event), None)
+    if start is None:
+        why = "; ".join(log.damage[:1]) or "events.jsonl has no start of a run"
+        raise RequestError(f"{run}: no card can be written without its events: {why}")
+    is_adapter = (weights / "adapter_config.json").is_file()
+    base = BaseModel.read(weights) if is_adapter else None
+    sections = [
+        "\n".join(["---", *_front_matter(recipe, start, is_adapter), "---"]),
+        f"# {name}",
+        _introduction(recipe, start, is_adapter, base),
+        "## Use\n\n" + _usage(recipe, name, weights),
+        "## Measured\n\n" + "\n".join(_metrics(events)),
+        "## Loss\n\n" + "\n".join(_curve(events)),
+        "## Data\n\n" + "\n".join(f"- {line}" for line in start.get("data", []) if "tokens kept in" not in line),
+        f"## Recipe\n\n```yaml\n{dump_recipe(_published(recipe)).strip()}\n```",
+        f"Trained with Trainwright {__version__}.",
+    ]
+    return _without_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
+
+
+def _front_matter(recipe: RecipeSchema, start: EventRecord, is_adapter: bool) -> Iterator[str]:
+    if recipe.has_texts:
+        yield f"library_name: {'peft' if is_adapter else 'transformers'}"
+        yield "pipeline_tag: text-generation"
+    else:
+        yield "pipeline_tag: reinforcement-learning"
+    name = recipe.model.name
+    # A file that a package ships under a name of the Hub differs from the weights published there.
+    other = recipe.model.gguf_file is None and "dequantized" in start.get("weights", "")
+    if name is not None and not (_is_absolute(name) or Path(name).exists() or other):
+        yield f"base_model: {name}"
+        yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
+    yield "tags:"
+    yield "- trainwright"
+    yield f"- {recipe.task}"
+
+
+def _introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: bool, base: BaseModel | None) -> str:
+    what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
+    name = recipe.model.name
+    is_gguf = "dequantized" in start.get("weights", "")
+    of = start.get("weights", "a randomly initialized model") if name is None or is_gguf else name
+    if base is not None:
+        of = str(base)
+    steps, devices = start.get("max_steps"), start.get("world_size", 1)
+    batch = f"{recipe.train.global_batch_size} {recipe.train.batch_unit}"
+    return (
+        f"{what} made from {of} by {recipe.task}: {steps:,} steps of {batch} on "
+        f"{devices} x {start.get('device', 'one device')} ({start.get('strategy')}, "
+        f"{precision_of(start)}); {text.count(start.get('parameters', 0))} "
+        f"parameters, {text.count(start.get('trainable_parameters', 0))} of them trained."
+    )
+
+
+def _usage(recipe: RecipeSchema, name: str, weights: Path) -> str:
+    if not recipe.has_texts:
+        own = is_in_code(weights)
+        note = "Its environment is code that the recipe below names; save the recipe as `agent/recipe.yaml`.\n\n"
+        download = f"hf download {name} --local-dir {'agent/final' if own else 'agent'}"
+        return note * own + f"```sh\n{download}\n{evaluating(weights, 'agent')}\n```"
+    lines = loading(weights, name, published=True)
+    if lines is None:
+        return (
+            "The adapter's base model is randomly initialized and exists only in its run. Merge the adapter, and "
+            "publish the merged model: `trainwright merge RUN --out DIRECTORY`."
+        )
+    return f"```python\n{lines}\n\n{asking(weights)}\n```"
+
+
+def _metrics(events: Sequence[EventRecord]) -> Iterator[str]:
+    measured = [event for event in events if event["event"] == "evaluate"]
+    if not measured:
+        yield "No evaluation on held-out data."
+        return
+    first, last = measured[0], measured[-1]
+    yield f"| on held-out data | before (step {first['step']}) | after (step {last['step']}) |"
+    yield "| --- | --- | --- |"
+    for name, value in last["metrics"].items():
+        before = first["metrics"].get(name)
+        yield f"| {text.metric_name(name)} | {'-' if before is None else text.metric(before)} | {text.metric(value)} |"
+
+
+def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
+    steps = [event for event in events if event["event"] == "step"]
+    held_out = {event["step"]: event["metrics"].get("loss") for event in events if event["event"] == "evaluate"}
+    chosen = {round(i * (len(steps) - 1) / max(1, _POINTS - 1)) for i in range(_POINTS)} if steps else set()
+    chosen |= {i for i, event in enumerate(steps) if event["step"] in held_out}
+    yield "| step | training loss | held-out loss |"
+    yield "| --- | --- | --- |"
+    for i in sorted(chosen):
+        event = steps[i]
+        other = held_out.get(event["step"])
+        yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
+
+
+def _published(recipe: RecipeSchema) -> RecipeSchema:
+    """Return the recipe without what belongs to the place where it ran: its job, its copies and its ports."""
+    checkpoint = recipe.checkpoint.model_copy(update={"copies": []})
+    # Options of observers, such as a port, are of that place too.
+    observers = {name: setting for name, setting in recipe.logging.observers.items() if not isinstance(setting, dict)}
+    logging = recipe.logging.model_copy(update={"observers": observers})
+    return recipe.model_copy(update={"launch": None, "push": None, "checkpoint": checkpoint, "logging": logging})
+
+
+def _without_paths(card: str, recipe: RecipeSchema, *more: str) -> str:
+    """Return the card without paths of the machine that trained it: only their last component remains."""
+    for path in sorted(_paths([recipe.model_dump(), more]), key=len, reverse=True):
+        card = card.replace(path, Path(path).name)
+    return card
+
+
+def published_settings(weights: Path) -> dict[str, bytes]:
+    """Return the contents of an adapter's files that name its base model, by file name, without the local path of the
+    base.
+    """
+    published = {}
+    for name in ("adapter_config.json", BASE):
+        if (weights / name).is_file():
+            values = read_json(weights / name)
+            for path in _paths(values):
+                values = {key: Path(path).name if value == path else value for key, value in values.items()}
+            published[name] = (json.dumps(values, indent=2) + "\n").encode()
+    return published
+
+
+def _is_absolute(text: str) -> bool:
+    """Return whether it is a path from the root or from a user's home directory, which need not exist here."""
+    return Path(text).is_absolute() or re.match(r"~[\w.-]*/", text) is not None
+
+
+def _paths(value: Any) -> set[str]:
+    """Return all absolute paths in a recipe's values."""
+    if isinstance(value, str):
+        return {value} if _is_absolute(value) and Path(value).name else set()
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return set().union(*map(_paths, values))

@@ -43,7 +43,7 @@ from trainwright.run.group.environment import (
     accelerate_variables,
     read_environment,
 )
-from trainwright.run.group.report_once import should_report
+from trainwright.run.group.failure_report import should_report
 from trainwright.run.group.waiting import Waiting
 from trainwright.run.limits import check_limits
 from trainwright.run.process import (
@@ -57,6 +57,7 @@ from trainwright.run.request import (
     AUTO,
     LauncherSettings,
     RunRequest,
+    TrainingRequest,
     check_request,
     for_started,
     request_of,
@@ -72,7 +73,6 @@ from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import RankInfo
-    from trainwright.recipe.yaml_text import Tree
     from trainwright.run.group.device_slots import DeviceSlot
     from trainwright.run.group.failure_report import FailureReport
     from trainwright.run.group.rendezvous import Rendezvous
@@ -102,32 +102,15 @@ class Opened:
         return Path(self.working_directory) / self.directory
 
 
-@dataclass(frozen=True)
-class JoinRequest:
-    """The request to every process of the run.
-
-    Attributes:
-        resume: None, a run directory, or "" for the newest.
-        seconds: how long to wait for the other processes.
-        force: start even if the plan says that the run does not fit.
-        number: of earlier runs that the same processes trained in sequence.
-        launcher: pid of the launcher or of the process it started; None: this process's parent.
-        until, time_limit: when the run has to have stopped, see ``deadline_of``.
-    """
-
-    recipe: Path | Tree | None
-    overrides: tuple[str, ...]
-    resume: str | None = None
-    seconds: float = 600.0
-    force: bool = False
-    number: int = 0
-    launcher: int | None = None
-    until: str | None = None
-    time_limit: str | None = None
+_SECONDS = 600.0  # for which processes wait for one another
 
 
 def run_joined(
-    options: JoinRequest, tell: Callable[[int, str], None] = lambda code, message: None
+    options: TrainingRequest,
+    tell: Callable[[int, str], None] = lambda code, message: None,
+    *,
+    number: int = 0,
+    launcher: int | None = None,
 ) -> tuple[int, Path | None]:
     """Run this process's part in a run; return its exit code, and the run directory unless it could not start.
 
@@ -135,12 +118,14 @@ def run_joined(
 
     Args:
         tell: called in every process with the exit code and the message of a failure, before the process ends.
+        number: of earlier runs that the same processes trained in sequence.
+        launcher: pid of the launcher or of the process it started; None: this process's parent.
     """
     terminal = lossy_text(os.dup(2), None, "replace")
     record_start()
-    environment = read_environment(parent=options.launcher)
-    if options.number:
-        environment = replace(environment, job=f"{environment.job}-{options.number}")
+    environment = read_environment(parent=launcher)
+    if number:
+        environment = replace(environment, job=f"{environment.job}-{number}")
     settings = next((s for launcher in LAUNCHERS.present() if (s := launcher.of_environment()) is not None), None)
     os.environ.update(environment.torch_variables())
     if (parent := _parent(environment)) is not None:
@@ -167,8 +152,8 @@ def run_joined(
             deadline = None
             if environment.rank == 0:
                 stack.enter_context(_interruptible(failures))
-                seconds_before = seconds_since_launch(options.launcher, options.number)
-                deadline = deadline_of(options.until, options.time_limit, 0.0 if options.number else seconds_before)
+                seconds_before = seconds_since_launch(launcher, number)
+                deadline = deadline_of(options.until, options.time_limit, 0.0 if number else seconds_before)
                 opened, slot = participant.open(settings, stack, seconds_before, deadline)
             else:
                 opened, slot = participant.follow()
@@ -185,7 +170,8 @@ def run_joined(
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
             from trainwright.run.group.rendezvous import prepare_each_machine
-            from trainwright.run.run_worker import Worker, prepare, train
+            from trainwright.run.process import prepare
+            from trainwright.run.run_worker import Worker, train
             from trainwright.run.shutdown.failure import run_to_end
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
@@ -205,13 +191,12 @@ def run_joined(
         return code, run
 
 
-def _words(options: JoinRequest) -> list[str]:
+def _words(options: TrainingRequest) -> list[str]:
     """Return the request as words of a command line; the same in all processes of a run."""
-    recipe = [] if options.recipe is None else [str(options.recipe)]
-    return [*recipe, *options.overrides, *([] if options.resume is None else ["--resume", options.resume])]
+    return [*options.words(), *([] if options.resume is None else ["--resume", options.resume])]
 
 
-def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
+def _meet(environment: LaunchEnvironment, options: TrainingRequest) -> Rendezvous | None:
     from trainwright.run.group.addresses import LOOPBACK, set_interfaces
     from trainwright.run.group.device_slots import Member
     from trainwright.run.group.meeting import meet_ranks
@@ -223,12 +208,12 @@ def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | 
         set_interfaces(address)
     member = Member.here(environment)  # before the others arrive, as they expect an answer at once
     shared = run_directory.RUNS if environment.nodes == 1 else _shared(options)
-    rendezvous = meet_ranks(environment, _words(options), options.seconds, shared)
+    rendezvous = meet_ranks(environment, _words(options), options.rendezvous_timeout or _SECONDS, shared)
     rendezvous.post(member.posted())
     return rendezvous
 
 
-def _shared(options: JoinRequest) -> Path:
+def _shared(options: TrainingRequest) -> Path:
     """Return the folder of the run's directory, which all machines see."""
     if options.resume not in (None, "", AUTO) and not is_url(options.resume):
         return Path(options.resume).absolute().parent
@@ -248,7 +233,7 @@ class _Participant:
         tell: called with the exit code and the message of a failure.
     """
 
-    options: JoinRequest
+    options: TrainingRequest
     environment: LaunchEnvironment
     rendezvous: Rendezvous | None
     failures: FailureReport
@@ -264,7 +249,8 @@ class _Participant:
         if rendezvous is None:
             members = [Member.here(environment)]
         else:
-            members = [Member.read(posted) for posted in rendezvous.gather(self.options.seconds).values()]
+            posted = rendezvous.gather(self.options.rendezvous_timeout or _SECONDS)
+            members = [Member.read(fields) for fields in posted.values()]
         request = self._request(settings)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
@@ -282,7 +268,7 @@ class _Participant:
             logs = run / "logs"
             failures.clear(logs, environment.size)
             enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
-            from trainwright.run.run_worker import prepare
+            from trainwright.run.process import prepare
 
             prepare(run)
             failures.begin(logs)

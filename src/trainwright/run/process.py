@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,13 +23,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.parallel.constants import CACHED_PRODUCTS
-from trainwright.run.shutdown.oom_killer import raise_oom_score
-from trainwright.run.shutdown.stop import START_METHOD, STOP_SIGNALS, Stopping, restore_default_signals
+from trainwright.run.shutdown.failure import raise_oom_score
+from trainwright.run.shutdown.stop import (
+    START_METHOD,
+    STOP_SIGNALS,
+    Stopping,
+    restore_default_signals,
+    signal_after_parent,
+)
 from trainwright.utils.activity import Activity
-from trainwright.utils.parent import signal_after_parent
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
 # Of oneDNN and of torch: how many shapes of products they cache code for; 1,024 by default. Read at the first product.
@@ -132,7 +138,7 @@ def keep_freed_memory() -> None:
 
 
 def limit_product_caches() -> None:
-    """Limit the memory of code for products of varied shapes, unless the user has set a limit (models/padding.py)."""
+    """Limit the memory of code for products of varied shapes (models/linear_losses.py), unless the user has done so."""
     for name in _PRODUCT_CACHES:
         os.environ.setdefault(name, str(CACHED_PRODUCTS))
 
@@ -153,12 +159,12 @@ def preload_libraries() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
-def preload_worker(recipe: Recipe) -> None:
+def preload_worker(recipe: RecipeSchema) -> None:
     """Import what every worker of the recipe needs before they are forked: otherwise each would import it again."""
     with Activity(sys.stderr, "importing torch and transformers"):
         preload_libraries()
         import_module("trainwright.run.run_worker")
-        from trainwright.tasks.registry import task_module
+        from trainwright.engine.task import task_module
 
         task_module(recipe)
 
@@ -243,3 +249,27 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(EXIT_STOPPED)
+
+
+def prepare(run: Path) -> None:
+    """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
+    from trainwright.engine.task import task_module
+    from trainwright.machine.cache import cache_root
+    from trainwright.recipe.loading import load_recipe
+    from trainwright.run.run_directory import RECIPE
+
+    with Activity(console(), "preparing the model and the data") as activity:
+        if console() is not None:  # long operations are shown
+            logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
+            logging.getLogger("trainwright").setLevel(logging.INFO)
+        recipe = load_recipe(run / RECIPE)
+        task_module(recipe).prepare_once(recipe, cache_root())
+
+
+class _ActivityHandler(logging.Handler):
+    def __init__(self, activity: Activity) -> None:
+        super().__init__()
+        self._activity = activity
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._activity.say(self.format(record))

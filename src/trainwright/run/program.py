@@ -17,9 +17,8 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.run.shutdown.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, recorded_code
-from trainwright.run.shutdown.stop import STOP_SIGNALS
+from trainwright.run.shutdown.stop import STOP_SIGNALS, signal_after_parent
 from trainwright.utils.activity import doing
-from trainwright.utils.parent import signal_after_parent
 
 # torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others, which Slurm may send to every
 # process of a job: it ignores them here and is sent SIGTERM instead.

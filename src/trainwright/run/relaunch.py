@@ -22,7 +22,7 @@ from trainwright.engine.event_reader import read_events
 from trainwright.engine.events import Event, Fault, Restart
 from trainwright.errors import EXIT_TRAINING
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import rate_of
 from trainwright.run import run_directory
 from trainwright.run.shutdown.failure import FROM_OUTSIDE, Cause, Failure, MemoryFailure
@@ -111,7 +111,7 @@ def is_replan_requested(run: Path) -> bool:
     return (run / REPLAN).is_file()
 
 
-def take_replan(run: Path) -> tuple[Recipe, int | None] | None:
+def take_replan(run: Path) -> tuple[RecipeSchema, int | None] | None:
     """Return the recipe to continue with and the threads per process; None if no change is requested.
 
     The run's recipe and plan are updated.
@@ -135,7 +135,7 @@ def take_replan(run: Path) -> tuple[Recipe, int | None] | None:
     return recipe, offer.get("threads")
 
 
-def _changed(recipe: Recipe, offer: Mapping[str, Any]) -> Recipe:
+def _changed(recipe: RecipeSchema, offer: Mapping[str, Any]) -> RecipeSchema:
     values = recipe.model_dump()
     values["parallel"].update({key: offer[key] for key in _PARALLEL})
     values["train"].update({key: offer[key] for key in _TRAIN})

@@ -20,7 +20,7 @@ from trainwright.recipe.loading import is_override, load_recipe
 from trainwright.recipe.observer_spec import check_installed
 from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import KEYS
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.yaml_text import Tree, parse_value
 from trainwright.run import run_directory
@@ -58,6 +58,46 @@ class LauncherSettings(Protocol):
 
 
 @dataclass(frozen=True)
+class TrainingRequest:
+    """A request to train, as it is given to a command, a function, or a process that another launcher started.
+
+    Attributes:
+        resume: a run directory, "" for the recipe's newest run, or None for a new run.
+        rendezvous_timeout: the seconds for which processes or nodes wait for one another; None: the default.
+        force: start even if the plan says that the run does not fit.
+        until, time_limit: when the run has to have stopped, see ``deadline_of``.
+    """
+
+    recipe: Path | Tree | None
+    overrides: Sequence[str] = ()
+    resume: str | None = None
+    num_processes: int | None = None
+    nodes: int | None = None
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    rendezvous_timeout: float | None = None
+    accelerate_config: Path | None = None
+    force: bool = False
+    until: str | None = None
+    time_limit: str | None = None
+
+    def words(self) -> list[str]:
+        """Return the request as words of a command line."""
+        recipe = [] if self.recipe is None else [str(self.recipe)]
+        return [*recipe, *self.overrides]
+
+    def with_number(self) -> list[str]:
+        """Return the overrides, including the number of processes."""
+        count, overrides = self.num_processes, list(self.overrides)
+        if count is None:
+            return overrides
+        written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
+        if written is not None and written.partition("=")[2].strip() != str(count):
+            raise RequestError(f"--num-processes {count} contradicts {written}; pass only one of them")
+        return [*overrides, f"parallel.num_processes={count}"]
+
+
+@dataclass(frozen=True)
 class RunRequest:
     """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
 
@@ -68,7 +108,7 @@ class RunRequest:
     written for this request. `force`: start even if the plan says that the run does not fit.
     """
 
-    recipe: Recipe
+    recipe: RecipeSchema
     stem: str
     run: Path | None
     reasons: tuple[str, ...] = field(default=())
@@ -101,7 +141,7 @@ class RunRequest:
                 self._bring_up_to_date(run, resolved.recipe)
             yield run
 
-    def _bring_up_to_date(self, run: Path, recipe: Recipe) -> None:
+    def _bring_up_to_date(self, run: Path, recipe: RecipeSchema) -> None:
         from trainwright.run.stored_runs import bring_up_to_date, store_of, stores_of
 
         places = [*([store_of(self.url)] if self.url else []), *stores_of(recipe.checkpoint.copies, run)]
@@ -284,7 +324,7 @@ def for_started(request: RunRequest, processes: int, launcher: str) -> RunReques
     return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
 
-def check_nodes(recipe: Recipe, nodes: int) -> None:
+def check_nodes(recipe: RecipeSchema, nodes: int) -> None:
     """Raise RequestError if the processes, which are those of all nodes, cannot be divided over ``nodes`` equally.
 
     Or if the strategy is for one process.
@@ -342,8 +382,8 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     from trainwright.data.check import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
+    from trainwright.recipe.checks import implied_strategy
     from trainwright.recipe.optimizer_spec import check_optimizer
-    from trainwright.recipe.parallel_checks import implied_strategy
     from trainwright.recipe.strategy_spec import check_library
 
     recipe = request.recipe
@@ -368,7 +408,7 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
         check_installed(recipe.logging.observers)
 
 
-def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
+def _check_copies(recipe: RecipeSchema, run: Path | None, new: bool) -> None:
     """Write and remove a file in the places for copies, where a new run may not replace the copies of another.
 
     A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
@@ -397,7 +437,7 @@ def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
             )
 
 
-def check_extensions(recipe: Recipe, *, runs: bool) -> None:
+def check_extensions(recipe: RecipeSchema, *, runs: bool) -> None:
     """Import extensions, so that a wrong name or class is rejected before anything is written; look for all of them
     before that, as an import can take seconds.
 
@@ -414,7 +454,7 @@ def check_extensions(recipe: Recipe, *, runs: bool) -> None:
                     raise RequestError(f"{key}: {error}") from error
 
 
-def _named(recipe: Recipe) -> dict[str, list[str]]:
+def _named(recipe: RecipeSchema) -> dict[str, list[str]]:
     """Return the extensions that only training and evaluation need, by key."""
     return {
         "train.step_policies": recipe.train.step_policies,

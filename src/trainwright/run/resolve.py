@@ -23,12 +23,11 @@ from trainwright.machine.machine import Machine
 from trainwright.machine.processor import why_no_triton
 from trainwright.models.fused.choice import is_fused, refuse_missing
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import contradictions
-from trainwright.recipe.parallel_checks import implied_strategy
+from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import PLANNERS
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import all_specs
 
@@ -57,7 +56,7 @@ class Planned:
     is_close: bool = False
     threads: int | None = None
     estimated: bool = False
-    fits: Callable[[Recipe], bool] = lambda recipe: True
+    fits: Callable[[RecipeSchema], bool] = lambda recipe: True
 
     def refuse_shortage(self) -> None:
         """Raise MachineError if the run does not fit."""
@@ -75,14 +74,14 @@ class Resolved:
             and the recipe here are for the largest.
     """
 
-    recipe: Recipe
+    recipe: RecipeSchema
     reasons: tuple[str, ...]
     plan: Planned
     chosen: tuple[str, ...]
     usable: tuple[int, ...] = ()
 
 
-def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
+def resolve(recipe: RecipeSchema, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
     """Fill in every `auto` for ``nodes`` machines like ``machine``.
 
     If nothing fits, the recipe is resolved to the nearest candidate; ``Planned.refuse_shortage`` raises the error.
@@ -122,7 +121,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
 _MICRO_BATCH_TOKENS = 8192
 
 
-def by_default(recipe: Recipe, machine: Machine, nodes: int) -> Planned:
+def by_default(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
     """Choose values without predictions: the simplest strategy, one process per GPU or two on a CPU, the precision of
     the device, and the largest micro-batch of a usual size, which is tested before training.
 
@@ -169,7 +168,7 @@ def _simplest_strategy(processes: int) -> str:
     )
 
 
-def _micro_batch_size(recipe: Recipe, processes: int) -> int | str:
+def _micro_batch_size(recipe: RecipeSchema, processes: int) -> int | str:
     train, share = recipe.train, math.ceil(recipe.batch_rows / processes)
     steps, packed = train.gradient_accumulation_steps, recipe.data.pack_length is not None
     if packed:  # how many packs a batch has depends on the data
@@ -186,7 +185,7 @@ def _micro_batch_size(recipe: Recipe, processes: int) -> int | str:
     return rows
 
 
-def on_nodes(recipe: Recipe, machine: Machine, nodes: int) -> tuple[int, ...]:
+def on_nodes(recipe: RecipeSchema, machine: Machine, nodes: int) -> tuple[int, ...]:
     """Return the numbers of processes to try on ``nodes`` machines like this one, as many on each.
 
     First the number with which each process has an example, or if the rest of the recipe does not allow it, the nearest
@@ -200,7 +199,7 @@ def on_nodes(recipe: Recipe, machine: Machine, nodes: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((each * nodes, usual * nodes if idle else each * nodes)))
 
 
-def _fitting(recipe: Recipe, allowed: tuple[int, ...], fits: Callable[[Recipe], bool]) -> tuple[int, ...]:
+def _fitting(recipe: RecipeSchema, allowed: tuple[int, ...], fits: Callable[[RecipeSchema], bool]) -> tuple[int, ...]:
     """Return the allowed numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
     spec = recipe.parallel.spec
     if spec is None or not spec.shards:
@@ -209,7 +208,7 @@ def _fitting(recipe: Recipe, allowed: tuple[int, ...], fits: Callable[[Recipe], 
     return (*sorted(takewhile(lambda n: fits(with_processes(recipe, n)), fewer)), largest)
 
 
-def filled(recipe: Recipe, chosen: Mapping[str, Mapping[str, Any]], device: str) -> Recipe:
+def filled(recipe: RecipeSchema, chosen: Mapping[str, Mapping[str, Any]], device: str) -> RecipeSchema:
     """Return the recipe with every `auto` replaced by the value that was chosen, by section and key.
 
     Raises:
@@ -226,14 +225,14 @@ def filled(recipe: Recipe, chosen: Mapping[str, Mapping[str, Any]], device: str)
     return resolved
 
 
-def _different(requested: Recipe, resolved: Recipe) -> Iterator[str]:
+def _different(requested: RecipeSchema, resolved: RecipeSchema) -> Iterator[str]:
     before, after = requested.model_dump(), resolved.model_dump()
     for section, values in after.items():
         if isinstance(values, dict):
             yield from (f"{section}.{key}" for key, value in values.items() if value != before[section].get(key))
 
 
-def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple[Recipe, list[str]]:
+def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) -> tuple[RecipeSchema, list[str]]:
     """Return the recipe with the strategy that its keys imply, and remarks about running it on ``cluster``.
 
     Raises:
@@ -257,7 +256,7 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
     return recipe, remarks
 
 
-def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
+def _with_implied_strategy(recipe: RecipeSchema, remarks: list[str]) -> RecipeSchema:
     """Return the recipe with the strategy that a strategy-specific key implies."""
     if (implied := implied_strategy(recipe.parallel)) is None:
         return recipe
@@ -266,7 +265,7 @@ def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": name})})
 
 
-def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
+def _checked(recipe: RecipeSchema, values: dict[str, Any]) -> RecipeSchema:
     """Validate the recipe again, because choices may contradict its values."""
     try:
         return type(recipe).model_validate(values)
@@ -276,7 +275,7 @@ def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
         raise RequestError("\n".join(f"{item.keys[0]}: {item.message}" for item in contradictions)) from error
 
 
-def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:
+def _check_processes(recipe: RecipeSchema, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:
     processes, rows = recipe.parallel.num_processes, recipe.batch_rows
     if not isinstance(processes, int):  # a range begins with those that are there
         return
@@ -297,7 +296,7 @@ def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check
         )
 
 
-def _check_precision(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
+def _check_precision(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
     precision, card = recipe.train.mixed_precision, cluster.card
     if precision == "bf16" and "bf16" not in card.rates:
         if cluster.device == "cuda" and card.capability < (8, 0):
@@ -310,7 +309,7 @@ def _check_precision(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> No
         remarks.append("train.mixed_precision: a CPU computes fp16 through fp32, correct but slower than no (fp32)")
 
 
-def _check_tf32(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
+def _check_tf32(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
     if not recipe.train.tf32:
         return
     if cluster.device == "cpu":
@@ -325,7 +324,7 @@ def _check_tf32(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
         remarks.append(f"train.tf32: {card.name} computes in TF32 no faster than in fp32, and less precisely")
 
 
-def _check_kernels(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
+def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
     requested = recipe.model.kernels
     vendor = "CPU" if cluster.device == "cpu" else cluster.card.vendor
     refuse_missing(requested, vendor, cluster.card.capability, why_no_triton() if cluster.is_here else None)
@@ -336,7 +335,7 @@ def _check_kernels(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None
         )
 
 
-def _check_offload(recipe: Recipe, cluster: Cluster) -> None:
+def _check_offload(recipe: RecipeSchema, cluster: Cluster) -> None:
     if recipe.train.activation_offload and cluster.device == "cpu":
         raise MachineError(
             "train.activation_offload: there is no GPU, so activations are already in the host's memory; set it to "

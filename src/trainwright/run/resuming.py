@@ -15,7 +15,7 @@ from trainwright.engine.checkpoints.parent import is_same
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins, read_merged
 from trainwright.recipe.registries import STRATEGIES
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
 from trainwright.run import run_directory
@@ -54,7 +54,7 @@ _ABSENT = object()
 class ResumedRecipe(NamedTuple):
     """The recipe a run continues with, the reason for each of its values, and the keys that the user did not write."""
 
-    recipe: Recipe
+    recipe: RecipeSchema
     reasons: tuple[str, ...]
     chosen: tuple[str, ...]
 
@@ -121,7 +121,7 @@ class _Change(NamedTuple):
             yield f"{dotted(path)} {_text(new)}: {_text(old)} until the run was resumed ({self.origin})"
 
 
-def _changes(before: Recipe, changed: LoadedRecipe) -> list[_Change]:
+def _changes(before: RecipeSchema, changed: LoadedRecipe) -> list[_Change]:
     old, new = _keys(before), _keys(changed.recipe)
     changes = []
     for path in dict.fromkeys([*new, *old]):
@@ -134,7 +134,7 @@ def _changes(before: Recipe, changed: LoadedRecipe) -> list[_Change]:
     return changes
 
 
-def _keys(recipe: Recipe) -> dict[KeyPath, object]:
+def _keys(recipe: RecipeSchema) -> dict[KeyPath, object]:
     sections: dict[KeyPath, object] = {}
     for section, values in recipe.model_dump().items():
         if isinstance(values, dict):
@@ -154,7 +154,7 @@ def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, o
             yield from _parts((*path, key), was, now)
 
 
-def _chosen_again(before: Recipe, stated: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
+def _chosen_again(before: RecipeSchema, stated: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
     """Yield the values that depended on the run's strategy and number of processes, if these change and ``stated`` does
     not set them; each with the value that leaves it open.
 
@@ -209,7 +209,7 @@ def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None
     raise RequestError(f"{first}{lines}\n{fix}, or start a new run (without --resume)")
 
 
-def _holds(reason: str, recipe: Recipe) -> bool:
+def _holds(reason: str, recipe: RecipeSchema) -> bool:
     """Return whether a line of the run's plan still gives the reason for a value of its recipe."""
     key, _, rest = reason.partition(" ")
     section, _, name = key.rstrip(":").partition(".")

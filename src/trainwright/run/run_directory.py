@@ -24,7 +24,7 @@ from trainwright.utils.paths import open_inside, user_path, write_file
 from trainwright.utils.text import quoted
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
@@ -176,7 +176,7 @@ def _began(run: Path) -> str:
     return time.strftime(_STAMP_FORMAT, time.localtime(seconds))
 
 
-def recipe_text(recipe: Recipe) -> str:
+def recipe_text(recipe: RecipeSchema) -> str:
     """Return a resolved recipe as YAML for its run directory, from which it can be trained again unchanged.
 
     It does not name its own directory, because another run needs another one.

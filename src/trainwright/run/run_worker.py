@@ -3,54 +3,54 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
+import platform
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
-from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Event, Notice, Observer
-from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.events import Event, EventLog, Notice, Observer, Start
 from trainwright.engine.optimizer import Schedule, optimizer_factory
-from trainwright.engine.policies.base import Training
+from trainwright.engine.policies.base import TrainingContext
 from trainwright.engine.policies.profiling import Profiling
-from trainwright.engine.task import Task
+from trainwright.engine.task import ForwardOnly, Task, task_module
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.machine.numa import bind
+from trainwright.machine.processor import bind
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.models.adapters.files import check_libraries
-from trainwright.models.causal_lm import compile_blocks
+from trainwright.models.attention.described import describe_attention
+from trainwright.models.attention.packs import platform_of
+from trainwright.models.causal_lm import CausalLM, compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
-from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.openmp import limit_spinning
-from trainwright.parallel.strategy import Setup, Strategy, build_strategy, check_averages
-from trainwright.parallel.world import RankInfo, World, join, leave
+from trainwright.parallel.strategy import Strategy, StrategyConfig, build_strategy, check_averages
+from trainwright.parallel.world import RankInfo, World, join, leave, report_collectives
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.optimizer_spec import check_optimizer
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.registries import STEP_POLICIES, STOP_WARNINGS, WATCHERS
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Auto, seconds_of
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.run import run_directory
 from trainwright.run.group.contract import agree, check_layout, usable_device
-from trainwright.run.group.start_event import DTYPES, start_event
 from trainwright.run.limits import open_files_in_words
 from trainwright.run.observers.hooks import ObservedRank, ObservedRun, beside_rank, observers_of
 from trainwright.run.process import (
@@ -62,33 +62,20 @@ from trainwright.run.process import (
 from trainwright.run.relaunch import is_replan_requested
 from trainwright.run.shutdown.exit_code import ATTEMPT, torchrun_warning
 from trainwright.run.shutdown.requests import STATE_BYTES, Deadline, StopRequests
-from trainwright.run.shutdown.stop import request_stop, resize_requested, set_fresh, stop_requested, take_save_to_resize
-from trainwright.tasks.registry import task_module
+from trainwright.run.shutdown.stop import (
+    request_stop,
+    resize_requested,
+    scheduler_job,
+    set_fresh,
+    stop_requested,
+    take_save_to_resize,
+)
 from trainwright.utils import heartbeat
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.heartbeat_file import heartbeat_directory
 from trainwright.utils.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
-
-
-def prepare(run: Path) -> None:
-    """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
-    with Activity(console(), "preparing the model and the data") as activity:
-        if console() is not None:  # long operations are shown
-            logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
-            logging.getLogger("trainwright").setLevel(logging.INFO)
-        recipe = load_recipe(run / run_directory.RECIPE)
-        task_module(recipe).prepare_once(recipe, cache_root())
-
-
-class _ActivityHandler(logging.Handler):
-    def __init__(self, activity: Activity) -> None:
-        super().__init__()
-        self._activity = activity
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._activity.say(self.format(record))
 
 
 @dataclass(frozen=True)
@@ -228,7 +215,7 @@ def run_worker(
     profiled = recipe.train.profile is not None and trial is None
     profiling = [functools.partial(Profiling, run)] if profiled else []
     trainer = Trainer(
-        Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
+        TrainingContext(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
         schedule=Schedule(recipe.optimizer, len(task.stream)),
         checkpoints=checkpoints,
         stop_requested=stop_requested,
@@ -277,7 +264,7 @@ def _take_save(stop_requests: StopRequests) -> bool:
     return stop_requests.take_save() | take_save_to_resize()  # each of them forgets what was asked
 
 
-def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
+def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> None:
     """Set what holds for the whole process: visible GPUs, kernels, threads and cores; check the libraries."""
     if recipe.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
@@ -296,7 +283,7 @@ def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
     _bind(machine, rank_info)
 
 
-def _timeout(recipe: Recipe) -> timedelta:
+def _timeout(recipe: RecipeSchema) -> timedelta:
     return timedelta(seconds=seconds_of(recipe.parallel.timeout))
 
 
@@ -350,7 +337,7 @@ def _set_precision_of_fp32_products(tf32: bool) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
-def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
+def _strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
     """Return the task's model distributed by the recipe's strategy, and its layout on this process."""
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
@@ -360,13 +347,15 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
         compile_blocks(task.blocks())
     dtype = DTYPES[recipe.train.mixed_precision]
     optimizer = optimizer_factory(recipe.optimizer)
-    setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
+    setup = StrategyConfig(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
     strategy = build_strategy(setup)
     check_averages(strategy, recipe.optimizer)
     return strategy, check_layout(recipe, dtype, strategy)
 
 
-def _keep_recipe(run: Path, world: World, processes: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
+def _keep_recipe(
+    run: Path, world: World, processes: int | ProcessRange | Auto, recipe: RecipeSchema, reason: str
+) -> str:
     """Write the recipe that the run continues with to the run directory, with the processes it asks for; return its
     text.
     """
@@ -377,3 +366,86 @@ def _keep_recipe(run: Path, world: World, processes: int | ProcessRange | Auto, 
         with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
             run_directory.change(run, text, reason)
     return text
+
+
+# Of the matrix products, by `train.mixed_precision`.
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: ModelLayout, launcher: str) -> Start:
+    """Return the event of the start of a run or of its resumption. A collective of all ranks.
+
+    Args:
+        run: its directory.
+        sizes: the parameters of the model, and those that are trained.
+        launcher: what started this process.
+    """
+    recipe, task = trainer.training.recipe, trainer.task
+    world = trainer.world
+    hosts: list[str] = world.gather(socket.gethostname())
+    first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
+    return Start(
+        task=recipe.task,
+        world_size=world.size,
+        strategy=trainer.strategy.name,
+        mixed_precision=recipe.train.mixed_precision,
+        tf32=recipe.train.tf32,
+        device=_device_name(world),
+        micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
+        gradient_accumulation_steps=len(first.for_rank(0, world.size)),
+        global_batch_size=recipe.train.global_batch_size,
+        batch_unit=recipe.train.batch_unit,
+        parameters=sizes[0],
+        trainable_parameters=sizes[1],
+        resumed_from=trainer.progress.step or None,
+        pending=trainer.progress.pending,
+        max_steps=trainer.max_steps,
+        batch_varies=recipe.data.pack_length is not None
+        or recipe.train.initial_batch_size is not None
+        or recipe.train.batch_unit == "tokens",
+        packed=recipe.data.pack_length is not None,
+        accumulation_asked=None if steps == "auto" else steps,
+        evaluate_every=recipe.evaluate.every,
+        checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
+        threads=torch.get_num_threads(),
+        run_directory=str(run),
+        reasons=run_directory.reasons(run),
+        predicted=run_directory.predicted(run),
+        layout=layout.line(),
+        launcher=launcher,
+        job=scheduler_job(),
+        nodes=list(dict.fromkeys(hosts)),
+        gpus=world.size if world.device.type == "cuda" else 0,
+        attention=_attention(recipe, task, world),
+        fingerprints={
+            split: stream.dataset.fingerprint
+            for split, stream in (("train", task.stream), ("validation", task.validation))
+            if stream is not None
+        },
+        versions=_versions(),
+        details=task.describe(),
+        parent=trainer.parent,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("trainwright", "torch", "transformers", "peft", "deepspeed", "bitsandbytes"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _attention(recipe: RecipeSchema, task: Task, world: World) -> list[str]:
+    """Return a line for each attention kernel of the model, with the reasons for its choice."""
+    model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
+    if model is None:
+        return []
+    kernels = platform_of(world.device.type, world.device.index or 0, recipe.model.attention)
+    return describe_attention(model, DTYPES[recipe.train.mixed_precision], recipe.data.max_length, kernels)
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return detect().cpu_name

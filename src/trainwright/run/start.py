@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from trainwright.engine.event_reader import read_events
 from trainwright.errors import (
     EXIT_FINISHED,
     EXIT_REQUEST,
     EXIT_STOPPED,
+    MachineError,
     Stopped,
     TrainingError,
     TrainwrightError,
 )
 from trainwright.machine.usage.sample import process_age
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import START_HOOKS
-from trainwright.run.failed import record_failure
+from trainwright.run import run_directory
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
 from trainwright.run.group.elastic import Elastic, devices_for
+from trainwright.run.group.failure_report import record_failure
 from trainwright.run.limits import check_limits
 from trainwright.run.process import (
     ignore_closed_output,
@@ -39,9 +45,9 @@ from trainwright.run.process import (
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
+from trainwright.run.shutdown.failure import raise_oom_score
 from trainwright.run.shutdown.requests import check_before_steps, forget_stops
 from trainwright.run.shutdown.stop import Stopping, describe_stop
-from trainwright.run.trial_step import fit
 from trainwright.utils.activity import Activity
 from trainwright.utils.text import quoted, say
 
@@ -49,8 +55,8 @@ if TYPE_CHECKING:
     from trainwright.engine.events import Event
     from trainwright.machine.machine import Machine
     from trainwright.run.group.environment import NodeRendezvous
-    from trainwright.run.nodes.launches import NodeLaunches
-    from trainwright.run.nodes.nodes import LinkedStopping, Nodes
+    from trainwright.run.node_launches import NodeLaunches
+    from trainwright.run.nodes import LinkedStopping, Nodes
 
 
 def start(
@@ -77,9 +83,9 @@ def start(
     warn_of_launcher("trainwright", sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
-            return _Launch(request, resolved, stopping, here, machine).train()
+            return LocalRun(request, resolved, stopping, here, machine).train()
     # Imports torch, so it comes after the thread limit.
-    from trainwright.run.nodes.nodes import LinkedStopping, NodeDropped
+    from trainwright.run.nodes import LinkedStopping, NodeDropped
 
     with LinkedStopping() as linked:
         while True:
@@ -99,9 +105,8 @@ def _as_node(
 ) -> Path:
     """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
     from trainwright.recipe.loading import dump_recipe
-    from trainwright.run.nodes.launches import taking_part
-    from trainwright.run.nodes.node_info import NodeInfo
-    from trainwright.run.nodes.nodes import NodeRules, Nodes
+    from trainwright.run.node_launches import taking_part
+    from trainwright.run.nodes import NodeInfo, NodeRules, Nodes
 
     mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
     rules = NodeRules(may_lose=bool(resolved.usable), on_hang=resolved.recipe.faults.on_hang)
@@ -114,11 +119,11 @@ def _as_node(
         shared = folder_of(directory) if request.run is None else request.run.absolute().parent
         nodes = Nodes.meet(rendezvous, mine, linked, rules, enough, shared)
     with taking_part(nodes):
-        return _Launch(request, resolved, linked, here, machine, nodes).train()
+        return LocalRun(request, resolved, linked, here, machine, nodes).train()
 
 
 @dataclass
-class _Launch:
+class LocalRun:
     """A run on this machine, launch after launch.
 
     Attributes:
@@ -196,7 +201,7 @@ class _Launch:
 
     def _gather(self, run: Path, nodes: Nodes) -> None:
         """Wait for the other nodes, and begin the first launch with them."""
-        from trainwright.run.nodes.launches import NodeLaunches
+        from trainwright.run.node_launches import NodeLaunches
 
         limit, usable, devices = self.processes, self.resolved.usable, self._devices()
 
@@ -210,7 +215,7 @@ class _Launch:
 
     def _get_ready(self, run: Path) -> None:
         preload_worker(self.resolved.recipe)
-        from trainwright.run.run_worker import prepare
+        from trainwright.run.process import prepare
 
         node = 0 if self.nodes is None else self.nodes.index
         log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
@@ -345,3 +350,99 @@ def _set_threads(before: int | None, threads: int | None) -> None:
 
 def _next(run: Path) -> str:
     return f"continue with: trainwright train --resume {quoted(run)}"
+
+
+_STEPS = 2  # the second step also has the optimizer state in memory
+_FIRST_TO_BE_KILLED = 1000
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The result of a probe. `memory_bytes` is the largest peak of any rank and `step_time` that of the last step, in
+    seconds; both None if no step was finished. `error` describes why not, whether memory ran out or for another reason.
+    """
+
+    fits: bool
+    memory_bytes: int | None = None
+    step_time: float | None = None
+    out_of_memory: bool = False
+    error: str | None = None
+
+
+def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> ProbeResult:
+    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
+
+    Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
+
+    Args:
+        processes: number of workers; by default, as many as the recipe has.
+
+    Raises:
+        Stopped: a stop was requested meanwhile.
+    """
+    from trainwright.run.supervisor import run_workers
+
+    run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
+    try:
+        run_directory.record(run, recipe, run.name, [])
+        processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
+        work = functools.partial(_trial_run, run)
+        ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
+        if stopping.requested:
+            raise Stopped()
+        memory_bytes, step_time = _trial_figures(run)
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+    if not isinstance(ended, int):
+        ran_out = ended.ran_out is not None
+        return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
+    assert ended == EXIT_FINISHED, "a trial run that nobody stops is finished"
+    return ProbeResult(True, memory_bytes, step_time)
+
+
+def fit(run: Path, stopping: Stopping, processes: int) -> None:
+    """Try the largest step of a new run in `processes`, and halve its micro-batch until it fits.
+
+    Data and weights must be in the cache and the libraries imported, as before `launch`. Other failures are left to the
+    run itself to report.
+
+    Raises:
+        MachineError: even one row per micro-batch does not fit.
+        Stopped: a stop was requested meanwhile.
+    """
+    from trainwright.engine.policies.micro_batch_halving import (  # torch, which a refusal does not wait for
+        halved,
+        with_rows,
+    )
+
+    while True:
+        text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
+        probed = probe(text, stopping, processes)
+        if probed.fits or not probed.out_of_memory:
+            return
+        recipe = load_recipe(run / run_directory.RECIPE)
+        rows = recipe.train.micro_batch_size
+        if not isinstance(rows, int) or rows == 1:
+            raise MachineError(
+                f"the run's largest step was tested and does not fit: {probed.error}; `trainwright plan` shows what "
+                "would fit"
+            )
+        why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
+        run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
+
+
+def _trial_run(run: Path) -> int:
+    """Run in every worker."""
+    from trainwright.run.run_worker import TrialRun, Worker, run_worker
+
+    raise_oom_score(_FIRST_TO_BE_KILLED)
+    return run_worker(Worker(run), trial=TrialRun(_STEPS, largest=True))
+
+
+def _trial_figures(run: Path) -> tuple[int | None, float | None]:
+    """Return the peak memory in bytes and the time in seconds of the last finished step."""
+    try:
+        steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
+    except OSError:
+        return None, None
+    return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)

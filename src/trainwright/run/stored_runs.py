@@ -103,10 +103,8 @@ def bring_up_to_date(run: Path, places: Sequence[RemoteStore]) -> None:
         FaultError: the newest copy cannot be read now, or no place can, and the run has no checkpoint of its own.
     """
     from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
-    from trainwright.engine.checkpoints.upload_state import Abandoned, forget_abandoned
-    from trainwright.engine.checkpoints.uploader import restore
-    from trainwright.engine.event_log import append_event
-    from trainwright.engine.events import Notice
+    from trainwright.engine.checkpoints.uploader import Abandoned, forget_abandoned, restore
+    from trainwright.engine.events import Notice, append_event
 
     checkpoints, required = run / "checkpoints", bool(run_directory.plan_of(run).get(_WITHOUT_CHECKPOINT))
 

@@ -12,18 +12,18 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, Fault
 from trainwright.recipe.registries import WATCHERS
 from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
-from trainwright.run.nodes.nodes import Nodes, NodesLost
+from trainwright.run.nodes import Nodes, NodesLost
 from trainwright.run.observers.hooks import after_workers
 from trainwright.run.shutdown.failure import (
     Cause,
     Failure,
+    count_memory_kills,
     error_file,
     error_record,
     error_records,
     first_failure,
     slot_records,
 )
-from trainwright.run.shutdown.oom_killer import count_memory_kills
 from trainwright.run.shutdown.stop import Stopping, StopWatcher
 from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers

@@ -5,7 +5,9 @@ A task defines the rows, the weight of an example, the loss and the metrics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,10 +23,9 @@ from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember, rows_of
-from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import Measured
+from trainwright.engine.task import ForwardOnly, Measured
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.questions import ValidationQuestions
+from trainwright.inference.evaluation.measure import ValidationQuestions
 from trainwright.inference.generation import Sampling, answer_batch, new_token_limit, padding_token, stop_of
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder
@@ -47,21 +48,20 @@ from trainwright.models.truncate_config import cut_config, varied_layers
 from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.layout import find_units
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.tasks.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def prepare_once(recipe: Recipe, cache: Path) -> int:
+def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     """Prepare the data and convert the weights, so that both are in the cache; return the number of examples."""
     return len(prepare_data(recipe, prepare_model(recipe), cache).train)
 
 
-def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
+def prepare_model(recipe: RecipeSchema) -> PreTrainedTokenizerBase:
     """Make the model available locally, check its configuration, and return its tokenizer."""
     resolve(recipe.model)
     check_adapter(recipe.model, recipe.train.seed)
@@ -70,7 +70,7 @@ def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_without_weights(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise RequestError before the launch for errors that the model's configuration shows."""
     config = load_config(recipe.model, tokenizer)
     if recipe.model.trained_patterns is not None:
@@ -87,7 +87,7 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
         check_model(few, probe(config.get_text_config().vocab_size))
 
 
-def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
+def prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
     """Return the data of a resolved recipe, prepared or from the cache."""
     positions = max_positions(recipe.model, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
@@ -97,7 +97,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     return prepared
 
 
-def check_prepared(recipe: Recipe, prepared: PreparedData, cache: Path) -> None:
+def check_prepared(recipe: RecipeSchema, prepared: PreparedData, cache: Path) -> None:
     """Raise RequestError if the data does not fit the recipe; cache the lengths of its examples for plans."""
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in prepared.datasets])
     _check_packs(recipe, prepared.datasets)
@@ -110,7 +110,7 @@ def embeddings_of(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> 
     return size
 
 
-def check_tokens(recipe: Recipe, datasets: Sequence[TokenDataset], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokens(recipe: RecipeSchema, datasets: Sequence[TokenDataset], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise RequestError, with the row, if the model has no embedding for a token of the data."""
     size = embeddings_of(recipe.model, tokenizer)
     for dataset in datasets:
@@ -121,7 +121,7 @@ def check_tokens(recipe: Recipe, datasets: Sequence[TokenDataset], tokenizer: Pr
                 raise RequestError(f"{location}: {wrong}")
 
 
-def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
+def _check_packs(recipe: RecipeSchema, datasets: Sequence[TokenDataset]) -> None:
     """Raise RequestError if packs cannot hold every example, whose number of sequences is known from the rows."""
     pack, longest = recipe.data.pack_length, recipe.data.max_length
     for dataset in datasets:
@@ -134,7 +134,7 @@ def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
 
 
 def load(
-    recipe: Recipe, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
+    recipe: RecipeSchema, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
 ) -> tuple[PreTrainedModel, Weights | None]:
     """Return a model, or an empty one with its weights if each process only needs parts of them."""
     if fills_parts(recipe):
@@ -144,7 +144,7 @@ def load(
     return load_model(section, torch.float32, recipe.train.seed, tokenizer), None
 
 
-def fills_parts(recipe: Recipe) -> bool:
+def fills_parts(recipe: RecipeSchema) -> bool:
     """Return whether every process only reads its own shards of the weights; adapters need the whole weights."""
     return spec_of(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
 
@@ -152,7 +152,7 @@ def fills_parts(recipe: Recipe) -> bool:
 class LanguageModelTask:
     """Base class with the parts of a task that do not depend on the loss."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
+    def __init__(self, recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
         self._recipe = recipe
         self._tokenizer = tokenizer
         self._prepared = prepared
@@ -161,7 +161,7 @@ class LanguageModelTask:
         self.prompts: Sequence[str] = recipe.evaluate.prompts
         self.stream = self._stream(prepared.train, planned_examples(recipe, prepared.train), shuffle=True)
         self.validation = (
-            self._stream(prepared.validation, len(prepared.validation), shuffle=False)
+            self._stream(prepared.validation, len(prepared.validation), shuffle=False, sets=prepared.sets)
             if prepared.validation is not None
             else None
         )
@@ -196,9 +196,12 @@ class LanguageModelTask:
             length = recipe.data.max_length
             self._questions = ValidationQuestions(recipe.evaluate, prepared.validation, length, tokenizer)
 
-    def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
+    def _stream(
+        self, dataset: TokenDataset, total: int, *, shuffle: bool, sets: Mapping[str, int] | None = None
+    ) -> Stream:
         weight = self._example_weight(dataset)
-        return stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
+        stream = stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
+        return stream if not sets else Stream(dataset, replace(stream.settings, sets=sets))
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         """Return the module to train, around the model with its adapter."""
@@ -315,14 +318,13 @@ class LanguageModelTask:
         """Return whether an adapter with these parts would leave the model unchanged."""
         return adds_nothing(tensors)
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
-        """Check that the exported model, or the adapter on its base, gives the logits of the trained model."""
-        return self._read_back(module, directory, all_parameters=all_parameters)
-
-    def _read_back(
+    def read_back(
         self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True
     ) -> str | None:
-        """Read the export back; without ``same_logits``, it is made from the trained model, but is another one."""
+        """Check that the exported model, or the adapter on its base, gives the logits of the trained model.
+
+        Without ``same_logits``, the export is made from the trained model, but is another one.
+        """
         assert isinstance(module, CausalLM)
         with module.for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)
@@ -346,13 +348,13 @@ class Sized(Protocol):
         """Return the number of tokens."""
 
 
-def batch_sizes(recipe: Recipe) -> BatchSizes:
+def batch_sizes(recipe: RecipeSchema) -> BatchSizes:
     """Return the number of examples of each step."""
     train = recipe.train
     return BatchSizes(train.global_batch_size, train.initial_batch_size, train.batch_warmup_steps)
 
 
-def planned_examples(recipe: Recipe, dataset: Sized) -> int:
+def planned_examples(recipe: RecipeSchema, dataset: Sized) -> int:
     """Return the number of examples of the run, with repetitions over epochs."""
     train = recipe.train
     if train.max_steps is not None:
@@ -364,7 +366,13 @@ def planned_examples(recipe: Recipe, dataset: Sized) -> int:
 
 
 def stream_of(
-    recipe: Recipe, dataset: Data, total: int, *, training: bool, shuffle: bool, example_weight: float | None = None
+    recipe: RecipeSchema,
+    dataset: Data,
+    total: int,
+    *,
+    training: bool,
+    shuffle: bool,
+    example_weight: float | None = None,
 ) -> Stream[Data]:
     """Return the stream of a resolved recipe, with ``total`` examples; see ``Stream``."""
     train, parallel = recipe.train, recipe.parallel
@@ -377,7 +385,7 @@ def stream_of(
             global_batch_size=train.global_batch_size if training else recipe.batch_rows,
             seed=train.seed,
             rows=None if rows == "auto" else rows,
-            passes=1 if steps == "auto" else steps * parallel.processes,
+            micro_batches=1 if steps == "auto" else steps * parallel.processes,
             pack_length=recipe.data.pack_length,
             total_examples=total,
             shuffle=shuffle,
@@ -389,3 +397,23 @@ def stream_of(
     if unit != "examples" and train.max_steps is not None:
         stream.total_examples = stream.sizes.before(train.max_steps)
     return stream
+
+
+_PART = 2**22  # bytes of a tensor to sum at a time
+
+
+def fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collection[str], world: World) -> str:
+    """Return a hash of all weights, except those named in ``leave_out``. All ranks must call it."""
+    digest = hashlib.sha256()
+    for name, tensor in weights:
+        if world.is_main and name not in leave_out:
+            digest.update(f"{name} {_sums(tensor)}".encode())
+    result: str = world.broadcast(digest.hexdigest()[:32])
+    return result
+
+
+def _sums(tensor: torch.Tensor) -> list[int]:
+    """Return integer sums of a tensor's bits, which are the same in any order and on any device."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    parts = flat.split(_PART)
+    return [int((part.view(torch.int32) if part.numel() % 4 == 0 else part).sum(dtype=torch.int64)) for part in parts]

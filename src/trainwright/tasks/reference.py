@@ -24,15 +24,14 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import MicroBatch, Stream
-from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.task import ForwardOnly
 from trainwright.errors import TrainingError
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import LanguageModelTask
 from trainwright.utils.text import plural
 
@@ -61,7 +60,12 @@ class ReferenceTask(LanguageModelTask):
     """
 
     def __init__(
-        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData, cache: Path, reference: str
+        self,
+        recipe: RecipeSchema,
+        tokenizer: PreTrainedTokenizerBase,
+        prepared: PreparedData,
+        cache: Path,
+        reference: str,
     ) -> None:
         self._cache = cache
         super().__init__(recipe, tokenizer, prepared)

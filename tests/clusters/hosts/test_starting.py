@@ -16,12 +16,12 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY, events
-from trainwright.api.training import TrainingRequest
 from trainwright.clusters.hosts import starting
 from trainwright.clusters.hosts.names import Host
 from trainwright.clusters.hosts.starting import HostsResult, run_on
 from trainwright.clusters.operations import train_on_hosts
 from trainwright.errors import RequestError, Stopped
+from trainwright.run.request import TrainingRequest
 from trainwright.run.shutdown import stop
 
 HOSTS = [Host("one"), Host("two")]

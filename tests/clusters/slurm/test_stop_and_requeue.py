@@ -10,7 +10,7 @@ import pytest
 import trainwright as tw
 from tests.support.fake_slurm import commands
 from tests.support.runs import ON_ROWS, TINY
-from trainwright.clusters.slurm import requeue, stopping
+from trainwright.clusters.slurm import job_step
 
 ENDED = "Slurm says that it is completing, as after scancel"
 PREEMPTED = "PreemptTime=2026-03-01T06:12:00"
@@ -32,7 +32,7 @@ def test_a_stop_that_a_start_forgets_is_asked_again(here: Path, monkeypatch: pyt
         f'echo "7|7|N/A|RUNNING|None|N/A|n1|trainwright:{run}"'
     )
     commands(here, monkeypatch, squeue=squeue, scontrol='echo "$@" >>changed')
-    monkeypatch.setattr(stopping, "_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(job_step, "_ASK_SECONDS", 0.01)
     assert tw.stop("runs/tiny", timeout=20) == "stopped"
     assert (here / "forgotten").exists() and (here / "changed").read_text() == "update JobId=7 Requeue=0\n"
 
@@ -44,7 +44,7 @@ def test_a_stop_that_was_taken_is_not_asked_again(here: Path, monkeypatch: pytes
         f'[ "$(echo >>asked; wc -l <asked)" -gt 4 ] || echo "7|7|N/A|RUNNING|None|N/A|n1|trainwright:{run}"'
     )
     commands(here, monkeypatch, squeue=squeue, scontrol="")
-    monkeypatch.setattr(stopping, "_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(job_step, "_ASK_SECONDS", 0.01)
     assert tw.stop("runs/tiny", timeout=20) == "stopped"
     assert (run / "stop.taken").exists() and not (run / "stop").exists()
 
@@ -68,7 +68,7 @@ def test_a_stop_of_an_earlier_job_does_not_end_the_next_one(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(sys, "argv", ["requeue", str(elements[0]), "75"])
     with pytest.raises(SystemExit, match="75"):
-        requeue.main()
+        job_step.main()
     assert (here / "asked").read_text() == "requeue 7\n"
 
 
@@ -88,7 +88,7 @@ def test_a_job_that_is_canceled_within_the_grace_of_a_preemption_is_not_requeued
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "75"])
     with pytest.raises(SystemExit, match="75"):
-        requeue.main()
+        job_step.main()
     assert (here / "asked").exists() == requeued
 
 
@@ -101,7 +101,7 @@ def test_a_run_that_was_asked_to_stop_is_not_requeued_however_it_ended(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), code, "--until-done"])
     with pytest.raises(SystemExit, match=code):
-        requeue.main()
+        job_step.main()
     assert not (here / "asked").exists()
 
 
@@ -137,7 +137,7 @@ def test_a_preempted_job_is_requeued_or_its_log_says_why_not(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "75", *words])
     with pytest.raises(SystemExit, match="75"):
-        requeue.main()
+        job_step.main()
     said = " ".join(capsys.readouterr().err.split())
     if reason is None:
         assert (here / "asked").read_text() == "requeue 7\n" and "job 7 is requeued, as the run ended with" in said

@@ -18,7 +18,7 @@ from tests.support.commands import ROOT, environment, wait_for
 from tests.support.fake_slurm import clusters, commands
 from tests.support.runs import ON_ROWS, ROWS, TINY
 from trainwright.clusters.job_attempts import failures_in_a_row, may_continue
-from trainwright.clusters.slurm import requeue, scheduler
+from trainwright.clusters.slurm import job_step, scheduler
 from trainwright.errors import MachineError, RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
@@ -307,7 +307,7 @@ def test_later_jobs_are_canceled_when_the_run_does_not_go_on(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(sys, "argv", ["requeue", str(run), str(code), "--series"])
     with pytest.raises(SystemExit, match=str(code)):
-        requeue.main()
+        job_step.main()
     assert (here / "canceled").exists() is canceled
     assert not canceled or (here / "canceled").read_text() == "8\n"
 
@@ -370,10 +370,10 @@ def test_a_controller_that_restarts_is_asked_again(here: Path, monkeypatch: pyte
     answer = 'case $1 in show) echo JobState=RUNNING;; *) echo "$@" >>asked;; esac'
     commands(here, monkeypatch, scontrol=f"echo >>tries; [ $(wc -l <tries) -gt 2 ] || {{ {away}; }}; {answer}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(requeue, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(job_step, "_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "75", "--until-done"])
     with pytest.raises(SystemExit, match="75"):
-        requeue.main()
+        job_step.main()
     assert (here / "asked").read_text() == "requeue 7\n"
 
 
@@ -387,7 +387,7 @@ def test_the_element_of_an_array_that_starts_last_is_requeued_alone(
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "5"])
     with pytest.raises(SystemExit, match="5"):
-        requeue.main()
+        job_step.main()
     assert (here / "asked").read_text() == "requeue 12_3\n"
 
 
@@ -413,7 +413,7 @@ def test_a_run_that_has_not_finished_is_no_success(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "0"])
     with pytest.raises(SystemExit) as ended:
-        requeue.main()
+        job_step.main()
     assert ended.value.code == code and (here / "asked").exists() is (code == 5)
 
 

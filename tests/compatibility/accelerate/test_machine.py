@@ -14,9 +14,8 @@ from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import CPU, gpus, translation, written
 from tests.support.commands import trainwright
 from trainwright.compatibility.accelerate.launcher import find_translation
-from trainwright.compatibility.accelerate.machine import lacking, require
+from trainwright.compatibility.accelerate.machine import lacking, require, show
 from trainwright.compatibility.accelerate.reading import read
-from trainwright.compatibility.accelerate.showing import show
 from trainwright.compatibility.accelerate.translation import interpret
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.machine import Machine

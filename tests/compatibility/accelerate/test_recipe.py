@@ -12,7 +12,7 @@ from tests.compatibility.accelerate.files import translation, written
 from trainwright.compatibility.accelerate.launcher import find_translation
 from trainwright.errors import MachineError, RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 RECIPE = """task: sft
 model: {name: some/model}
@@ -27,7 +27,7 @@ def recipe(directory: Path, more: str = "") -> Path:
     return path
 
 
-def joined(directory: Path, text: str, more: str = "", *overrides: str, resumed: bool = False) -> Recipe:
+def joined(directory: Path, text: str, more: str = "", *overrides: str, resumed: bool = False) -> RecipeSchema:
     path = recipe(directory, more)
     ours, _ = translation(directory, text).over(path, overrides, resumed=resumed)
     return load_recipe(path, ours)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import problems, translation, values, written
+from trainwright.compatibility.accelerate.machine import show
 from trainwright.compatibility.accelerate.reading import read
-from trainwright.compatibility.accelerate.showing import show
 from trainwright.compatibility.accelerate.translation import interpret, missing_rendezvous
 from trainwright.errors import RequestError
 

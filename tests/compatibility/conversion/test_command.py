@@ -26,22 +26,25 @@ def test_a_recipe_is_written_with_a_table_of_every_key(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_if_a_key_is_not_possible_unless_partly(tmp_path: Path) -> None:
-    (tmp_path / "axolotl.yaml").write_text(files.AXOLOTL + "tokens: [a]\nmade_up: 1\n")
+    (tmp_path / "axolotl.yaml").write_text(files.AXOLOTL + "fix_untrained_tokens: [1]\nmade_up: 1\n")
     done = trainwright("recipe", "from", "axolotl.yaml", "-o", "recipe.yaml", cwd=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "recipe.yaml").exists()
-    assert "axolotl.yaml:32: tokens: adds tokens to the vocabulary" in done.stdout
+    assert "axolotl.yaml:32: fix_untrained_tokens: changes embeddings of tokens that were never trained" in done.stdout
     assert "axolotl.yaml:33: made_up: is no key that the table of Axolotl has" in done.stdout
     assert "2 keys cannot be converted" in done.stderr
     partly = trainwright("recipe", "from", "axolotl.yaml", "-o", "recipe.yaml", "--partly", cwd=tmp_path)
     assert partly.returncode == 0, partly.stderr
     text = (tmp_path / "recipe.yaml").read_text()
-    assert "# Not here: axolotl.yaml:32: tokens: adds tokens to the vocabulary" in text
+    assert (
+        "# Not here: axolotl.yaml:32: fix_untrained_tokens: changes embeddings of tokens that were never trained"
+        in text
+    )
     load_recipe(tmp_path / "recipe.yaml")
 
 
 def test_a_folder_is_checked(tmp_path: Path) -> None:
     files.write_all(tmp_path)
-    (tmp_path / "blocked.yaml").write_text(files.AXOLOTL + "tokens: [a]\n")
+    (tmp_path / "blocked.yaml").write_text(files.AXOLOTL + "fix_untrained_tokens: [1]\n")
     (tmp_path / "rl.yaml").write_text(files.AXOLOTL + "rl: grpo\n")
     missing = files.LLAMA_FACTORY.replace("mine,chats", "gone")
     (tmp_path / "missing.yaml").write_text(missing)
@@ -53,7 +56,7 @@ def test_a_folder_is_checked(tmp_path: Path) -> None:
     assert rows["LLaMA-Factory"] == ["2", "1", "(50%)", "0", "(0%)", "1", "(50%)", "0", "(0%)", "0"]
     assert rows["torchtune"][:1] == rows["Unsloth"][:1] == rows["TRL"][:1] == ["1"]
     assert "aside: online RL 1" in done.stdout and "2 files of no known tool" in done.stdout
-    assert "tokens: adds tokens to the vocabulary" in done.stdout
+    assert "fix_untrained_tokens: changes embeddings of tokens that were never trained" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("recipe")) == []
 
 

@@ -113,6 +113,54 @@ def test_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> None:
     assert values["evaluate"] == {"every": 20} and values["data"]["validation"] == 0.2
 
 
+def test_llama_factory_with_several_validation_sets(tmp_path: Path) -> None:
+    path = files.write_llama_factory(tmp_path)
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("val_size")]
+    more = ["eval_dataset: mine, chats", "eval_on_each_dataset: true", "metric_for_best_model: eval_chats_loss"]
+    path.write_text("\n".join([*lines, *more]) + "\n")
+    values = recipe(converted(path), tmp_path)
+    assert values["data"]["validation"]["mine"]["source"] == str(tmp_path / "data" / "mine.json")
+    assert values["data"]["validation"]["chats"]["source"] == "owner/chats"
+    assert values["evaluate"]["main_set"] == "chats"
+    path.write_text("\n".join([*lines, *more[:2], "metric_for_best_model: rouge"]) + "\n")
+    assert [line.setting.key for line in converted(path).failures] == ["metric_for_best_model"]
+
+
+def test_tokens_that_are_added(tmp_path: Path) -> None:
+    path = files.write_llama_factory(tmp_path)
+    text = path.read_text()
+    path.write_text(f"{text}\nadd_tokens: a, b\nadd_special_tokens: <x>\nresize_vocab: true\n")
+    model = recipe(converted(path), tmp_path)["model"]
+    assert model["added_tokens"] == {"ordinary": ["a", "b"], "special": ["<x>"]}
+    assert model["adapter"]["modules_to_save"] == ["embed_tokens", "lm_head"]
+    path.write_text(f"{text}\nresize_vocab: true\n")
+    assert [line.setting.key for line in converted(path).failures] == ["resize_vocab"]
+    path = tmp_path / "axolotl.yaml"
+    added = '  additional_special_tokens: ["<x>"]'
+    lines = [*files.AXOLOTL.replace("special_tokens:", f"special_tokens:\n{added}").splitlines(), "tokens: [a, b]"]
+    path.write_text("\n".join(lines) + "\n")
+    assert recipe(converted(path), tmp_path)["model"]["added_tokens"] == {"ordinary": ["a", "b"], "special": ["<x>"]}
+
+
+def test_weights_by_entropy(tmp_path: Path) -> None:
+    path = files.write_llama_factory(tmp_path)
+    path.write_text(f"{path.read_text()}\nuse_eaft_loss: true\neaft_alpha: 0.5\n")
+    assert recipe(converted(path), tmp_path)["sft"] == {"loss": "eaft", "eaft_power": 0.5}
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(f"{files.AXOLOTL}\nuse_eaft: true\neaft_k: 10\n")
+    assert recipe(converted(path), tmp_path)["sft"] == {"loss": "eaft", "eaft_divisor": 1.0, "eaft_top": 10}
+
+
+def test_axolotl_with_several_test_sets(tmp_path: Path) -> None:
+    path = tmp_path / "axolotl.yaml"
+    text = "\n".join(line for line in files.AXOLOTL.splitlines() if not line.startswith("val_set_size"))
+    path.write_text(f"{text}\ntest_datasets:\n  - path: owner/one\n  - path: owner/two\n    split: test[:5]\n")
+    assert recipe(converted(path), tmp_path)["data"]["validation"] == {
+        "one": "owner/one",
+        "two_test": "owner/two:test[:5]",
+    }
+
+
 def test_llama_factory_with_earlier_turns_in_a_column_is_refused(tmp_path: Path) -> None:
     path = files.write_llama_factory(tmp_path)
     file = tmp_path / "data" / "dataset_info.json"
@@ -184,7 +232,7 @@ def test_open_unlearning_is_composed(tmp_path: Path) -> None:
     ("line", "failure"),
     [
         ("no_such_key: 3", "no_such_key: is no key that the table of Axolotl has"),
-        ("tokens: [a]", "tokens: adds tokens to the vocabulary"),
+        ("fix_untrained_tokens: [1]", "fix_untrained_tokens: changes embeddings of tokens that were never trained"),
         ("lr_scheduler: rex", "lr_scheduler: is the schedule REX"),
         ("optimizer: came_pytorch", "optimizer: came_pytorch is not supported; "),
         ("context_parallel_size: 2", "context_parallel_size: divides sequences over processes"),

@@ -19,22 +19,8 @@ from tests.support.commands import PATIENCE, started, wait_for
 from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
-from trainwright.faults.drills import phases
-from trainwright.faults.drills.campaign import (
-    BROKEN,
-    HELD,
-    MISSED,
-    SKIPPED,
-    CampaignResults,
-    cells,
-    notes,
-    rows_of,
-    run_trials,
-    shown,
-    table,
-)
-from trainwright.faults.drills.faults import catalog  # noqa: F401
-from trainwright.faults.drills.faults.disks import disk_size
+from trainwright.faults.drills import damage, kills, phases  # noqa: F401
+from trainwright.faults.drills.damage import disk_size
 from trainwright.faults.drills.invariants import (
     InvariantBroken,
     Skipped,
@@ -43,13 +29,28 @@ from trainwright.faults.drills.invariants import (
     complete_and_same,
 )
 from trainwright.faults.drills.kinds import KINDS, DrillTrial, FaultCase, FaultKind, Worlds, matching, moved, schedule
-from trainwright.faults.drills.operations import Drill, DrillRequest, _drill, _trials
+from trainwright.faults.drills.operations import (
+    BROKEN,
+    HELD,
+    MISSED,
+    SKIPPED,
+    CampaignResults,
+    Drill,
+    DrillRequest,
+    _drill,
+    _trials,
+    cells,
+    notes,
+    rows_of,
+    run_trials,
+    shown,
+    table,
+)
 from trainwright.faults.drills.shortened import phases_of, setting_of, shortened, spreads_of
 from trainwright.faults.drills.trial_environment import Scene, measures_of, undisturbed_seconds
-from trainwright.faults.drills.trial_settings import TrialSettings
-from trainwright.faults.drills.undisturbed import refusals
+from trainwright.faults.drills.trial_settings import TrialSettings, refusals
 from trainwright.recipe.loading import dump_recipe, load_recipe
-from trainwright.recipe.sections.faults import FaultsSection
+from trainwright.recipe.schema import FaultsSection
 
 SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("zero2", 2))
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if "objectives:" not in path.read_text())

@@ -10,7 +10,7 @@ import pytest
 import trainwright as tw
 from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.errors import RequestError
-from trainwright.faults.drills.campaign import SKIPPED
+from trainwright.faults.drills.operations import SKIPPED
 
 
 @pytest.mark.slow

@@ -19,9 +19,7 @@ from trainwright.observe.ledger import LedgerLine, RankLedger
 from trainwright.observe.reports.charts import curve_charts
 from trainwright.observe.reports.comparing import paired_differences, recipe_differences
 from trainwright.observe.reports.figures import RunFigures, curves_of, moving_average, thinned
-from trainwright.observe.reports.html import Page, prose
-from trainwright.observe.reports.page import machines, seconds_by_kind
-from trainwright.observe.reports.remarks import RunRemarks, write_remarks
+from trainwright.observe.reports.page import Page, RunRemarks, machines, prose, seconds_by_kind, write_remarks
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
 

@@ -22,7 +22,7 @@ from trainwright.parallel.replicated.spec import DDP
 from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
 from trainwright.recipe.sections.fields import NotNegative, Section
 from trainwright.recipe.task_spec import TaskSpec
-from trainwright.tasks.unlearn.objective import Objective
+from trainwright.tasks.unlearn.section import Objective
 
 
 class FocalSection(Section):

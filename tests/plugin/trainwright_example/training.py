@@ -12,10 +12,9 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
-from trainwright.models.attention.call import Call
-from trainwright.models.attention.sequences import Sequences
+from trainwright.models.attention.sequences import Call, Sequences
 from trainwright.models.load import load_tokenizer
-from trainwright.recipe.schema import OptimizerSection, Recipe
+from trainwright.recipe.schema import OptimizerSection, RecipeSchema
 from trainwright.tasks.language_model import prepare_data, prepare_once
 from trainwright.tasks.sft.task import SupervisedFineTuning
 from trainwright_example import FocalSection
@@ -23,7 +22,7 @@ from trainwright_example import FocalSection
 __all__ = ["Focal", "attention_by_hand", "bounded_ascent", "build", "prepare_once"]
 
 
-def build(recipe: Recipe, cache: Path) -> Focal:
+def build(recipe: RecipeSchema, cache: Path) -> Focal:
     """Build the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return Focal(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))

@@ -14,7 +14,7 @@ load()
 
 import torch  # noqa: E402
 
-from trainwright.parallel.norms import squared_norm  # noqa: E402
+from trainwright.parallel.strategy import squared_norm  # noqa: E402
 
 SIZES = (4096, 3, 70_000, 0, 1)
 

@@ -19,7 +19,7 @@ from typing import IO, TextIO
 
 from trainwright.clusters.hosts.names import SSH_FAILED, Host, HostAnswer, answers_of, in_shell, ssh
 from trainwright.clusters.job import captured
-from trainwright.engine.event_log import append_event
+from trainwright.engine.events import append_event
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError
 from trainwright.run.relaunch import Restarts
 from trainwright.run.shutdown.failure import Cause, Failure

@@ -16,7 +16,7 @@ from trainwright.run.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
 
 COMMENT = "trainwright:"  # and the run directory, as squeue shows it
 _SCRIPT = "job.sbatch"
-_REQUEUE = "trainwright.clusters.slurm.requeue"
+_REQUEUE = "trainwright.clusters.slurm.job_step"
 _NO_ARRAY = f"unset SLURM_ARRAY_JOB_ID {ARRAY_ELEMENT}  # of a job that has submitted this one"
 # Of the time before the limit; a run stops by itself as early as its steps and checkpoints need.
 _WARNING_SECONDS, _SHORTEST_WITH_WARNING = 120, 1200

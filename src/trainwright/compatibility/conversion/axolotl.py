@@ -154,19 +154,27 @@ def batch_size(conversion: Conversion, setting: Setting, rule: Rule, packing: st
     functions.global_batch_size(conversion, one, rule, micro=setting.key, packing=packing)
 
 
+def added_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Add ordinary tokens."""
+    if setting.is_on:
+        conversion.take(setting, "model.added_tokens.ordinary", setting.value)
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
 def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Accept tokens that padding and templates do not need; added ones are not possible."""
+    """Add tokens, and accept others that padding and templates do not need."""
     values = setting.value if isinstance(setting.value, dict) else {}
     if added := values.get("additional_special_tokens"):
-        conversion.refuse(setting, f"adds the tokens {shown(added)} to the vocabulary")
-    elif end := values.get("eos_token"):
+        conversion.take(setting, "model.added_tokens.special", added)
+    if end := values.get("eos_token"):
         kinds = [str(one.value) for one in conversion.settings.values() if one.pattern == "datasets[].type"]
         has_turns = all(kind.startswith(("chat_template", "sharegpt", "chatml", "llama3")) for kind in kinds)
         if has_turns or end in _USUAL_ENDS:
             conversion.drop(setting, "the end of an answer is found in the template or the tokenizer", differs=True)
         else:
             conversion.refuse(setting, f"ends an answer with {end}, not with the end of text of the tokenizer")
-    else:
+    elif not added:
         conversion.drop(setting, "padding is not read")
 
 

@@ -301,6 +301,17 @@ def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None
         conversion.drop(setting, "asks for nothing")
 
 
+def best_metric(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the validation set whose loss is named, as eval_NAME_loss, for the best checkpoint."""
+    named = re.fullmatch(r"(?:eval_)?(.+)_loss", str(setting.value))
+    if named is None:
+        conversion.refuse(
+            setting, f"{setting.value} is not supported; the loss of all sets or of one, eval_NAME_loss, is"
+        )
+    else:
+        conversion.take(setting, "evaluate.main_set", named[1])
+
+
 def adapter_type(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train the adapter that a key such as use_dora or use_qlora asks for, in place of plain LoRA."""
     if setting.is_on:
@@ -326,3 +337,13 @@ def model_name(conversion: Conversion, setting: Setting, rule: Rule, revision: s
     wanted = conversion.value(revision)
     name = setting.value if wanted in (None, "main") else f"{setting.value}@{wanted}"
     conversion.take(setting, "model.name", setting.value if isinstance(setting.value, Code) else name)
+
+
+def overrides(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Change values of the model's configuration."""
+    if not setting.is_on:
+        conversion.drop(setting, "asks for nothing")
+        return
+    value = {setting.key: setting.value} if setting.key == "rope_scaling" else setting.value
+    earlier = conversion.values.pop("model.overrides", None)
+    conversion.take(setting, "model.overrides", {**(earlier[0] if earlier else {}), **value})

@@ -39,6 +39,29 @@ def precision(conversion: Conversion, setting: Setting, rule: Rule, fp16: str, p
         conversion.take(setting, "train.mixed_precision", "auto", computed="that of the model's files, if it has one")
 
 
+_ROWS = "new rows begin at the mean of the others without noise, and there are no rows to spare"
+
+
+def added_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Add tokens, named with commas, and train their rows beside an adapter, too."""
+    if not setting.is_on:
+        conversion.drop(setting, "asks for nothing")
+        return
+    names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    kind = "special" if "special" in setting.pattern else "ordinary"
+    conversion.take(setting, f"model.added_tokens.{kind}", [name.strip() for name in names], _ROWS)
+    if conversion.value("finetuning_type") == "lora" and not conversion.is_on("additional_target"):
+        conversion.take(setting, "model.adapter.modules_to_save", ["embed_tokens", "lm_head"], computed="the new rows")
+
+
+def resize_vocab(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Drop what added tokens do in any case; rows for the others are not added."""
+    if not setting.is_on or conversion.is_on("add_tokens") or conversion.is_on("add_special_tokens"):
+        conversion.drop(setting, "is done for the tokens that are added")
+    else:
+        conversion.refuse(setting, "adds rows for tokens of the tokenizer; name them in model.added_tokens")
+
+
 def system(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Begin conversations with a text in place of the template's own."""
     conversion.values.pop("data.system", None)

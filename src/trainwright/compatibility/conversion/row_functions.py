@@ -25,7 +25,7 @@ class Unclear(Exception):
     """The function does something else; the text is the expression or statement."""
 
 
-class Column(NamedTuple):
+class ColumnValue(NamedTuple):
     """A column: of one row, or, as functions of batches have them, the list of its values."""
 
     name: str
@@ -39,7 +39,7 @@ class EndOfText(NamedTuple):
 class Joined:
     """A text of constants, columns and end-of-text tokens."""
 
-    parts: tuple[str | Column | EndOfText, ...]
+    parts: tuple[str | ColumnValue | EndOfText, ...]
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class Rendered:
     """The text of turns, written by the chat template; ``tools``: the column of the tools."""
 
     turns: Any
-    tools: Column | None = None
+    tools: ColumnValue | None = None
 
 
 class _Index:
     """The variable of ``for i in range(len(column))``."""
 
 
-class _Tokenizer:
+class _TokenizerValue:
     """The tokenizer, or anything else that is only known when the script runs."""
 
 
-class _Row(dict[str, Any]):
+class _ReadRow(dict[str, Any]):
     """The values of a row that are not the columns of the same names."""
 
-    def __missing__(self, name: str) -> Column:
-        return Column(name)
+    def __missing__(self, name: str) -> ColumnValue:
+        return ColumnValue(name)
 
 
 def settings_of(module: ast.Module) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
     Raises:
         Unclear: a function does something that no settings do.
     """
-    row = _Row()
+    row = _ReadRow()
     text = None
     for name, call in calls_of(module):
         if name == "map":
@@ -95,7 +95,7 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
     return _settings(row, text)
 
 
-def _settings(row: _Row, text: Any) -> dict[str, Any]:
+def _settings(row: _ReadRow, text: Any) -> dict[str, Any]:
     """Return the settings for the value that is trained on."""
     if text is None and "text" in row:
         text = row["text"]
@@ -105,20 +105,20 @@ def _settings(row: _Row, text: Any) -> dict[str, Any]:
             return _renamed(row)
         return _of_turns(turns)
     if isinstance(text, Rendered):
-        tools = {} if text.tools in (None, Column("tools")) else {"columns.tools": text.tools.name}
+        tools = {} if text.tools in (None, ColumnValue("tools")) else {"columns.tools": text.tools.name}
         return _of_turns(text.turns) | tools
     return _of_text(_joined(text).parts)
 
 
-def _renamed(row: _Row) -> dict[str, Any]:
-    columns = {f"columns.{field}": value.name for field, value in row.items() if isinstance(value, Column)}
+def _renamed(row: _ReadRow) -> dict[str, Any]:
+    columns = {f"columns.{field}": value.name for field, value in row.items() if isinstance(value, ColumnValue)}
     if len(columns) < len(row):
         raise Unclear(f"makes the columns {', '.join(row)}")
     return columns
 
 
 def _of_turns(turns: Any) -> dict[str, Any]:
-    if isinstance(turns, Column):
+    if isinstance(turns, ColumnValue):
         return {} if turns.name in _TURNS else {"columns.messages": turns.name}
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise Unclear("renders something else than turns")
@@ -141,7 +141,7 @@ def _of_system(parts: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _of_question(parts: tuple[Any, ...]) -> dict[str, Any]:
-    if len(parts) == 1 and isinstance(parts[0], Column):
+    if len(parts) == 1 and isinstance(parts[0], ColumnValue):
         return {"columns.question": parts[0].name}
     return {"prompt": _prompt(parts)}
 
@@ -156,17 +156,18 @@ def _of_text(parts: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _prompt(parts: tuple[Any, ...]) -> str:
-    if not any(isinstance(part, Column) for part in parts) or EndOfText() in parts:
+    if not any(isinstance(part, ColumnValue) for part in parts) or EndOfText() in parts:
         raise Unclear("writes a prompt without columns, or an end of text inside")
-    if names := [part.name for part in parts if isinstance(part, Column) and not part.name.isidentifier()]:
+    if names := [part.name for part in parts if isinstance(part, ColumnValue) and not part.name.isidentifier()]:
         raise Unclear(f"reads the column {names[0]!r}, which a prompt cannot name")
     return "".join(
-        f"{{{part.name}}}" if isinstance(part, Column) else part.replace("{", "{{").replace("}", "}}") for part in parts
+        f"{{{part.name}}}" if isinstance(part, ColumnValue) else part.replace("{", "{{").replace("}", "}}")
+        for part in parts
     )
 
 
 def _only_column(parts: tuple[Any, ...]) -> str:
-    if len(parts) != 1 or not isinstance(parts[0], Column):
+    if len(parts) != 1 or not isinstance(parts[0], ColumnValue):
         raise Unclear("writes more around an answer than its column")
     return parts[0].name
 
@@ -174,7 +175,7 @@ def _only_column(parts: tuple[Any, ...]) -> str:
 def _joined(value: Any) -> Joined:
     if isinstance(value, Joined):
         return value
-    if isinstance(value, str | Column | EndOfText):
+    if isinstance(value, str | ColumnValue | EndOfText):
         return Joined((value,))
     raise Unclear("makes something else than a text")
 
@@ -205,7 +206,7 @@ def _constant(node: ast.expr) -> str:
 class _Function:
     """One function of a script, followed with ``row`` as its argument."""
 
-    def __init__(self, module: ast.Module, row: _Row) -> None:
+    def __init__(self, module: ast.Module, row: _ReadRow) -> None:
         self._module, self._row = module, row
         self._names: dict[str, Any] = {}
         self._outside: frozenset[str] = frozenset()  # names that were set before the loop
@@ -224,7 +225,7 @@ class _Function:
         if len(written) != 1 or not written[0].args.args:
             raise Unclear(ast.unparse(function))
         first, *others = written[0].args.args
-        self._names = {first.arg: self._row, **{other.arg: _Tokenizer() for other in others}}
+        self._names = {first.arg: self._row, **{other.arg: _TokenizerValue() for other in others}}
         return self._run(written[0].body)
 
     def _run(self, body: Iterable[ast.stmt]) -> Any:
@@ -253,7 +254,7 @@ class _Function:
 
     def _bind(self, target: ast.expr, value: Any) -> None:
         names = target.elts if isinstance(target, ast.Tuple) else [target]
-        values = value if isinstance(value, tuple) and not isinstance(value, Column) else (value,)
+        values = value if isinstance(value, tuple) and not isinstance(value, ColumnValue) else (value,)
         if len(names) != len(values):
             raise Unclear(ast.unparse(target))
         for name, one in zip(names, values, strict=True):
@@ -312,12 +313,12 @@ class _Function:
             and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
         ]
         if len({ast.dump(value) for value in given}) != 1 or name in self._following:
-            return _Tokenizer()
+            return _TokenizerValue()
         self._following.append(name)
         try:
             return self._value(given[0])
         except Unclear:
-            return _Tokenizer()
+            return _TokenizerValue()
         finally:
             self._following.remove(name)
 
@@ -335,7 +336,7 @@ class _Function:
                 return self._formatted(self._value(text), call)
             case ast.Attribute(value=text, attr=name) if name in _WITHOUT_EFFECT:
                 value = self._value(text)
-                if isinstance(value, Rendered) or (name == "strip" and isinstance(value, Column)):
+                if isinstance(value, Rendered) or (name == "strip" and isinstance(value, ColumnValue)):
                     return value
         raise Unclear(ast.unparse(call))
 
@@ -349,7 +350,7 @@ class _Function:
             for name, value in options.items()
         ):
             raise Unclear(ast.unparse(call))
-        if not isinstance(tools, Column | None):
+        if not isinstance(tools, ColumnValue | None):
             raise Unclear(ast.unparse(call))
         return Rendered(turns, tools)
 

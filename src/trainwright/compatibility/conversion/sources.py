@@ -30,6 +30,9 @@ def set_sources(conversion: Conversion) -> None:
             continue
         sources = [source for item in named if (source := _source(conversion, item, use)) is not None]
         setting = named[0]["setting"]
+        if use == "validation" and len(sources) > 1:
+            _several_sets(conversion, setting, [str(key) for key, item in items.items() if item in named], sources)
+            continue
         if use != "train" or len(sources) == 1:
             if len(sources) > 1:
                 conversion.refuse(setting, f"names {len(sources)} {use} sets; one is supported")
@@ -62,6 +65,20 @@ def _widen_states(conversion: Conversion) -> None:
     if any(name[0] not in limit.allowed and wide in limit.allowed for limit in limits):
         del conversion.values["optimizer.name"]
         conversion.take(name[1], "optimizer.name", wide, f"{strategy[0]} does not shard states of 8 bits")
+
+
+def _several_sets(conversion: Conversion, setting: Setting, keys: list[str], sources: list[dict[str, Any]]) -> None:
+    """Set validation sets with the names of the data sets, or of their sources."""
+    names = [
+        Path(str(source["source"]).split("[")[0]).stem if key.endswith("]") else key
+        for key, source in zip(keys, sources, strict=True)
+    ]
+    names = [re.sub(r"[^\w-]", "_", name).strip("-") for name in names]
+    if len(set(names)) < len(names):
+        names = [f"{name}_{number}" for number, name in enumerate(names, 1)]
+    sets = {name: source if len(source) > 1 else source["source"] for name, source in zip(names, sources, strict=True)}
+    conversion.values.pop("data.validation", None)
+    conversion.take(setting, "data.validation", sets, computed=f"{len(sets)} sets: {', '.join(sets)}")
 
 
 def _one(conversion: Conversion, setting: Setting, use: str, source: dict[str, Any]) -> None:

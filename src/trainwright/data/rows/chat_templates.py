@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.formats import Message, TurnsError
-from trainwright.data.rows.tool_calls import arguments_of
+from trainwright.data.rows.formats import Message, TurnsError, arguments_of
 from trainwright.errors import RequestError
 from trainwright.recipe.files import missing_file, read_text
 from trainwright.utils.paths import user_path

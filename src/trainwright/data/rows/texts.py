@@ -21,11 +21,10 @@ from trainwright.data.rows.pairs import ANY
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import without_alias
-from trainwright.data.sources.opening import opened as opened_file
-from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of, iterate_source, source_notes
 from trainwright.data.sources.registry import without_slice
-from trainwright.data.sources.row_files import Row
+from trainwright.data.sources.row_files import Row, suffix_of
+from trainwright.data.sources.row_files import opened as opened_file
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
 from trainwright.recipe.sections.data import RowSettings, SourceSection

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of
 from trainwright.data.sources.registry import registered_source, without_slice
+from trainwright.data.sources.row_files import suffix_of
 from trainwright.data.sources.shards import is_shards
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.utils.paths import user_path
@@ -36,9 +36,16 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
         "long_documents": data.long_documents,
         "example_per_turn": data.example_per_turn,
         "accept_omissions": data.accept_omissions,
-        "validation": "source" if isinstance(data.validation, str) else data.validation,
-        "seed": seed if isinstance(data.validation, (int, float)) else None,
+        "validation": _validation_settings(data),
+        "seed": None if data.held_out is None else seed,
     }
+
+
+def _validation_settings(data: DataSection) -> Any:
+    if not isinstance(data.validation, dict):
+        return "source" if isinstance(data.validation, str) else data.validation
+    sources = {key: [source.format, source.limit, *row_changes(source)] for source, key in data.validation_sources}
+    return [[name, sources.get(f"data.validation.{name}", rows)] for name, rows in data.validation.items()]
 
 
 def row_changes(source: SourceSection) -> list[Any]:

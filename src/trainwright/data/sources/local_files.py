@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.data.sources import row_files as document_files
-from trainwright.data.sources.opening import COMPRESSED, TABLES, suffix_of, why_unreadable
-from trainwright.data.sources.row_files import READERS
+from trainwright.data.sources.row_files import COMPRESSED, READERS, TABLES, suffix_of, why_unreadable
 from trainwright.errors import RequestError
 from trainwright.utils.paths import user_path
 
@@ -236,7 +235,7 @@ def _chosen(path: Path, splits: dict[str, Any], selectors: list[str], key: str) 
         if split not in splits:
             raise RequestError(f"{key}: {path} has no split {selectors[-1]}; it has {names}")
         return split
-    usual = _VALIDATION if key == "data.validation" else _TRAIN
+    usual = _VALIDATION if key.startswith("data.validation") else _TRAIN
     if len(splits) == 1:
         return next(iter(splits))
     if usual not in splits or key.startswith("--"):

@@ -35,18 +35,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import hub_rows, is_hub_id
 from trainwright.data.sources.local_files import SourceFiles, find, missing
-from trainwright.data.sources.opening import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.registry import SLICE, registered_rows, registered_source, without_slice
 from trainwright.data.sources.row_files import (
     ANSWERS_NAMES,
     CONTENTS,
     MESSAGES_NAMES,
+    TABLES,
     Row,
     iterate_rows,
     kind_of,
     leaves,
     not_text,
+    suffix_of,
     text_of,
+    why_unreadable,
 )
 from trainwright.errors import RequestError
 from trainwright.utils.paths import user_path

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from trainwright.data.stream.stream import MicroBatch
-from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
 
 Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]
@@ -122,3 +121,8 @@ def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> P
         flags[row, : len(tokens)] = targets
         mask[row, : len(tokens)] = True
     return input_ids, position_ids, flags, mask
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on ``device``, copied there from pinned memory, so that the host does not wait."""
+    return tensor if tensor.device.type == device.type else tensor.pin_memory().to(device, non_blocking=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,6 +32,7 @@ from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.sharing import build_once, lock_file, remove_remnants
+from trainwright.recipe.sections.data import SourceSection
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import retried, write_file
 from trainwright.utils.text import plural
@@ -39,7 +40,7 @@ from trainwright.utils.text import plural
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.recipe.sections.data import DataSection, SourceSection
+    from trainwright.recipe.sections.data import DataSection
 
 Indices = npt.NDArray[np.int64]
 Chosen = list[tuple[TokenRows, Indices]]  # for each source, the indices of the selected rows
@@ -56,6 +57,7 @@ class PreparedData:
     validation: TokenDataset | None
     summary: list[str] = field(default_factory=list)
     directory: Path = Path()  # holds train/ and, if there is validation data, validation/
+    sets: Mapping[str, int] = field(default_factory=dict)  # examples of each validation set, if they have names
 
     @property
     def datasets(self) -> list[TokenDataset]:
@@ -63,7 +65,10 @@ class PreparedData:
         return [self.train] if self.validation is None else [self.train, self.validation]
 
     def held_out(self) -> Indices:
-        """Return the source and the row number in it, both from 0, of every validation row [rows, 2]."""
+        """Return the source and the row number in it, both from 0, of every validation row [rows, 2].
+
+        Sources are those of ``validation_parts``.
+        """
         indices: Indices = np.load(self.directory / HELD_OUT)
         return indices
 
@@ -130,7 +135,7 @@ def _open(directory: Path, how: str) -> tuple[PreparedData, str] | None:
         train = TokenDataset.open(directory / "train")
         validation = TokenDataset.open(directory / "validation") if about["validation"] else None
         summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
-        return PreparedData(train, validation, summary, directory), about["format"]
+        return PreparedData(train, validation, summary, directory, about.get("sets", {})), about["format"]
     except DAMAGED:
         return None
 
@@ -203,45 +208,59 @@ def tokenize_and_split(
         _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
         lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
-        train: Chosen
-        if data.validation_source is not None:
-            separate = tokenized(data.validation_source, "data.validation")
-            _check_alike([sources[0], separate], (keys[0], "data.validation"))
-            lines += separate.summary("validation")
-            train = [(rows, _everything(rows)) for rows in sources]
-            validation_rows: Chosen = [(separate, _everything(separate))]
-            how = f"of {separate.source}"
-        else:
-            sides = [
-                split(rows.hashes, share, seed)
-                for rows, share in zip(sources, validation_sizes(data, list(map(len, sources))), strict=True)
-            ]
-            train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
-            validation_rows = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
-            validation_rows = validation_rows if any(len(aside) for _, aside in validation_rows) else []
-            how = f"held out with seed {seed}, duplicates in the same part"
+        sides = [
+            split(rows.hashes, share, seed)
+            for rows, share in zip(sources, validation_sizes(data, list(map(len, sources))), strict=True)
+        ]
+        train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
+        held_out: Chosen = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
+        separate = {key: tokenized(source, key) for source, key in data.validation_sources}
+        sets: dict[str, Chosen] = {}
+        for name, rows_of_set in data.validation_sets.items():
+            key = f"data.validation.{name}" if name else "data.validation"
+            if isinstance(rows_of_set, SourceSection):
+                _check_alike([sources[0], separate[key]], (keys[0], key))
+                lines += separate[key].summary(key.removeprefix("data."))
+                sets[name] = [(separate[key], _everything(separate[key]))]
+            else:
+                sets[name] = held_out
+        validation_rows = [part for parts in sets.values() for part in parts]
+        hows = [f"of {rows.source}" for rows in separate.values()]
+        if data.held_out is not None:
+            hows.insert(0, f"held out with seed {seed}, duplicates in the same part")
         mixture = None
         if len(sources) > 1:
             mixture = mixture_of(
                 data, [len(rows.sequences_of(chosen)) // rows.sequences_per_example for rows, chosen in train]
             )
             lines += mixture_lines(data, mixture)
-        if (
-            validation_rows
-            and (len(sources) > 1 or data.validation_source is not None)
-            and (both := _in_both(train, validation_rows))
-        ):
+        if validation_rows and (len(sources) > 1 or separate) and (both := _in_both(train, validation_rows)):
             lines.append(f"validation: {both:,} of its examples are also trained on")
         report = sources[0].report() if len(sources) == 1 else _joined(sources)
         counts = [_write(directory / "train", train, report, mixture)]
         if validation_rows:
-            report = separate.report() if data.validation_source is not None else report
+            own = [*(sources if data.held_out is not None else []), *separate.values()]
+            report = own[0].report() if len(own) == 1 else _joined(own)
             counts.append(_write(directory / "validation", validation_rows, report, None))
             np.save(directory / HELD_OUT, _numbered(validation_rows))
-    lines.append(_split_line(counts, how))
+    lines.append(_split_line(counts, ", ".join(hows)))
+    named = {name: _examples(chosen) for name, chosen in sets.items() if name}
+    if named:
+        lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in named.items()))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
     layout = next((rows.format for rows in sources if rows.format != "text"), "text")
-    return {"summary": lines, "format": layout, "validation": bool(validation_rows)}
+    return {"summary": lines, "format": layout, "validation": bool(validation_rows), "sets": named}
+
+
+def validation_parts(data: DataSection) -> list[tuple[SourceSection, str]]:
+    """Return the sources of the validation rows, in the order in which the rows are stored, with their recipe keys."""
+    train, separate = list(zip(data.sources, data.source_keys, strict=True)), iter(data.validation_sources)
+    sets = data.validation_sets.values()
+    return [part for rows in sets for part in ([next(separate)] if isinstance(rows, SourceSection) else train)]
+
+
+def _examples(chosen: Chosen) -> int:
+    return sum(len(rows.sequences_of(indices)) // rows.sequences_per_example for rows, indices in chosen)
 
 
 def _numbered(chosen: Chosen) -> Indices:
@@ -259,11 +278,9 @@ def validation_sizes(data: DataSection, sizes: Sequence[int]) -> list[float | in
     """Return how much of each source, with ``sizes`` examples, is held out: the same fraction, or a part of a number
     by its share of the mixture.
     """
-    validation = data.validation
-    assert not isinstance(validation, str)
-    if len(data.sources) > 1 and isinstance(validation, int):
-        return list(shares(validation, data.weights(sizes)))
-    return [validation] * len(data.sources)
+    if len(data.sources) > 1 and isinstance(data.held_out, int):
+        return list(shares(data.held_out, data.weights(sizes)))
+    return [data.held_out] * len(data.sources)
 
 
 def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.lengths import best_fit_decreasing, examples_within, fitting
+from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
 from trainwright.recipe.sections.train import BatchUnit
 
 # The number of steps, or examples, among which the largest is searched.
@@ -84,6 +84,39 @@ class FittingSizes:
     def _extend(self) -> None:
         begin = self._begins[-1]
         self._begins.append(begin + self._fit(map(self._length, count(begin))))
+
+
+class SetSizes:
+    """Steps over sets of examples, one set after another, each with the steps that it has alone.
+
+    Args:
+        final: the number of examples of a step; the last step of a set may have fewer.
+        sets: the number of examples of each set, by name.
+    """
+
+    def __init__(self, final: int, sets: Mapping[str, int]) -> None:
+        self._begins = [0]
+        self._names: list[str] = []
+        for name, size in sets.items():
+            first = self._begins[-1]
+            self._begins += [first + min(end, size) for end in range(final, size + final, final)]
+            self._names += [name] * (len(self._begins) - 1 - len(self._names))
+
+    def at(self, step: int) -> int:
+        """Return the number of examples of ``step``, counted from 0."""
+        return self.before(step + 1) - self.before(step)
+
+    def before(self, step: int) -> int:
+        """Return the number of examples of all steps before ``step``."""
+        return self._begins[min(step, len(self._names))]
+
+    def steps_for(self, examples: int) -> int:
+        """Return the number of steps for ``examples`` examples."""
+        return bisect_left(self._begins, examples)
+
+    def set_of(self, step: int) -> str:
+        """Return the name of the set that the examples of ``step`` are in."""
+        return self._names[step]
 
 
 class Examples(Protocol):
@@ -200,25 +233,27 @@ class StreamSettings:
 
     Attributes:
         global_batch_size: examples per step, or packs, or tokens.
-        rows: rows (examples or packs) per micro-batch; None divides each global batch into ``passes`` micro-batches
+        rows: rows (examples or packs) per micro-batch; None divides each global batch into ``micro_batches`` of them
             instead.
         pack_length: tokens per pack, or None if each row is one example.
         total_examples: the number of examples in the stream; the last global batch may be smaller.
         example_weight: the weight of each example in the loss, or None if each target has weight 1.
         warm_up: sizes of the first steps, if they are smaller.
         unit: what ``global_batch_size`` counts. Of ``packs`` and ``tokens`` a step has the examples that fit.
+        sets: the number of examples of each named set of the dataset, one after another; a step is of one set.
     """
 
     global_batch_size: int
     seed: int
     rows: int | None
-    passes: int = 1
+    micro_batches: int = 1
     pack_length: int | None = None
     total_examples: int | None = None
     shuffle: bool = True
     example_weight: float | None = None
     warm_up: BatchSizes | None = None
     unit: BatchUnit = "examples"
+    sets: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stream(Generic[Data]):
@@ -231,12 +266,14 @@ class Stream(Generic[Data]):
         if not len(dataset):
             raise ValueError("a stream needs at least one example")
         self.dataset = dataset
-        self.sizes: BatchSizes | FittingSizes = settings.warm_up or BatchSizes(settings.global_batch_size)
+        self.sizes: BatchSizes | FittingSizes | SetSizes = settings.warm_up or BatchSizes(settings.global_batch_size)
+        if settings.sets:
+            self.sizes = SetSizes(settings.global_batch_size, settings.sets)
         if settings.unit != "examples":
             self.sizes = FittingSizes(self._fit, lambda position: dataset.length(self._at(position)))
         self.global_batch_size = settings.global_batch_size
         self.total_examples = settings.total_examples
-        self._settings = settings
+        self.settings = settings
         self._rows = settings.rows
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
@@ -246,15 +283,19 @@ class Stream(Generic[Data]):
             raise TypeError("this stream has no end")
         return self.sizes.steps_for(self.total_examples)
 
+    def set_of(self, step: int) -> str:
+        """Return the name of the set that the examples of ``step`` are in; "" if sets have no names."""
+        return self.sizes.set_of(step) if isinstance(self.sizes, SetSizes) else ""
+
     @property
     def division(self) -> str:
         """Return all that the division of examples into micro-batches depends on."""
-        return f"{self.global_batch_size} {self._rows} {self._settings.passes} {self._settings.pack_length}"
+        return f"{self.global_batch_size} {self._rows} {self.settings.micro_batches} {self.settings.pack_length}"
 
     def _fit(self, lengths: Iterator[int]) -> int:
         """Return how many of the next examples are a step: those that fit into its packs, or into its tokens."""
-        size, pack = self._settings.global_batch_size, self._settings.pack_length
-        if self._settings.unit == "tokens":
+        size, pack = self.settings.global_batch_size, self.settings.pack_length
+        if self.settings.unit == "tokens":
             return examples_within(lengths, size)
         assert pack is not None
         return sum(map(len, fitting(lengths, size, pack)))
@@ -272,7 +313,7 @@ class Stream(Generic[Data]):
 
     def positions(self, micro: MicroBatch) -> int:
         """Return the number of tokens that the model computes for a micro-batch, with padding if it is not packed."""
-        if self._settings.pack_length is not None:
+        if self.settings.pack_length is not None:
             return micro.tokens
         sequences = [sequence for example in micro.examples for sequence in self.dataset.sequences(example)]
         return len(sequences) * max(map(self.dataset.sequence_length, sequences))
@@ -294,7 +335,7 @@ class Stream(Generic[Data]):
 
     def seen(self) -> list[int]:
         """Return all examples that occur in a global batch, sorted by index."""
-        all_in_an_epoch = self.dataset.paired is None and (self.dataset.mixture is None or not self._settings.shuffle)
+        all_in_an_epoch = self.dataset.paired is None and (self.dataset.mixture is None or not self.settings.shuffle)
         if self.total_examples is None or (all_in_an_epoch and self.total_examples >= len(self.dataset)):
             return list(range(len(self.dataset)))
         return sorted({example for step in range(len(self)) for example in self.examples(step)})
@@ -313,28 +354,28 @@ class Stream(Generic[Data]):
         global batch.
         """
         lengths = [self.dataset.length(example) for example in examples]
-        if self._settings.pack_length is None:
+        if self.settings.pack_length is None:
             # Examples of similar length share a micro-batch, which reduces padding.
             order = sorted(range(len(examples)), key=lambda i: (-lengths[i], i))
             rows: list[tuple[int, ...]] = [(examples[i],) for i in order]
         else:
-            packs = best_fit_decreasing(lengths, self._settings.pack_length)
-            if self._settings.unit == "packs" and len(packs) > self._settings.global_batch_size:  # it is no optimum
-                packs = fitting(iter(lengths), self._settings.global_batch_size, self._settings.pack_length)
+            packs = best_fit_decreasing(lengths, self.settings.pack_length)
+            if self.settings.unit == "packs" and len(packs) > self.settings.global_batch_size:  # it is no optimum
+                packs = fitting(iter(lengths), self.settings.global_batch_size, self.settings.pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
         sizes = dict(zip(examples, lengths, strict=True))
         groups = enumerate(self._groups(rows, max_rows))
         return GlobalBatch(tuple(self._micro_batch(i, group, sizes) for i, group in groups))
 
     def _groups(self, rows: list[tuple[int, ...]], max_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
-        size = min(self._rows or math.ceil(len(rows) / self._settings.passes), max_rows or len(rows))
+        size = min(self._rows or math.ceil(len(rows) / self.settings.micro_batches), max_rows or len(rows))
         return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> MicroBatch:
         examples = [example for row in rows for example in row]
         tokens = sum(map(sizes.__getitem__, examples))
         targets = sum(self.dataset.target_count(example) for example in examples)
-        example_weight = self._settings.example_weight
+        example_weight = self.settings.example_weight
         weight = float(targets) if example_weight is None else example_weight * len(examples)
         return MicroBatch(index, rows, tokens, targets, weight)
 
@@ -343,8 +384,8 @@ class Stream(Generic[Data]):
         if self._order[0] != epoch:
             size, paired = len(self.dataset), self.dataset.paired
             order = np.arange(size, dtype=np.int64)
-            key = f"{self._settings.seed}/{self.dataset.fingerprint}"
-            if self._settings.shuffle:
+            key = f"{self.settings.seed}/{self.dataset.fingerprint}"
+            if self.settings.shuffle:
                 order = permuted(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:
                     order = drawn(self.dataset.mixture, epoch, key)[order]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 from trainwright import __version__
 from trainwright.doctor.checks.check import (
@@ -20,10 +21,9 @@ from trainwright.doctor.checks.check import (
     Outcome,
     Severity,
 )
-from trainwright.doctor.checks.report import MachineReport
 from trainwright.errors import RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
-from trainwright.utils.text import draw, is_terminal
+from trainwright.utils.text import draw, is_terminal, plural, span
 
 # Seconds after which no further check begins, and after which the last one is ended; on a CPU and with GPUs.
 _BEGIN_SECONDS = {"cpu": 90.0, "cuda": 540.0}
@@ -115,24 +115,24 @@ _START = (*_TORCH, "limits", "shared-memory")  # no process can be started witho
 _TOGETHER = (*_START, "links")
 
 CHECKS: tuple[Check, ...] = (
-    Check("packages", "compatible versions", "software.packages:check"),
-    Check("torch", "torch, the driver and devices", "software.torch_build:check"),
-    Check("compilers", "compilers", "software.compilers:check"),
-    Check("limits", "limits of the user", "system.limits:check"),
-    Check("shared-memory", "/dev/shm", "system.shared_memory:check"),
-    Check("control-groups", "control groups", "system.control_groups:check"),
-    Check("cores", "clocks and throttling of the cores", "system.cores:check"),
-    Check("disks", "disks", "system.disks:check"),
-    Check("ports", "ports", "network.ports:check"),
-    Check("interfaces", "interfaces and the name of this machine", "network.interfaces:check"),
-    Check("nccl", "variables of NCCL, Gloo and torch", "network.nccl:check"),
-    Check("gpus", "health of the GPUs", "gpus.health:check", needs_gpu=True),
-    Check("kernels", "kernels against fp32 on the CPU", "software.kernels:check", _TORCH),
-    Check("offload", "pinned memory", "gpus.offload:check", _TORCH, needs_gpu=True),
-    Check("links", "link between two processes", "processes.links:check", _START),
-    Check("out-of-memory", "out of memory on one rank", "processes.faults:out_of_memory", _TOGETHER),
-    Check("killed-rank", "a rank is killed", "processes.faults:killed_rank", _TOGETHER),
-    Check("strategies", "two ranks of every strategy", "processes.strategies:check", _TOGETHER),
+    Check("packages", "compatible versions", "software:check_packages"),
+    Check("torch", "torch, the driver and devices", "software:check"),
+    Check("compilers", "compilers", "software:check_compilers"),
+    Check("limits", "limits of the user", "limits:check"),
+    Check("shared-memory", "/dev/shm", "limits:check_shared_memory"),
+    Check("control-groups", "control groups", "limits:check_control_groups"),
+    Check("cores", "clocks and throttling of the cores", "cores:check"),
+    Check("disks", "disks", "disks:check"),
+    Check("ports", "ports", "network:check_ports"),
+    Check("interfaces", "interfaces and the name of this machine", "network:check"),
+    Check("nccl", "variables of NCCL, Gloo and torch", "nccl:check"),
+    Check("gpus", "health of the GPUs", "gpus:check", needs_gpu=True),
+    Check("kernels", "kernels against fp32 on the CPU", "kernels:check", _TORCH),
+    Check("offload", "pinned memory", "gpus:check_offload", _TORCH, needs_gpu=True),
+    Check("links", "link between two processes", "two_processes:check_links", _START),
+    Check("out-of-memory", "out of memory on one rank", "two_processes:out_of_memory", _TOGETHER),
+    Check("killed-rank", "a rank is killed", "two_processes:killed_rank", _TOGETHER),
+    Check("strategies", "two ranks of every strategy", "two_processes:check_strategies", _TOGETHER),
 )
 
 
@@ -146,3 +146,114 @@ def checks_named(names: tuple[str, ...]) -> tuple[Check, ...]:
     if unknown := [name for name in names if name not in check_names]:
         raise RequestError(f"{unknown[0]}: no such check; choose from {', '.join(check_names)}")
     return tuple(check for check in CHECKS if not names or check.name in names)
+
+
+_FORMAT = 1  # version of the JSON
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """The outcomes of all checks of a machine; ``str()`` returns the text that ``trainwright doctor`` prints.
+
+    Attributes:
+        machine: the machine in one line.
+        checked: when, in ISO format.
+        version: of Trainwright.
+        seconds: that all checks took.
+    """
+
+    machine: str
+    checked: str
+    version: str
+    seconds: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings of all checks, the worst first."""
+        order = list(Severity)
+        findings = [finding for outcome in self.outcomes for finding in outcome.findings]
+        return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something is broken."""
+        return any(outcome.is_broken for outcome in self.outcomes)
+
+    def values(self) -> dict[str, Any]:
+        """Return the report as plain values; ``trainwright doctor --json`` prints them."""
+        return {
+            "format": _FORMAT,
+            "machine": self.machine,
+            "checked": self.checked,
+            "version": self.version,
+            "seconds": round(self.seconds, 1),
+            "is_broken": self.is_broken,
+            "checks": [_values(outcome) for outcome in self.outcomes],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the text: a line for each check with its facts, then the findings with their fixes."""
+        yield f"{self.machine} (trainwright {self.version}, {self.checked})"
+        yield ""
+        width = max((len(outcome.name) for outcome in self.outcomes), default=0)
+        for outcome in self.outcomes:
+            yield from _outcome_lines(outcome, width)
+        for severity in Severity:
+            for outcome in self.outcomes:
+                for finding in outcome.findings:
+                    if finding.severity is severity:
+                        yield from _finding_lines(finding, outcome.name)
+        yield ""
+        yield self._verdict()
+
+    def _verdict(self) -> str:
+        counts = {severity: sum(f.severity is severity for f in self.findings) for severity in Severity}
+        ran = sum(outcome.skipped is None for outcome in self.outcomes)
+        skipped = len(self.outcomes) - ran
+        said = f"{plural(ran, 'check')} in {span(self.seconds)}"
+        said += f", {skipped} skipped" if skipped else ""
+        if not self.findings:
+            return f"nothing found: {said}"
+        parts = [
+            f"{counts[Severity.BROKEN]} broken" if counts[Severity.BROKEN] else "",
+            plural(counts[Severity.WARNING], "warning") if counts[Severity.WARNING] else "",
+            plural(counts[Severity.NOTE], "note") if counts[Severity.NOTE] else "",
+        ]
+        return f"{', '.join(filter(None, parts))}: {said}"
+
+
+def _outcome_lines(outcome: Outcome, width: int) -> Iterator[str]:
+    name = f"{outcome.name:<{width}}"
+    if outcome.skipped is not None:
+        yield f"{name}  skipped: {outcome.skipped}"
+        return
+    worst = next((s.value for s in Severity if any(f.severity is s for f in outcome.findings)), "ok")
+    facts = outcome.facts or (outcome.title,)
+    yield f"{name}  {worst:<7}  {facts[0]}"
+    for fact in facts[1:]:
+        yield f"{'':<{width}}  {'':<7}  {fact}"
+
+
+def _finding_lines(finding: Finding, name: str) -> Iterator[str]:
+    yield ""
+    yield f"{finding.severity.value}: {finding.what} [{name}]"
+    yield f"  why:  {finding.why}"
+    yield f"  do:   {finding.fix}"
+
+
+def _values(outcome: Outcome) -> dict[str, Any]:
+    findings = [
+        {"severity": one.severity.value, "what": one.what, "why": one.why, "fix": one.fix} for one in outcome.findings
+    ]
+    return {
+        "name": outcome.name,
+        "title": outcome.title,
+        "seconds": round(outcome.seconds, 2),
+        "skipped": outcome.skipped,
+        "facts": list(outcome.facts),
+        "findings": findings,
+    }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trainwright.doctor.diagnosis.log import Line, LineKind, Log, Raised, read_log
-from trainwright.run.shutdown.known_error import KnownError, Role, known_error
+from trainwright.run.shutdown.failure import KnownError, Role, known_error
 
 # A line without any of these words reports no known error; most lines of a log are progress.
 _WORDS = (

@@ -26,7 +26,7 @@ from trainwright.engine.checkpoints.parent import KEY, ParentCheckpoint, has_sam
 from trainwright.engine.checkpoints.saving import Saving, SlowedSteps
 from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.engine.events import CheckpointWritten, Fault, Notice
-from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.engine.policies.base import StepPolicy, TrainingContext
 from trainwright.engine.progress import EVALUATION, Patience, TrainingProgress
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
 from trainwright.parallel.layout import Shard
@@ -61,7 +61,7 @@ class Checkpointing:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingContext,
         checkpoints: Checkpoints,
         policies: Sequence[StepPolicy],
         trusted_before: Callable[[], int | None] = lambda: None,

@@ -22,7 +22,7 @@ from trainwright.utils.text import quoted
 if TYPE_CHECKING:
     from trainwright.engine.checkpoints.checkpoint import Checkpoint
     from trainwright.parallel.world import World
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 KEY = "train.fork"
 _REFERENCE = re.compile(r"(?P<run>.+?)(?:@(?P<step>[0-9]+))?(?:@sha256:(?P<sha256>[0-9a-f]{64}))?", re.DOTALL)
@@ -100,13 +100,13 @@ def is_same(reference: object, of_run: object) -> bool:
     return run == own_run and all(value in (None, own) for value, own in zip(rest, own_rest, strict=True))
 
 
-def has_same_batches(recipe: Recipe, checkpoint: Path) -> bool:
+def has_same_batches(recipe: RecipeSchema, checkpoint: Path) -> bool:
     """Return whether the run of a checkpoint took the same global batches, if the rows are the same."""
     before = load_recipe(checkpoint / RECIPE)
     return _order(recipe) == _order(before)
 
 
-def _order(recipe: Recipe) -> dict[str, object]:
+def _order(recipe: RecipeSchema) -> dict[str, object]:
     """Return what the global batches follow from, beside the rows."""
     train, data = recipe.train, recipe.data.model_dump()
     excluded = {"validation"} if train.batch_unit == "packs" else {"validation", "pack_length"}

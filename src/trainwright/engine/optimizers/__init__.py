@@ -1,1 +1,1 @@
-"""Optimizers besides AdamW and Muon, which are in engine/optimizer.py."""
+"""Optimizers: each as `optimizer_factory` of engine/optimizer.py makes it."""

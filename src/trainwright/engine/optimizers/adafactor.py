@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.engine.parameter_groups import parameter_groups
+from trainwright.engine.optimizer import parameter_groups
 from trainwright.parallel.row_shards import RowShards
 from trainwright.recipe.schema import OptimizerSection
 

@@ -7,12 +7,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
-from trainwright.engine.parameter_groups import parameter_groups
+from trainwright.engine.optimizer import parameter_groups
 from trainwright.recipe.schema import OptimizerSection
 
 Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def adamw(named: Named, section: OptimizerSection) -> Optimizer:
+    """Return torch's AdamW. Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful."""
+    return AdamW(
+        parameter_groups(named, section),
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        fused=True,
+    )
 
 
 def sgd(named: Named, section: OptimizerSection) -> Optimizer:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.out_of_memory import MemoryShortage, OutOfMemory, attempt, release
-from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
+from trainwright.engine.policies.base import StepGradients, StepPolicy, TrainingContext
 from trainwright.parallel.strategy import Independent
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 
 class Halving(StepPolicy):
@@ -22,7 +22,7 @@ class Halving(StepPolicy):
         enabled: whether a step may be repeated; false to test whether it fits.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         self.enabled = True
         self._task = training.task
@@ -115,7 +115,7 @@ class Halving(StepPolicy):
         return next((rank, shortage) for rank, shortage in enumerate(shortages) if shortage is not None)
 
 
-def rows_of(recipe: Recipe, rows: int | None = None) -> int:
+def rows_of(recipe: RecipeSchema, rows: int | None = None) -> int:
     """Return the rows of the largest micro-batches: ``rows`` in a step, or else the maximum by the recipe."""
     train, processes = recipe.train, recipe.parallel.processes
     max_rows = train.global_batch_size
@@ -131,7 +131,7 @@ def halved(rows: int) -> int:
     return -(-rows // 2)
 
 
-def with_rows(recipe: Recipe, rows: int) -> Recipe:
+def with_rows(recipe: RecipeSchema, rows: int) -> RecipeSchema:
     """Return the recipe with micro-batches of ``rows`` rows and the gradient accumulation to match."""
     train = recipe.train.model_copy(update={"micro_batch_size": rows, "gradient_accumulation_steps": "auto"})
     return recipe.model_copy(update={"train": train})
@@ -143,7 +143,7 @@ def reason(rows: int, before: int, step: int | None) -> str:
     return f"train.micro_batch_size {rows}: {before} ran out of memory{where}"
 
 
-def remedy(recipe: Recipe, rows: int) -> str:
+def remedy(recipe: RecipeSchema, rows: int) -> str:
     """Return how to fix micro-batches that are too large: what a resumed run can change, and what needs a new run."""
     if rows > 1:
         return f"resume with train.micro_batch_size={halved(rows)}"

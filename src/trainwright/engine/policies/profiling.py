@@ -21,10 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Notice, Profile
-from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.engine.policies.base import StepPolicy, TrainingContext
 from trainwright.errors import RequestError
 from trainwright.utils import heartbeat
-from trainwright.utils.phase_clock import Use
+from trainwright.utils.heartbeat import Use
 
 DIRECTORY = "profile"
 _OPERATORS = 20
@@ -49,7 +49,7 @@ class Profiling(StepPolicy):
         RequestError: the run has fewer steps.
     """
 
-    def __init__(self, run: Path, training: Training) -> None:
+    def __init__(self, run: Path, training: TrainingContext) -> None:
         super().__init__(training)
         profile_section, steps = training.recipe.train.profile, len(training.task.stream)
         assert profile_section is not None, "the recipe has it"

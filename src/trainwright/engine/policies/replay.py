@@ -17,7 +17,7 @@ from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, Training, named_ranks
+from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, TrainingContext, named_ranks
 from trainwright.models.files import checksum
 
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
@@ -47,7 +47,7 @@ class _Differing(NamedTuple):
 class Replay(StepPolicy):
     """Compare what ranks compute, and their copies of the weights (faults.replay_every)."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         every = training.recipe.faults.replay_every
         self._every = None if every is None else int(every)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainwright.engine.events import Notice
-from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
+from trainwright.engine.policies.base import StepGradients, StepPolicy, TrainingContext
 from trainwright.machine.usage.causes import Slowdown, in_words
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.utils import heartbeat
@@ -173,7 +173,7 @@ def _slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
 class Stragglers(StepPolicy):
     """Name a rank that is slower than the others by more than noise, and count how long this rank waits for others."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
         world = training.world
         on_cpu = world.device.type == "cpu"

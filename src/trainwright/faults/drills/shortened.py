@@ -15,8 +15,7 @@ from trainwright.faults.drills.kinds import Spread
 from trainwright.faults.drills.trial_settings import TrialSettings
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import SCHEDULES
-from trainwright.recipe.schema import OptimizerSection, Recipe
-from trainwright.recipe.sections.faults import FaultsSection
+from trainwright.recipe.schema import FaultsSection, OptimizerSection, RecipeSchema
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 from trainwright.recipe.yaml_text import Tree
 
@@ -41,7 +40,7 @@ _SHORT = (
 _MOST_SCHEDULED = phases.STEPS // 4
 
 
-def shortened(source: Path | Tree, overrides: Sequence[str]) -> Recipe:
+def shortened(source: Path | Tree, overrides: Sequence[str]) -> RecipeSchema:
     """Return the recipe as it is trained in trials. Raises RequestError like load_recipe."""
     recipe = load_recipe(source, overrides)
     more = list(_schedule(recipe.optimizer))
@@ -50,7 +49,7 @@ def shortened(source: Path | Tree, overrides: Sequence[str]) -> Recipe:
     return load_recipe(source, [*overrides, *_SHORT, *more])
 
 
-def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[int]) -> tuple[Spread, ...]:
+def spreads_of(recipe: RecipeSchema, strategies: Sequence[str], processes: Sequence[int]) -> tuple[Spread, ...]:
     """Return the strategies with the numbers of processes that each of them supports.
 
     Args:
@@ -78,7 +77,7 @@ def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[in
     return supported
 
 
-def phases_of(recipe: Recipe) -> tuple[str, ...]:
+def phases_of(recipe: RecipeSchema) -> tuple[str, ...]:
     """Return the phases that a run of the recipe has."""
     absent = set() if recipe.validates else {phases.EVALUATION}
     if not recipe.evaluate.prompts:
@@ -86,7 +85,7 @@ def phases_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(phase for phase in phases.ALL if phase not in absent)
 
 
-def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: Path) -> TrialSettings:
+def setting_of(recipe: RecipeSchema, file: Path, spreads: tuple[Spread, ...], shared: Path) -> TrialSettings:
     """Return the setting of a shortened recipe, which is written to ``file``."""
     file.write_text(dump_recipe(recipe), encoding="utf-8")
     package = str(Path(trainwright.__file__).parents[1])

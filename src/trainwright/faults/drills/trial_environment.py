@@ -18,8 +18,7 @@ from typing import Any
 from trainwright.faults.drills import invariants, phases
 from trainwright.faults.drills.invariants import InvariantBroken, Missed, Undisturbed, require
 from trainwright.faults.drills.kinds import KINDS, DrillTrial, FaultCase, Spread
-from trainwright.faults.drills.trial_settings import TrialSettings
-from trainwright.faults.drills.undisturbed import REFERENCE, forget_refusals, make_once
+from trainwright.faults.drills.trial_settings import REFERENCE, TrialSettings, forget_refusals, make_once
 from trainwright.faults.drills.watched_commands import TRAINWRIGHT, Command, CommandResult
 from trainwright.run.run_directory import override_of, with_directory
 

@@ -13,14 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import psutil
 
 from trainwright.errors import EXIT_TRAINING, TrainingError
+from trainwright.faults.hangs.evidence import keep_collectives, write_stacks_on_signal
 from trainwright.faults.hangs.judge import conflict_of
 from trainwright.faults.hangs.machines import Machines
 from trainwright.faults.hangs.watcher import HangWatcher, WatchedRun
@@ -32,6 +33,8 @@ from trainwright.utils.text import say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import RankInfo
+    from trainwright.run.worker_processes import WorkerRanks
+
 
 _CHECK_SECONDS = 0.25
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
@@ -147,3 +150,26 @@ def _is_of(beat: Beat) -> bool:
         return time.monotonic() - process_age(beat.pid) < beat.begun + _TICK_SECONDS
     except psutil.Error:
         return False
+
+
+class HangDetection:
+    """A ``run.watchers.Watcher``."""
+
+    def install(self, run: Path, rank: int) -> None:
+        """Have torch keep this worker's collectives, and write its stacks on a signal."""
+        keep_collectives(run / "logs", heartbeat_directory(run))
+        write_stacks_on_signal(run / "logs", rank)
+
+    def watch(self, run: Path, ranks: WorkerRanks, processes: Callable[[], Mapping[int, int]]) -> HangWatcher:
+        """Return the watcher of the supervisor's workers."""
+        machines = None if ranks.is_alone else Machines(run, ranks.size, not ranks.first)
+        return HangWatcher(WatchedRun.of(run), processes, machines)
+
+    def watch_beside(
+        self, run: Path, rank_info: RankInfo, terminal: TextIO, received: Callable[[], str]
+    ) -> AbstractContextManager[None]:
+        """Watch in a process beside the workers of this machine."""
+        return watching(run, rank_info, terminal, received)
+
+
+HANGS = HangDetection()

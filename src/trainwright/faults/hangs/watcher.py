@@ -13,8 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from trainwright.engine.event_log import append_event
-from trainwright.engine.events import Fault, Notice
+from trainwright.engine.events import Fault, Notice, append_event
 from trainwright.faults.hangs.evidence import (
     remove_pipes,
     stacks_file,

@@ -22,6 +22,7 @@ import torch
 
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.stream.dataset_cache import prepare as prepare_data
+from trainwright.data.stream.dataset_cache import validation_parts
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import AnswerSettings, Stage, answer_all
@@ -207,12 +208,10 @@ def _rows_of_run(model: UnloadedModel) -> EvaluationRows:
         raise RequestError(f"--data: {model.origin} is of a run without validation rows; pass the rows")
     prepared = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=cache_root())
     validation_rows = prepared.held_out()
-    own = data.validation_source
-    sources = [("data.validation", own)] if own is not None else list(zip(data.source_keys, data.sources, strict=True))
     return joined(
         [
             read(source, key=key, only=validation_rows[validation_rows[:, 0] == part, 1].tolist())
-            for part, (key, source) in enumerate(sources)
+            for part, (source, key) in enumerate(validation_parts(data))
             if part in validation_rows[:, 0]
         ]
     )

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from trainwright.machine.cgroups import groups
-from trainwright.machine.system_files import read
+from trainwright.machine.cgroups import groups, read
 
 _STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5))
 

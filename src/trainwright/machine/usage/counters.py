@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.machine.cgroups import read
 from trainwright.machine.measured.contention import CpuContention
-from trainwright.machine.system_files import read
 
 # Fields of /proc/<pid>/stat after the name of the program (proc_pid_stat(5)).
 _PAGE_FAULTS, _USER, _SYSTEM, _RESIDENT, _DISK = 9, 11, 12, 21, 39

@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
+from trainwright.machine.cgroups import read
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.contention import usable_cores
-from trainwright.machine.system_files import read
 from trainwright.machine.usage.causes import Slowdown, causes_of
 from trainwright.machine.usage.counters import Counters, clocks, cores_of, memory
 from trainwright.machine.usage.gpu import gpu_of

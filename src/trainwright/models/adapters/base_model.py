@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -40,6 +40,8 @@ class BaseModel:
         sha256: of that file.
         gguf_file: the value of ``model.gguf_file``.
         package: the distribution on PyPI that contains the file.
+        overrides: the value of ``model.overrides``.
+        added_tokens: the value of ``model.added_tokens``, if the base has rows for such tokens.
     """
 
     name: str
@@ -52,6 +54,8 @@ class BaseModel:
     sha256: str | None = None
     gguf_file: str | None = None
     package: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    added_tokens: dict[str, list[str]] | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.details})"
@@ -121,13 +125,17 @@ def base_model(model: ModelSection, seed: int) -> BaseModel:
 def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
     source = resolve(model)
     if source.directory is None:
-        made_from = json.dumps([model.config, model.tokenizer, seed], sort_keys=True, default=str)
+        names = [model.added_tokens.names] if model.added_tokens.names else []
+        made_from = json.dumps([model.config, model.tokenizer, seed, *names], sort_keys=True, default=str)
         return BaseModel(source.origin, hashlib.sha256(made_from.encode()).hexdigest()[:16])
     path = user_path(str(model.name))
     name = str(path.resolve()) if path.exists() else str(model.name)
     fingerprint = _fingerprint(source.directory)
+    added = model.added_tokens.model_dump() if model.added_tokens.names else None
     if source.gguf is None:
-        return BaseModel(name, fingerprint, name, _stored_precision(source.directory))
+        own = name if added is None else str(source.directory)
+        precision = _stored_precision(source.directory)
+        return BaseModel(name, fingerprint, own, precision, overrides=model.overrides, added_tokens=added)
     facts = WEIGHT_FORMATS.get("gguf").facts(source.gguf)
     return BaseModel(
         name,
@@ -138,6 +146,8 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
         sha256=facts.sha256,
         gguf_file=model.gguf_file,
         package=source.package,
+        overrides=model.overrides,
+        added_tokens=added,
     )
 
 

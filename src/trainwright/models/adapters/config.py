@@ -20,7 +20,7 @@ from trainwright.models.causal_lm import find_blocks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trainwright.recipe.sections.model import AdapterSection
+    from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 RANK, ALPHA = 16, 32.0  # defaults if neither the recipe nor an existing adapter sets them
 
@@ -197,6 +197,24 @@ def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | N
         "the weights of all experts, not a linear module, and adapters of parameters (target_parameters in PEFT) are "
         f"not supported; to train them in full, set model.adapter.modules_to_save to [{names[0].split('.')[-2]}]"
     )
+
+
+def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
+    """Raise RequestError if a new adapter would not train the rows of ``model.added_tokens``."""
+    adapter = section.adapter
+    if not section.added_tokens.names or adapter.start_from is not None:
+        return
+    ends = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+    trained = [*(name for name in names if ends_with(name, adapter.modules_to_save)), *_targets(adapter, model)]
+    tied = len(ends) == 2 and ends[0].weight is ends[1].weight
+    missing = [name for name in names if name not in trained]
+    if missing and not (tied and len(missing) < len(names)):
+        kinds = ", ".join(_kinds(names[:1] if tied else names))
+        raise RequestError(
+            f"model.added_tokens: the adapter does not train the rows of new tokens in {', '.join(missing)}; set "
+            f"model.adapter.modules_to_save to [{kinds}]"
+        )
 
 
 def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:

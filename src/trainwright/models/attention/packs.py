@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import torch
 
 from trainwright.models.attention import plain
-from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import flash_cpu
 from trainwright.models.attention.kernels import (
     CPU,
@@ -35,7 +34,7 @@ from trainwright.models.attention.kernels import (
     choose,
     missing_kernels,
 )
-from trainwright.models.attention.sequences import Sequences
+from trainwright.models.attention.sequences import Call, Sequences
 from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.recipe.extensions import load
 

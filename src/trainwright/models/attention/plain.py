@@ -7,9 +7,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import working
-from trainwright.models.attention.sequences import Sequences
+from trainwright.models.attention.sequences import Call, Sequences
 
 
 def are_equal(call: Call) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.observe.reports.charts import curve_charts
 from trainwright.observe.reports.figures import RunFigures, is_run, mapping
-from trainwright.observe.reports.html import CURVE_MENU, Page, escaped, section, table
+from trainwright.observe.reports.page import CURVE_MENU, Page, escaped, section, table
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.utils import text
 from trainwright.utils.paths import user_path, write_file
@@ -177,7 +177,7 @@ def notes_on(runs: Sequence[RunFigures]) -> list[str]:
 def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
     held_out = not any(
-        isinstance(mapping(each.recipe.get("data")).get("validation"), (str, list)) for each in (first, run)
+        isinstance(mapping(each.recipe.get("data")).get("validation"), (str, list, dict)) for each in (first, run)
     )
     keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
     one, other = (each.start.get("fingerprints", {}).get(split) for each in (first, run))
@@ -201,7 +201,8 @@ def _concerns(key: str, split: str, *, held_out: bool) -> bool:
 
 def is_lower_better(metric: str) -> bool:
     """Return whether lower values of a metric are better, by its name."""
-    return any(word in metric for word in _LOWER_IS_BETTER)
+    name = metric.rpartition("/")[2]  # without the validation set
+    return any(word in name for word in _LOWER_IS_BETTER)
 
 
 def summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:

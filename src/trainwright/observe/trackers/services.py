@@ -1,18 +1,30 @@
-"""Trackers that are services or programs of their own: Weights & Biases, MLflow and trackio. Their variables apply."""
+"""Trackers that are services or programs of their own: Weights & Biases, MLflow and trackio. Their variables apply.
+
+OpenTelemetry by OTLP over HTTP (https://opentelemetry.io/docs/specs/otlp); the SDK's variables apply.
+
+For instance ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME`` and
+``OTEL_RESOURCE_ATTRIBUTES`` (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from trainwright.engine.event_reader import EventRecord, resumed_step
 from trainwright.machine.cache import try_write
-from trainwright.observe.trackers.base import TrackerObserver, Values
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.run.observers.hooks import ObservedRun
+from trainwright.run.observers.tensorboard import Values, values_of
+from trainwright.run.process import console
+from trainwright.utils.text import say
 
 _OURS = "trainwright"  # the project, unless a variable names another
 _MLFLOW_RUN = "mlflow-run"  # file in the run directory with the identity of MLflow's run, to continue it
@@ -118,3 +130,187 @@ class Mlflow:
     def end(self, status: str) -> None:
         """End the run."""
         self._client.set_terminated(self._id, "FINISHED" if status == "finished" else "KILLED")
+
+
+_EVENTS = 10_000  # those that wait for a slow tracker; about an hour of steps
+_LAST_SECONDS = 30.0
+
+
+class Tracker(Protocol):
+    """A tracker of experiments; called in one thread. One with a method ``span`` also gets ``evaluate`` and
+    ``checkpoint`` events, to record how long they took.
+    """
+
+    def begin(self, run: Path, config: Mapping[str, Any], resumed: bool) -> None:
+        """Begin a run, or continue one. ``config``: the recipe as plain values."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Record values of a step."""
+
+    def end(self, status: str) -> None:
+        """End the run: ``finished`` or ``stopped``."""
+
+
+class TrackerObserver:
+    """Pass a run's figures to a tracker in a thread, so that no step waits for it.
+
+    A tracker that fails, or does not answer, is given up with one message: the run goes on, and its events are in
+    ``events.jsonl``. What a killed run repeats is recorded again, with the same steps.
+
+    Args:
+        name: for messages.
+        make: makes the tracker, in the thread; importing its library may take seconds.
+    """
+
+    def __init__(self, name: str, run: Path, make: Callable[[], Tracker]) -> None:
+        self._name = name
+        self._run = run
+        self._make = make
+        self._events: queue.Queue[EventRecord] = queue.Queue(_EVENTS)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, event: EventRecord) -> None:
+        """Pass an event on; at the end of the run, wait until it has arrived, half a minute at most."""
+        if event["event"] not in ("start", "step", "evaluate", "checkpoint", "finish"):
+            return
+        if self._thread is None:
+            # A daemon: a run that fails must not wait for a tracker.
+            self._thread = threading.Thread(target=self._pass_on, name=self._name, daemon=True)
+            self._thread.start()
+        try:
+            self._events.put_nowait(event)
+        except queue.Full:
+            self._dropped += 1
+            if self._dropped == 1:
+                self._say(f"does not keep up; it misses events, which are in {self._run / 'events.jsonl'}")
+        if event["event"] == "finish":
+            self._thread.join(_LAST_SECONDS)
+            if self._thread.is_alive():
+                self._say(f"has not taken the last events within {_LAST_SECONDS:.0f} s; the run ends without it")
+
+    def _pass_on(self) -> None:
+        try:
+            tracker = self._make()
+            span = getattr(tracker, "span", None)
+            while True:
+                event = self._events.get()
+                if event["event"] == "start":
+                    tracker.begin(self._run, _config(self._run), resumed_step(event) is not None)
+                elif event["event"] == "finish":
+                    tracker.end(str(event["status"]))
+                    return
+                else:
+                    if values := values_of(event):
+                        tracker.log(int(event["step"]), values)
+                    if span is not None and event["event"] in ("evaluate", "checkpoint"):
+                        span(event)
+        except Exception as error:
+            reason = str(error).strip().splitlines()
+            self._say(f"failed ({type(error).__name__}: {reason[0] if reason else 'no reason given'}); the run goes on")
+
+    def _say(self, what: str) -> None:
+        print_notice_of(self._name, what)
+
+
+def print_notice_of(tracker: str, what: str) -> None:
+    """Tell the user what is wrong with a tracker: on the console, or in the worker's log."""
+    say(f"warning: logging.observers: {tracker} {what}", file=console())
+
+
+def _config(run: Path) -> dict[str, Any]:
+    import yaml
+
+    content = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+_NAMESPACE = "trainwright"
+_LAST_MILLISECONDS = 10_000
+_NANOSECONDS = 1e9
+
+
+def of_run(run: ObservedRun, _: object) -> TrackerObserver:
+    """Return an observer that sends a run's figures and spans to a collector."""
+    return TrackerObserver("opentelemetry", run.directory, OpenTelemetry)
+
+
+class OpenTelemetry:
+    """Gauges of a run's figures, and spans: one of the launch, within it one of each evaluation and checkpoint."""
+
+    def begin(self, run: Path, config: Mapping[str, Any], resumed: bool) -> None:
+        """Begin a span of this launch."""
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import set_span_in_context
+
+        _print_once("opentelemetry")
+        own = {"service.name": _NAMESPACE, f"{_NAMESPACE}.run": run.resolve().name}
+        resource = Resource.create(own).merge(OTELResourceDetector().detect())
+        # Not the providers of the process: libraries and the user's own code may have theirs.
+        self._spans = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+        self._metrics = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+        self._meter = self._metrics.get_meter(_NAMESPACE)
+        self._gauges: dict[str, Any] = {}
+        self._tracer = self._spans.get_tracer(_NAMESPACE)
+        attributes: dict[str, str | bool] = {"task": str(config.get("task", "")), "resumed": resumed}
+        self._span = self._tracer.start_span("run", attributes=attributes)
+        self._within = set_span_in_context(self._span)
+
+    def log(self, step: int, values: Values) -> None:
+        """Set the gauges."""
+        for name, value in {**values, "step": float(step)}.items():
+            plain = f"{_NAMESPACE}." + "".join(c if c.isalnum() or c in "._-/" else "_" for c in name).replace("/", ".")
+            if plain not in self._gauges:
+                self._gauges[plain] = self._meter.create_gauge(plain)
+            self._gauges[plain].set(value)
+
+    def span(self, event: EventRecord) -> None:
+        """Record an evaluation or a checkpoint, which ends at the time of its event."""
+        end = float(event["time"])
+        span = self._tracer.start_span(
+            str(event["event"]),
+            context=self._within,
+            start_time=int((end - float(event.get("seconds") or 0.0)) * _NANOSECONDS),
+            attributes={"step": int(event["step"])},
+        )
+        span.end(end_time=int(end * _NANOSECONDS))
+
+    def end(self, status: str) -> None:
+        """End the span of this launch, and send what has not been sent."""
+        self._span.set_attribute("status", status)
+        self._span.end()
+        self._spans.force_flush(_LAST_MILLISECONDS)
+        self._metrics.force_flush(_LAST_MILLISECONDS)
+        self._spans.shutdown()
+        self._metrics.shutdown(_LAST_MILLISECONDS)
+
+
+class _Once(logging.Handler):
+    """Say the first thing that the exporters log, and nothing more: they try again for each export."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.ERROR)
+        self._name = name
+        self._said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._said:
+            self._said = True
+            first = record.getMessage().strip().splitlines()
+            print_notice_of(
+                self._name, f"does not get everything ({first[0] if first else 'no reason given'}); the run goes on"
+            )
+
+
+def _print_once(name: str) -> None:
+    logger = logging.getLogger("opentelemetry")
+    logger.handlers = [_Once(name)]
+    logger.propagate = False

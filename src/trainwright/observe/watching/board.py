@@ -16,11 +16,10 @@ from trainwright.errors import RequestError
 from trainwright.machine.usage.sample import figures_of
 from trainwright.observe.following import RunFollower, follower_of, keep
 from trainwright.observe.ledger import CATEGORIES, read_ledger
-from trainwright.observe.operations.runs import directories, unreadable
 from trainwright.observe.reports.comparing import recipe_differences
 from trainwright.observe.reports.figures import FLOPS, RunFigures
-from trainwright.observe.reports.page import machine_curves
-from trainwright.observe.reports.remarks import RunRemarks, read_remarks, write_remarks
+from trainwright.observe.reports.page import RunRemarks, machine_curves, read_remarks, write_remarks
+from trainwright.observe.runs import directories, unreadable
 from trainwright.run.run_directory import RECIPE
 from trainwright.utils.paths import files_inside, open_inside
 

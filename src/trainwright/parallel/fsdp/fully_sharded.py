@@ -32,14 +32,14 @@ from trainwright.errors import RequestError
 from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
-from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.row_shards import DividedByRows, RowShards
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
-    Setup,
+    StrategyConfig,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
+    squared_norm,
 )
 from trainwright.parallel.world import World, ensure_process_group
 
@@ -58,7 +58,7 @@ class FullySharded:
         RequestError: sizes do not multiply to the world size, or the model lacks a class to wrap.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: StrategyConfig) -> None:
         world, module, parallel = setup.world, setup.module, setup.parallel
         self.name = parallel.strategy
         self.world = world

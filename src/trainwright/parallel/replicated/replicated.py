@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.data.stream.transfer import on_device
+from trainwright.data.stream.batch import on_device
 from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
-from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
-    Setup,
+    StrategyConfig,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
+    squared_norm,
 )
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.utils import heartbeat
@@ -209,7 +209,7 @@ class Replicated:
 
     gradients = GradientAccumulator
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: StrategyConfig) -> None:
         world, module, dtype = setup.world, setup.module, setup.dtype
         self.name = setup.parallel.strategy
         self.world = world

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.errors import RequestError
 from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
 from trainwright.recipe.files import read_json
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.utils.paths import user_path
@@ -123,7 +123,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def check_file(recipe: Recipe) -> None:
+def check_file(recipe: RecipeSchema) -> None:
     """Check that the recipe's DeepSpeed file, if any, agrees with the resolved ``recipe``.
 
     Raises:
@@ -132,12 +132,12 @@ def check_file(recipe: Recipe) -> None:
     _refuse(recipe, lambda content: [*_unsupported(content), *_contradictions(content, recipe)])
 
 
-def check_keys(recipe: Recipe) -> None:
+def check_keys(recipe: RecipeSchema) -> None:
     """Raise RequestError for keys of the recipe's DeepSpeed file that are invalid with any recipe."""
     _refuse(recipe, _unsupported)
 
 
-def _refuse(recipe: Recipe, problems_of: Callable[[dict[str, Any]], Iterable[str]]) -> None:
+def _refuse(recipe: RecipeSchema, problems_of: Callable[[dict[str, Any]], Iterable[str]]) -> None:
     file = recipe.parallel.deepspeed_config
     if file is not None and (problems := list(problems_of(read_file(file)))):
         raise RequestError("\n".join(f"{file}: {problem}" for problem in problems))
@@ -167,7 +167,7 @@ def _unsupported(content: dict[str, Any]) -> Iterator[str]:
             yield f"zero_optimization.{key}: is not supported here; remove it"
 
 
-def _contradictions(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _contradictions(content: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     for key, value in content.items():
         if is_harmless(key, value):
             continue
@@ -183,7 +183,7 @@ def _contradictions(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
+def _scalar(key: str, recipe: RecipeSchema) -> tuple[str, Any]:
     """Return the recipe's key for one of DeepSpeed's, and its value; None if it differs from step to step."""
     train = recipe.train
     if key == "train_batch_size":
@@ -195,7 +195,7 @@ def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
     return "train.gradient_accumulation_steps", _passes(recipe)
 
 
-def _passes(recipe: Recipe) -> int | None:
+def _passes(recipe: RecipeSchema) -> int | None:
     """Return the micro-batches per process and step; None if that depends on how examples fill packs."""
     train, processes = recipe.train, recipe.parallel.processes
     if isinstance(train.gradient_accumulation_steps, int):
@@ -229,7 +229,7 @@ def _equal(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _optimizer(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     ours = recipe.optimizer
     expected = {
         "lr": ("optimizer.learning_rate", ours.learning_rate),
@@ -255,7 +255,7 @@ def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
             yield f"optimizer.params.{key}: is not supported here; remove it"
 
 
-def _scheduler(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _scheduler(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     ours = recipe.optimizer
     kind = section.get("type", AUTO)
     if kind != AUTO and _SCHEDULES.get(kind) != ours.schedule:
@@ -315,8 +315,8 @@ def _section(name: str, section: dict[str, Any], known: set[str]) -> Iterator[st
         yield f"{name}.{key}: is not supported here; remove it"
 
 
-def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
-    def problems(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _precision(name: str) -> Callable[[dict[str, Any], RecipeSchema], Iterator[str]]:
+    def problems(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
         ours = recipe.train.mixed_precision
         enabled = section.get("enabled", False)
         if enabled != AUTO and bool(enabled) != (ours == name):
@@ -333,14 +333,14 @@ def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
     return problems
 
 
-def _data_types(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _data_types(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     for key, value in section.items():
         summed = key == "grad_accum_dtype" and value in (AUTO, "fp32", "float32")
         if not summed and not is_harmless(f"data_types.{key}", value):
             yield f"data_types.{key}: {value} is not supported; gradients are summed in fp32. Remove it"
 
 
-def _zero(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+def _zero(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     strategy = recipe.parallel.strategy
     stage = section.get("stage", AUTO)
     if str(stage) not in (AUTO, str(stage_of(spec_of(strategy)))):
@@ -360,7 +360,7 @@ def _is_size(value: Any) -> bool:
     return is_number and 0 <= value <= _LARGEST and value == int(value)
 
 
-def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
+def _offload(key: str, value: Any, recipe: RecipeSchema) -> Iterator[str]:
     offloaded = getattr(recipe.parallel, _OFFLOAD[key].split(".")[1])
     if value is None or value == AUTO:
         return
@@ -375,7 +375,7 @@ def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
     yield from _section(f"zero_optimization.{key}", value, _OFFLOAD_KEYS)
 
 
-_SECTIONS: dict[str, Callable[[dict[str, Any], Recipe], Iterator[str]]] = {
+_SECTIONS: dict[str, Callable[[dict[str, Any], RecipeSchema], Iterator[str]]] = {
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "bf16": _precision("bf16"),

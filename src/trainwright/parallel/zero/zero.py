@@ -19,8 +19,7 @@ from torch import nn
 
 from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
-from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.strategy import Setup, exchange_averages, set_learning_rate
+from trainwright.parallel.strategy import StrategyConfig, exchange_averages, set_learning_rate, squared_norm
 from trainwright.parallel.zero.deepspeed_config import settings
 from trainwright.parallel.zero.deepspeed_engine import (
     hooks,
@@ -43,7 +42,7 @@ class Zero:
         MachineError: DeepSpeed is not installed.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: StrategyConfig) -> None:
         world, module, dtype, weights = setup.world, setup.module, setup.dtype, setup.weights
         self.name = setup.parallel.strategy
         self.world = world

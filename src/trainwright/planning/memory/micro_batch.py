@@ -13,7 +13,7 @@ _PLACES = 256  # rows whose lengths are read one by one
 
 
 def computed(workload: Workload, choice: Choice, cluster: Cluster, later: bool = False) -> BatchShape:
-    """Return ``micro_batch`` as it is computed: on a CPU, rows are padded in half precision (models/padding.py)."""
+    """Return ``micro_batch`` as computed: on a CPU, rows are padded in half precision (models/linear_losses.py)."""
     batch = micro_batch(workload, choice, later)
     padded = cluster.device == "cpu" and choice.width == 2
     return replace(batch, length=padded_size(batch.length)) if padded else batch

@@ -18,7 +18,7 @@ from trainwright.machine.machine_file import VARIABLE, machine_of
 from trainwright.planning.facts import configuration_named
 from trainwright.planning.simulation.report import Simulation
 from trainwright.recipe.registries import LAUNCHERS
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.yaml_text import Tree
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
@@ -124,7 +124,7 @@ class _Simulating:
             error = _attempted(lambda: training.train(run, cache_root(), rank, logs))
         return _report(self._cluster, recipe, plan, logs, error, tuple(self._notes))
 
-    def _recipe(self) -> Recipe:
+    def _recipe(self) -> RecipeSchema:
         """Return the recipe, with what is not here replaced."""
         from trainwright.recipe.loading import load_recipe
         from trainwright.recipe.schema import EvaluateSection
@@ -140,7 +140,7 @@ class _Simulating:
         recipe = recipe.model_copy(update={"evaluate": EvaluateSection()})
         return _changed(recipe, train={"compile": False})
 
-    def _planned(self, recipe: Recipe) -> RunPlan:
+    def _planned(self, recipe: RecipeSchema) -> RunPlan:
         from trainwright.planning.facts import facts_of
         from trainwright.planning.planner import plan_on
         from trainwright.run.resolve import possible
@@ -148,7 +148,7 @@ class _Simulating:
         recipe, _ = possible(recipe, self._cluster)
         return plan_on(self._cluster, recipe, facts_of(recipe))
 
-    def _to_run(self, plan: RunPlan, requested: Recipe) -> Recipe:
+    def _to_run(self, plan: RunPlan, requested: RecipeSchema) -> RecipeSchema:
         """Return the resolved recipe of a few steps, with an evaluation before and after them."""
         from trainwright.planning.planner import chosen_values
         from trainwright.run.resolve import filled, possible
@@ -161,7 +161,7 @@ class _Simulating:
         return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging)
 
 
-def _changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+def _changed(recipe: RecipeSchema, **sections: dict[str, Any]) -> RecipeSchema:
     changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
     return recipe.model_copy(update=changed)
 
@@ -182,7 +182,7 @@ def _attempted(work: Callable[[], None]) -> str | None:
 
 
 def _report(
-    cluster: Cluster, recipe: Recipe, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
+    cluster: Cluster, recipe: RecipeSchema, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
 ) -> Simulation:
     from trainwright.planning.collectives import collectives
 
@@ -210,7 +210,7 @@ _MADE_UP_ROWS = 64
 _TOKEN_CHARACTERS = 8  # of a token, at most, in English text; longer rows are cut to data.max_length
 
 
-def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
+def with_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> RecipeSchema:
     """Return the recipe with rows that are here: its own, or full rows of made-up text written to ``directory``."""
     data = recipe.data
     if not recipe.has_texts or all(_is_here(source.source) for source in data.sources):
@@ -248,7 +248,7 @@ def _row(kind: str, name: str, tokens: int) -> dict[str, Any]:
     return {"text": text}
 
 
-def with_fresh_model(recipe: Recipe, notes: list[str]) -> Recipe:
+def with_fresh_model(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
     """Return the recipe with the model's configuration in place of its weights, which are neither read nor downloaded.
 
     Raises:
@@ -257,13 +257,14 @@ def with_fresh_model(recipe: Recipe, notes: list[str]) -> Recipe:
     model = recipe.model
     if model.name is None:
         return recipe
-    config, tokenizer = _known_keys(configuration_named(model.name)), model.tokenizer or model.name
-    update: dict[str, Any] = {"name": None, "config": config, "tokenizer": tokenizer, "gguf_file": None}
+    config = _known_keys(model.overridden(configuration_named(model.name)))
+    update: dict[str, Any] = {"name": None, "config": config, "tokenizer": model.tokenizer or model.name}
+    update |= {"gguf_file": None, "overrides": {}}
     notes.append(f"model: the configuration of {model.name} without its weights")
     return recipe.model_copy(update={"model": model.model_copy(update=update)})
 
 
-def with_tokenizer(recipe: Recipe, notes: list[str]) -> Recipe:
+def with_tokenizer(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
     """Return the recipe with a tokenizer that is here: its own, or the built-in one of bytes."""
     from trainwright.models.load import load_tokenizer
 
@@ -280,16 +281,11 @@ def with_tokenizer(recipe: Recipe, notes: list[str]) -> Recipe:
 
 def _known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json's keys that a fresh model of its type has."""
-    import dataclasses
-
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from trainwright.models.configuration import OLDER_ROPE_KEYS, without_ignored
+    from trainwright.models.configuration import keys_of, without_ignored
 
-    kind = CONFIG_MAPPING[config["model_type"]]
-    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map) | {"model_type"}
-    if "rope_parameters" in known:
-        known |= OLDER_ROPE_KEYS
+    known = keys_of(CONFIG_MAPPING[config["model_type"]]) | {"model_type"}
     return {key: value for key, value in without_ignored(config).items() if key in known}
 
 

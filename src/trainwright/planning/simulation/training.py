@@ -22,7 +22,7 @@ from trainwright.planning.simulation.device.mode import Simulated
 from trainwright.planning.simulation.recorders import Logs
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 def install(rank: Rank) -> Logs:
@@ -67,9 +67,9 @@ def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
         yield
 
 
-def prepare(recipe: Recipe, cache: Path) -> None:
+def prepare(recipe: RecipeSchema, cache: Path) -> None:
     """Prepare the data and check the model, as before every run."""
-    from trainwright.tasks.registry import task_module
+    from trainwright.engine.task import task_module
 
     task_module(recipe).prepare_once(recipe, cache)
 

@@ -114,7 +114,7 @@ class _Step:
         self.per_node = min(choice.num_processes, ranks_per_node)
         self.speeds = rates.setting(self.per_node, choice.threads)
         batch = typical_batch(workload, choice)
-        if not self.on_gpu and choice.width == 2:  # models/padding.py
+        if not self.on_gpu and choice.width == 2:  # models/linear_losses.py
             batch = replace(batch, length=padded_size(batch.length))
         self.batch = batch
         self.trace = workload.trace(choice, cluster, batch)

@@ -14,7 +14,7 @@ from trainwright.planning.trace.batch import BatchShape
 if TYPE_CHECKING:
     from trainwright.machine.describe import Cluster
     from trainwright.planning.workload import Choice
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.model import AdapterSection
 
 Rows = Literal["packed", "equal", "masked", "plain"]  # "equal": a pack of sequences of one length
@@ -84,7 +84,7 @@ class TracedModel:
     implementation: str = "transformers"
 
     @classmethod
-    def of(cls, configuration: Mapping[str, Any], recipe: Recipe | None = None) -> TracedModel:
+    def of(cls, configuration: Mapping[str, Any], recipe: RecipeSchema | None = None) -> TracedModel:
         """Return the model of a recipe with a configuration; without a recipe, one that is trained in full."""
         if "text_config" in configuration and "vision_config" in configuration:  # the language model is trained
             configuration = {"model_type": f"{configuration['model_type']}_text", **configuration["text_config"]}

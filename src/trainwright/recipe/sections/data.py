@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -18,7 +19,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.registries import SOURCES
-from trainwright.recipe.sections.fields import Count, Positive, Section, Text, ValidationRows, reject_bool
+from trainwright.recipe.sections.fields import (
+    Count,
+    HeldOutRows,
+    Positive,
+    Section,
+    Text,
+    ValidationRows,
+    reject_bool,
+)
 
 DataFormat = Literal[
     "auto",
@@ -91,15 +100,10 @@ _PROMPT = (
 _WITHOUT_INPUT = "prompt for rows whose field input is empty."
 
 
-class SourceSection(Section):
-    """One source of a mixture."""
+class RowsSection(Section):
+    """Rows, and how they are read."""
 
     source: Text = Field(description="A file, a directory, a Hugging Face dataset or a built-in dataset.")
-    weight: Positive = Field(
-        1.0,
-        description="Sampling weight: the source's share of each epoch is its weight divided by the sum of all "
-        "weights. Rows are repeated, or skipped in some epochs, evenly and in shuffled order.",
-    )
     format: DataFormat = Field(
         "auto", description="Format of the rows. auto: detected from the first rows and printed."
     )
@@ -108,6 +112,16 @@ class SourceSection(Section):
     system: Text | None = Field(None, description=_SYSTEM)
     prompt: Prompt | None = Field(None, description=_PROMPT)
     prompt_without_input: Prompt | None = Field(None, description=_WITHOUT_INPUT)
+
+
+class SourceSection(RowsSection):
+    """One source of a mixture."""
+
+    weight: Positive = Field(
+        1.0,
+        description="Sampling weight: the source's share of each epoch is its weight divided by the sum of all "
+        "weights. Rows are repeated, or skipped in some epochs, evenly and in shuffled order.",
+    )
 
     @property
     def rows(self) -> RowSettings:
@@ -130,6 +144,37 @@ Sources = Annotated[
 ]
 
 
+def _set_name(name: str) -> str:
+    if re.fullmatch(r"\w[\w-]*", name) is None:
+        raise PydanticCustomError("set_name", "a name of letters, digits, _ and -")
+    return name
+
+
+def _rows_or_section(value: Any) -> str:
+    return "section" if isinstance(value, dict | Section) else "rows"
+
+
+def _one_or_sets(value: Any) -> str:
+    return "sets" if isinstance(value, dict) else "one"
+
+
+def _one_held_out(sets: dict[str, Any]) -> dict[str, Any]:
+    if sum(isinstance(rows, int | float) for rows in sets.values()) > 1:
+        raise PydanticCustomError("held_out", "at most one set of rows of train; the others are sources")
+    return sets
+
+
+SetName = Annotated[Text, AfterValidator(_set_name)]
+ValidationSet = Annotated[
+    Annotated[HeldOutRows, Tag("rows")] | Annotated[RowsSection, Tag("section")], Discriminator(_rows_or_section)
+]
+Validation = Annotated[
+    Annotated[ValidationRows, Tag("one")]
+    | Annotated[dict[SetName, ValidationSet], Field(min_length=1), AfterValidator(_one_held_out), Tag("sets")],
+    Discriminator(_one_or_sets),
+]
+
+
 class DataSection(Section):
     """The training data. Relative paths are relative to the working directory of the command."""
 
@@ -148,11 +193,13 @@ class DataSection(Section):
         "their weights. concatenate: every example of every source once. A number, the temperature: by weight times "
         "the number of examples to the power of 1 / temperature (arXiv 1910.10683, section 3.5.2).",
     )
-    validation: ValidationRows = Field(
+    validation: Validation = Field(
         0.05,
         description="Validation rows: a fraction of train (of each source in a mixture), a number of rows of train "
-        "(divided by weight in a mixture), or a separate source. null: no validation. unlearn: how many forget rows "
-        "to measure, with the same number of retain rows; they are also trained on.",
+        "(divided by weight in a mixture), or a separate source. A mapping of names has several sets, each one of "
+        "these or {source, format, limit, …}, whose metrics are NAME/METRIC beside those of all together. null: no "
+        "validation. unlearn: how many forget rows to measure, with the same number of retain rows; they are also "
+        "trained on.",
     )
     format: DataFormat = Field(
         "auto",
@@ -235,21 +282,40 @@ class DataSection(Section):
         return tuple(f"data.train[{index}]" for index in range(len(self.train)))
 
     @property
-    def validation_source(self) -> SourceSection | None:
-        """Return the validation source, if it is a separate one."""
-        if not isinstance(self.validation, str):
-            return None
-        return SourceSection(source=self.validation, **self._row_keys())
+    def validation_sets(self) -> dict[str, SourceSection | float | None]:
+        """Return the validation sets by name, in the order in which they are stored: a separate source, or a fraction
+        or number of rows of ``train``. A single set has the name "".
+        """
+        sets = self.validation if isinstance(self.validation, dict) else {"": self.validation}
+        return {
+            name: SourceSection(source=rows, **self._row_keys())
+            if isinstance(rows, str)
+            else SourceSection(**dict(rows))
+            if isinstance(rows, RowsSection)
+            else rows
+            for name, rows in sets.items()
+            if rows is not None
+        }
+
+    @property
+    def held_out(self) -> float | None:
+        """Return the fraction (a float) or number (an int) of the rows of ``train`` that are held out."""
+        return next((rows for rows in self.validation_sets.values() if not isinstance(rows, SourceSection)), None)
+
+    @property
+    def validation_sources(self) -> list[tuple[SourceSection, str]]:
+        """Return the separate validation sources with the recipe keys that name them."""
+        keys = {name: f"data.validation.{name}" if name else "data.validation" for name in self.validation_sets}
+        sets = self.validation_sets.items()
+        return [(rows, keys[name]) for name, rows in sets if isinstance(rows, SourceSection)]
 
     def _row_keys(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in RowSettings._fields}
 
     @property
     def keyed_sources(self) -> list[tuple[SourceSection, str]]:
-        """Return every source, a separate validation source last, with the recipe key that names it."""
-        sources = list(zip(self.sources, self.source_keys, strict=True))
-        validation = self.validation_source
-        return sources if validation is None else [*sources, (validation, "data.validation")]
+        """Return every source, separate validation sources last, with the recipe key that names it."""
+        return [*zip(self.sources, self.source_keys, strict=True), *self.validation_sources]
 
     @property
     def name(self) -> str:

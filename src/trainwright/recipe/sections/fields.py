@@ -53,10 +53,10 @@ Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
 BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 BelowHalf = Annotated[float, Field(ge=0, lt=0.5), BeforeValidator(_number)]
 Steps = Annotated[Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_steps)]
-ValidationRows = Annotated[
-    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text | None,
-    BeforeValidator(_validation_rows),
+HeldOutRows = Annotated[
+    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text, BeforeValidator(_validation_rows)
 ]
+ValidationRows = Annotated[HeldOutRows | None, BeforeValidator(_validation_rows)]
 
 
 def _pattern(value: object) -> object:

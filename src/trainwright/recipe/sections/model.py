@@ -131,6 +131,47 @@ def _implementation(value: object) -> object:
 _IMPLEMENTATIONS = {"anyOf": [{"enum": ["transformers", "gpt"]}, {"type": "string", "pattern": f"^{_CLASS}$"}]}
 
 
+_OLDER_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")  # written inside rope_parameters now
+# Keys that decide the shapes of the weights, or their names.
+_OF_SHAPES = re.compile(
+    r"(^|_)(layers?|experts?|heads?|blocks?|embd|inner|rank)$|(size|dim|d_model|d_ff|model_type|layer_types)$|"
+    r"^(architectures|quantization_config|tie_word_embeddings|text_config|vision_config)$"
+)
+
+
+def _overrides(value: Any) -> Any:
+    """Check that weights of the configuration still fit it."""
+    for key in value if isinstance(value, dict) else ():
+        if _OF_SHAPES.search(str(key)):
+            raise PydanticCustomError(
+                "overrides", "{key} decides the shapes of the weights, which come from name", {"key": str(key)}
+            )
+    return value
+
+
+class AddedTokensSection(Section):
+    """Tokens to add to the tokenizer; a list has ordinary ones."""
+
+    ordinary: list[Text] = Field([], description="Tokens that are texts of their own, such as words of a domain.")
+    special: list[Text] = Field(
+        [], description="Tokens that mark something, such as turns of a chat template; decoded texts are without them."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ordinary(cls, values: Any) -> Any:
+        return {"ordinary": values} if isinstance(values, list) else values
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [*self.ordinary, *self.special]
+
+
+def _or_a_list(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "array", "items": {"type": "string"}}, {"$ref": schema.pop("$ref")}]
+
+
 class ModelSection(Section):
     """The model to train, and its tokenizer."""
 
@@ -143,6 +184,12 @@ class ModelSection(Section):
         None,
         description="A transformers configuration, including model_type, for a randomly initialized model. Set "
         "either this or name.",
+    )
+    overrides: Annotated[dict[str, Any], BeforeValidator(_overrides)] = Field(
+        default_factory=dict,
+        description="Values to change in the configuration of the model given by name, such as rope_scaling: "
+        "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768} or max_position_embeddings: 131072. "
+        "They are saved with the trained model.",
     )
     gguf_file: Text | None = Field(None, description="GGUF file to read in the repository or directory given by name.")
     implementation: Annotated[str, BeforeValidator(_implementation), WithJsonSchema(_IMPLEMENTATIONS)] = Field(
@@ -171,6 +218,13 @@ class ModelSection(Section):
         description="Hugging Face id or directory of a tokenizer, or bytes for the built-in byte-level one. "
         "characters: one token per character of data.train. bpe:4096: byte-level BPE with 4096 tokens, trained on "
         "data.train. characters:FILE and bpe:4096:SOURCE use other text. Default: the model's tokenizer.",
+    )
+    added_tokens: AddedTokensSection = Field(
+        default_factory=AddedTokensSection,
+        description="Tokens to add to the tokenizer, as a list or as {ordinary, special}. Tokens beyond the embeddings "
+        "of the model in name get new rows there and in the head, which begin at the mean of the others (as "
+        "resize_token_embeddings of transformers) and are trained; the chat template can end turns with one.",
+        json_schema_extra=_or_a_list,
     )
     chat_template: Text | None = Field(
         None,
@@ -221,6 +275,25 @@ class ModelSection(Section):
             return None
         without = "".join(rf"(?!(?:{pattern})\Z)" for pattern in self.frozen)
         return tuple(f"{without}(?:{pattern})" if without else pattern for pattern in self.trainable or [".*"])
+
+    def overridden(self, configuration: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a configuration, as its file has it, with the values of ``overrides``.
+
+        Raises:
+            RequestError: the file has rotary positions by kind of layer, and a single one is set.
+        """
+        fields = {**configuration, **self.overrides}
+        rope = configuration.get("rope_parameters")
+        older = {key: self.overrides[key] for key in _OLDER_ROPE if key in self.overrides}
+        if not older or not isinstance(rope, Mapping):
+            return fields
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            keys = ", ".join(older)
+            raise RequestError(f"model.overrides: the model has rope_parameters by kind of layer; set them, not {keys}")
+        bases = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        scaling = older.pop("rope_scaling", {key: value for key, value in rope.items() if key not in bases})
+        fields = {key: value for key, value in fields.items() if key not in _OLDER_ROPE}
+        return {**fields, "rope_parameters": {**bases, **(scaling or {"rope_type": "default"}), **older}}
 
     @property
     def fresh(self) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from trainwright.machine.machine import Machine
 from trainwright.parallel.layout import ModelLayout, copies_held, planned_layout
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import RankInfo, World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 
 # Variables that change numbers or what is executed, without a trace in the recipe.
 _VARIABLES = (
@@ -104,7 +104,7 @@ def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | No
     return "cuda"
 
 
-def agree(recipe: Recipe, task: Task, world: World) -> None:
+def agree(recipe: RecipeSchema, task: Task, world: World) -> None:
     """Compare the processes before a strategy is built on them. Every rank must call.
 
     Raises:
@@ -140,7 +140,7 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
     _refuse([*_differences(views), *_shared_gpus(gpus), *dealt], world)
 
 
-def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> ModelLayout:
+def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -> ModelLayout:
     """Compare the layout of the model with the recipe's strategy; return this rank's layout. Every rank must call.
 
     Args:
@@ -237,7 +237,7 @@ def _refuse(lines: Iterable[tuple[str, str]], world: World) -> None:
     )
 
 
-def _keys(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+def _keys(recipe: RecipeSchema) -> Iterator[tuple[str, Any]]:
     """Yield every key except where the run is written, which may differ between machines."""
     for section, values in recipe.model_dump(exclude={"logging"}).items():
         if isinstance(values, dict):

@@ -7,20 +7,34 @@ end too, even if they hang in a collective that will never complete.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
-from trainwright.run.failed import record_failure
+from trainwright.engine.event_reader import read_log
+from trainwright.engine.events import Fault, append_event
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, RequestError
+from trainwright.recipe.loading import load_recipe
 from trainwright.run.group.peers import GONE, Message, Peers
+from trainwright.run.observers.hooks import after_failure
 from trainwright.run.shutdown.exit_code import record_exit_code
-from trainwright.run.shutdown.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
-from trainwright.run.shutdown.oom_killer import count_memory_kills
+from trainwright.run.shutdown.failure import (
+    count_memory_kills,
+    describe_failure,
+    error_file,
+    error_record,
+    is_follow_up,
+    record_exception,
+)
 from trainwright.utils.text import say
 
 _FAILED = "failed"
@@ -142,3 +156,89 @@ def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(record_exit_code(code))
+
+
+_PREFIX = "trainwright-reported-"
+
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+# How long to wait for rank 0 to report; and how long a report counts as one of this start.
+_WAIT_SECONDS, _VALID_SECONDS = 3.0, 20.0
+
+
+def should_report(rank: int, what: str) -> bool:
+    """Return whether this process reports `what`: rank 0, or the first of the others if rank 0 does not.
+
+    The processes that a launcher starts on one machine have the same parent.
+    """
+    directory = Path(tempfile.gettempdir())
+    digest = hashlib.sha256(f"{os.getuid()} {os.getppid()} {what}".encode()).hexdigest()[:20]
+    marker = directory / f"{_PREFIX}{digest}"
+    if rank == 0:
+        _remove_old(directory)
+        with suppress(OSError):
+            marker.touch()
+        return True
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        if _is_fresh(marker):
+            return False
+        time.sleep(0.1)
+    try:
+        marker.unlink(missing_ok=True)
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def rank_from_variables(variables: Mapping[str, str]) -> int:
+    """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
+    texts = (variables.get(name, "").strip() for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
+
+
+def _is_fresh(marker: Path) -> bool:
+    try:
+        return time.time() - marker.stat().st_mtime < _VALID_SECONDS
+    except OSError:
+        return False
+
+
+def _remove_old(directory: Path) -> None:
+    for marker in directory.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if marker.stat().st_uid == os.getuid() and not _is_fresh(marker):
+                marker.unlink()
+
+
+_RANK = re.compile(r"^rank (\d+)\b")
+
+
+def record_failure(run: Path, message: str | None, *, waits: bool = True) -> None:
+    """Record the failure that ended a run which had begun, and write its page again.
+
+    Args:
+        message: why it failed; None if it was killed on request.
+        waits: for the page to be written, which a process that is about to be killed cannot.
+    """
+    history = read_log(run / "events.jsonl").everything
+    events = [event for event in history if event["event"] != "notice"]
+    started = next((event for event in reversed(events) if event["event"] == "start"), None)
+    if started is None or events[-1]["event"] == "finish":
+        return
+    faults = [event for event in events[events.index(started) :] if event["event"] == "fault"]
+    is_recorded = events[-1]["event"] == "fault" or any(fault["detail"] in (message or "") for fault in faults)
+    if message is not None and not is_recorded:
+        line = message.splitlines()[0] if message else "failed without a message"
+        rank = _RANK.match(line)
+        fault = Fault(kind="failure", rank=int(rank[1]) if rank else 0, detail=line, action="the run ends")
+        with suppress(OSError):
+            append_event(run / "events.jsonl", fault)
+    with suppress(OSError, RequestError):
+        settings = load_recipe(run / "recipe.yaml").logging.observers
+        after_failure(run, settings, time.time() - started["time"], waits=waits)

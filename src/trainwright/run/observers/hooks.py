@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainwright.machine.machine import Gpu
     from trainwright.machine.usage.sample import OwnProcess
     from trainwright.parallel.world import RankInfo
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
     from trainwright.utils.heartbeat import Heartbeat
 
 
@@ -40,7 +40,7 @@ class ObservedRun:
     """
 
     directory: Path
-    recipe: Recipe
+    recipe: RecipeSchema
     emit: Callable[[Event], None]
     processes: int
     own: OwnProcess
@@ -135,3 +135,13 @@ class _Guarded:
             reason = f"{type(error).__name__}: {error}"
             what = f"observer {self._name} failed at {event['event']} ({reason}); it receives no more events"
             say(what, file=console() or sys.stderr)
+
+
+TENSORBOARD = ObserverSpec(
+    "Curves for TensorBoard.",
+    create="trainwright.run.observers.tensorboard:of_run",
+    default=True,
+    library="tensorboard",
+)
+HUB = ObserverSpec("Uploads of checkpoints that the section push asks for.", create="trainwright.run.hub:of_run")
+CONSOLE = ObserverSpec("Progress and results on the console.", create="trainwright.run.observers.console:of_run")

@@ -20,7 +20,6 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from trainwright.errors import Interrupted
-from trainwright.utils.parent import signal_after_parent
 from trainwright.utils.text import say
 
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
@@ -391,3 +390,13 @@ def scheduler_job() -> str | None:
 def is_restart() -> bool:
     """Return whether what has started this process may start it again when a machine has failed (exit code 5)."""
     return scheduler_job() is not None or bool(os.environ.get(STARTS_AGAIN))
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+
+
+def signal_after_parent(number: signal.Signals) -> None:
+    """Have the kernel send this signal to this process when its parent dies in any way; on Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

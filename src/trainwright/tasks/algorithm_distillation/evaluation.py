@@ -27,7 +27,6 @@ from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.tasks.algorithm_distillation.environments import Environment, check_stored
-from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
 from trainwright.tasks.algorithm_distillation.in_context import (
     Returns,
@@ -39,7 +38,7 @@ from trainwright.tasks.algorithm_distillation.in_context import (
 from trainwright.tasks.algorithm_distillation.model import ABOUT, HistoryModel, is_history_model, load_history_model
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
-from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of
+from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of, tasks_tried
 from trainwright.utils.drawing import new_figure
 from trainwright.utils.paths import user_path
 

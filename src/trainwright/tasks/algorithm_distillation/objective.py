@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.data.stream.transfer import on_device
+from trainwright.data.stream.batch import on_device
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, Steps
 
 # The sums that ``forward`` returns, in order. ``total`` is minimized.

@@ -16,7 +16,7 @@ from trainwright.tasks.algorithm_distillation.section import (
 )
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 _SECTION = "algorithm_distillation"
 # Observations, actions and heads have a few dozen rows of embeddings; the exact number hardly matters.
@@ -34,12 +34,12 @@ def context_tokens(section: AlgorithmDistillationSection) -> int:
     return section.trained_regions * (steps + 2 * section.latents)
 
 
-def section_of(recipe: Recipe) -> AlgorithmDistillationSection | None:
+def section_of(recipe: RecipeSchema) -> AlgorithmDistillationSection | None:
     """Return the task's section, or None in a recipe of another task."""
     return recipe.own(AlgorithmDistillationSection) if recipe.spec.name == SPEC.name else None
 
 
-def _needs(recipe: Recipe) -> Needs:
+def _needs(recipe: RecipeSchema) -> Needs:
     section = recipe.own(AlgorithmDistillationSection)
     model, tokens = section.model, context_tokens(section)
     config = {
@@ -62,11 +62,11 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
     return {**WITHOUT_TEXTS, **values}
 
 
-def _inputs(recipe: Recipe) -> tuple[str, str]:
+def _inputs(recipe: RecipeSchema) -> tuple[str, str]:
     return "a fresh transformer", recipe.own(AlgorithmDistillationSection).histories
 
 
-def _check(recipe: Recipe) -> Iterator[Contradiction]:
+def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield contradictions between the section and the task, and within the section."""
     section = recipe.own(AlgorithmDistillationSection)
     yield from _texts(recipe)
@@ -76,7 +76,7 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
     yield from _tasks(section)
 
 
-def _texts(recipe: Recipe) -> Iterator[Contradiction]:
+def _texts(recipe: RecipeSchema) -> Iterator[Contradiction]:
     stand_ins = (recipe.model, "model"), (recipe.data, "data")
     if any(section != type(section).model_validate(WITHOUT_TEXTS[name]) for section, name in stand_ins):
         yield Contradiction(

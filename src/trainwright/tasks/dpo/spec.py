@@ -15,7 +15,7 @@ from trainwright.recipe.sections.fields import BelowHalf, NotNegative, Positive,
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class DpoSection(Section):
         return PREFERENCE_LOSSES.get(self.loss)
 
 
-def _check(recipe: Recipe) -> Iterator[Contradiction]:
+def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data, dpo = recipe.data, recipe.own(DpoSection)
     loss = dpo.loss_spec
     if data.long_documents == "split":
@@ -139,11 +139,11 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _rows(recipe: Recipe, key: str) -> str:
+def _rows(recipe: RecipeSchema, key: str) -> str:
     return "answers" if recipe.own(DpoSection).loss_spec.rates_answers else "pairs"
 
 
-def _needs(recipe: Recipe) -> Needs:
+def _needs(recipe: RecipeSchema) -> Needs:
     return Needs(of_losses=True, sequences_per_example=1 if _rows(recipe, "train") == "answers" else 2)
 
 

@@ -15,18 +15,16 @@ import torch
 from torch import nn
 
 from trainwright.data.rows.pairs import CHOSEN
-from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import LossSum
+from trainwright.engine.task import ForwardOnly, LossSum
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.extensions import load
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.dpo.spec import DpoSection
 from trainwright.tasks.language_model import prepare_data, prepare_once
 from trainwright.tasks.reference import Reference, ReferenceTask
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["PreferenceTuning", "build", "prepare_once"]
 
 
-def build(recipe: Recipe, cache: Path) -> PreferenceTuning:
+def build(recipe: RecipeSchema, cache: Path) -> PreferenceTuning:
     """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return PreferenceTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache), cache)
@@ -69,7 +67,9 @@ class _Scored(NamedTuple):
 class PreferenceTuning(ReferenceTask):
     """A preference loss of a causal language model; an example is a pair of answers, or one labelled answer."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData, cache: Path) -> None:
+    def __init__(
+        self, recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData, cache: Path
+    ) -> None:
         self._dpo = recipe.own(DpoSection)
         self._spec = self._dpo.loss_spec
         self._loss_of = load(self._spec.function, f"dpo.loss {self._dpo.loss}")

@@ -12,7 +12,7 @@ from trainwright.recipe.sections.fields import NotNegative, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 class PretrainSection(Section):
@@ -43,7 +43,7 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "data": {**data, "pack_length": length}}
 
 
-def _check(recipe: Recipe) -> Iterator[Contradiction]:
+def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if recipe.data.long_documents in ("cut", "drop"):
         why = "pretraining truncates and leaves out no documents; set it to auto or split"
         yield Contradiction(("data.long_documents", "task"), why)
@@ -55,7 +55,7 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("evaluate.metrics", "task"), why)
 
 
-def _needs(recipe: Recipe) -> Needs:
+def _needs(recipe: RecipeSchema) -> Needs:
     return Needs(full=recipe.own(PretrainSection).windows == "contiguous")
 
 

@@ -14,15 +14,14 @@ from torch import nn
 
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData
-from trainwright.data.stream.pretraining import prepare_windows
 from trainwright.data.stream.stream import MicroBatch
-from trainwright.data.stream.windows import WindowDataset, collate_windows
+from trainwright.data.stream.windows import WindowDataset, collate_windows, prepare_windows
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length, remember
 from trainwright.engine.task import LossSum
 from trainwright.inference.generation import Sampling
 from trainwright.models.load import load_tokenizer, max_positions
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import LanguageModelTask, embeddings_of, prepare_model
 from trainwright.tasks.pretrain.spec import PretrainSection
 
@@ -36,22 +35,23 @@ _TEMPERATURE, _TOP_P = 0.8, 0.95
 _WORD_BEGINS = "\u2581"  # represents a space in SentencePiece vocabularies
 
 
-def prepare_once(recipe: Recipe, cache: Path) -> int:
+def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     """Prepare the shards and convert the weights, so that both are in the cache; return the number of examples."""
     return len(_prepare_data(recipe, prepare_model(recipe), cache).train)
 
 
-def build(recipe: Recipe, cache: Path) -> Pretraining:
+def build(recipe: RecipeSchema, cache: Path) -> Pretraining:
     """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return Pretraining(recipe, tokenizer, _prepare_data(recipe, tokenizer, cache))
 
 
-def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
+def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
     check_length(recipe.data, max_positions(recipe.model, tokenizer))
     contiguous = recipe.own(PretrainSection).windows == "contiguous"
     embeddings = embeddings_of(recipe.model, tokenizer)
-    prepared = PreparedData(*prepare_windows(recipe, tokenizer, cache, embeddings, contiguous=contiguous))
+    train, validation, lines, sets = prepare_windows(recipe, tokenizer, cache, embeddings, contiguous=contiguous)
+    prepared = PreparedData(train, validation, lines, sets=sets)
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
     return prepared
 
@@ -59,7 +59,7 @@ def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Pat
 class Pretraining(LanguageModelTask):
     """Pretraining of a causal language model on token shards."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
+    def __init__(self, recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
         self._pretrain = recipe.own(PretrainSection)
         super().__init__(recipe, tokenizer, prepared)
         size = self._lm.config.get_text_config().vocab_size

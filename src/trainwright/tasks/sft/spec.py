@@ -8,21 +8,25 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.sections.fields import BelowOne, Section
+from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 
 class SftSection(Section):
     """The loss of fine-tuning."""
 
-    loss: Literal["nll", "dft"] = Field(
+    loss: Literal["nll", "dft", "eaft"] = Field(
         "nll",
         description="nll: the negative log-likelihood of every target. dft: the same, each weighted by the probability "
-        "of its target (dynamic fine-tuning, arXiv 2508.05629).",
+        "of its target (dynamic fine-tuning, arXiv 2508.05629). eaft: the same, each weighted by the entropy of the "
+        "most probable tokens (entropy-adaptive fine-tuning, arXiv 2601.02151).",
     )
+    eaft_power: NotNegative = Field(1.0, description="eaft: the power of the weight.")
+    eaft_top: Count = Field(20, description="eaft: how many of the most probable tokens the entropy is of.")
+    eaft_divisor: Positive = Field(3.0, description="eaft: what the entropy is divided by; 3.0 is about that of 20.")
     label_smoothing: BelowOne = Field(
         0.0,
         description="The part of a target's probability that is spread evenly over the vocabulary, in training; "
@@ -30,13 +34,16 @@ class SftSection(Section):
     )
 
 
-def _check(recipe: Recipe) -> Iterator[Contradiction]:
+def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     section = recipe.own(SftSection)
     if section.label_smoothing and section.loss != "nll":
         yield Contradiction(("sft.label_smoothing", "sft.loss"), f"has no effect with loss {section.loss}; remove it")
+    for key in section.changed():
+        if key.startswith("eaft_") and section.loss != "eaft":
+            yield Contradiction((f"sft.{key}", "sft.loss"), "has an effect with loss eaft only; set it, or remove this")
 
 
-def _needs(recipe: Recipe) -> Needs:
+def _needs(recipe: RecipeSchema) -> Needs:
     return Needs(of_losses=recipe.own(SftSection).loss != "nll")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +12,16 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
+from trainwright.models.linear_losses import Head, top_entropy
 from trainwright.models.load import load_tokenizer
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
 from trainwright.tasks.sft.spec import SftSection
 
 __all__ = ["SupervisedFineTuning", "build", "prepare_once"]
 
 
-def build(recipe: Recipe, cache: Path) -> SupervisedFineTuning:
+def build(recipe: RecipeSchema, cache: Path) -> SupervisedFineTuning:
     """Return the task of a resolved recipe; its data is in the cache, where ``prepare_once`` has put it."""
     tokenizer = load_tokenizer(recipe.model)
     return SupervisedFineTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))
@@ -33,6 +35,15 @@ def dft(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
     return (losses.detach().neg().exp() * losses).sum()
 
 
+def eaft_weights(head: Head, section: SftSection) -> torch.Tensor:
+    """Return the weight of each target's loss [N]: the entropy of the most probable tokens, divided, to a power.
+
+    Entropy-adaptive fine-tuning (arXiv 2601.02151), with which a token that the model is sure of changes
+    little.
+    """
+    return (top_entropy(head, section.eaft_top) / section.eaft_divisor).pow(section.eaft_power)
+
+
 class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
@@ -41,9 +52,12 @@ class SupervisedFineTuning(LanguageModelTask):
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed loss of one micro-batch and the weight of its targets."""
-        batch = self._batch(self._prepared.train, micro, device)
-        objective = dft if self._recipe.own(SftSection).loss == "dft" else None
-        return LossSum(module(batch, objective=objective), float(len(batch.targets)))
+        batch, section = self._batch(self._prepared.train, micro, device), self._recipe.own(SftSection)
+        if section.loss == "eaft":
+            total = module(batch, weights=functools.partial(eaft_weights, section=section))
+        else:
+            total = module(batch, objective=dft if section.loss == "dft" else None)
+        return LossSum(total, float(len(batch.targets)))
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return ``[summed loss in nats, correct predictions, targets]``."""

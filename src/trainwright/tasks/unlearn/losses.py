@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.transfer import on_device
+from trainwright.data.stream.batch import Batch, on_device
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import objective_at
 from trainwright.models.linear_losses import Head, LogitLoss, linear_logit_loss
 from trainwright.recipe.extensions import load
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
 from trainwright.tasks.unlearn.section import UnlearnSection
+from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN
 
 ROLES = (FORGET, RETAIN, REFUSAL)
 

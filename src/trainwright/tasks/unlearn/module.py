@@ -61,6 +61,7 @@ class UnlearnLM(CausalLM):
         statistics: bool = False,
         objective: Objective | None = None,
         losses: bool = False,
+        weights: Callable[[Head], torch.Tensor] | None = None,
         work: Work | None = None,
     ) -> torch.Tensor:
         """Return the result of ``work``, token losses of the reference (see ``as_reference``), or as ``CausalLM``."""
@@ -69,7 +70,7 @@ class UnlearnLM(CausalLM):
         if self._speaks_for_reference:
             assert losses and self.reference is not None
             return self.reference.token_losses(batch)
-        result = super().forward(batch, statistics, objective, losses)
+        result = super().forward(batch, statistics, objective, losses, weights)
         self._tapped = None
         return result
 

@@ -11,13 +11,13 @@ from trainwright.recipe.task_spec import Needs, ReferenceModel, TaskSpec
 from trainwright.tasks.unlearn.section import UnlearnData, UnlearnSection, data_of
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import RecipeSchema
 
 _COMMON = ("objective", "gamma", "alpha", "retain_loss", "reference")
 _OWN = tuple(key for key in UnlearnSection.model_fields if key not in _COMMON)
 
 
-def _check(recipe: Recipe) -> Iterator[Contradiction]:
+def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield contradictions in the sections ``unlearn`` and ``data``."""
     section = recipe.own(UnlearnSection)
     yield from _check_rows(recipe, section)
@@ -26,7 +26,7 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
     yield from _check_adapter(recipe, section)
 
 
-def _check_rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+def _check_rows(recipe: RecipeSchema, section: UnlearnSection) -> Iterator[Contradiction]:
     data = data_of(recipe)
     if data.train is not None:
         yield Contradiction(
@@ -49,7 +49,7 @@ def _check_rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradicti
             ("evaluate.metrics", "task"),
             "unlearning has no validation rows to answer; remove it, and use `trainwright eval RUN --metrics`",
         )
-    if isinstance(data.validation, str):
+    if isinstance(data.validation, str | dict):
         yield Contradiction(
             ("data.validation", "task"),
             "unlearning is measured on forget and retain rows; set it to a number of them, or to null",
@@ -88,7 +88,7 @@ def _check_objective(section: UnlearnSection) -> Iterator[Contradiction]:
         )
 
 
-def _check_reference(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+def _check_reference(recipe: RecipeSchema, section: UnlearnSection) -> Iterator[Contradiction]:
     keys = ("unlearn.reference", "unlearn.objective")
     if section.reference != "start" and not section.compares:
         yield Contradiction(keys, f"{section.objective} uses no reference model; remove it")
@@ -105,7 +105,7 @@ def _check_reference(recipe: Recipe, section: UnlearnSection) -> Iterator[Contra
         )
 
 
-def _check_adapter(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+def _check_adapter(recipe: RecipeSchema, section: UnlearnSection) -> Iterator[Contradiction]:
     adapter = recipe.model.adapter
     if adapter.type == "none":
         return
@@ -123,14 +123,14 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "data": {"train": None, **data}} if isinstance(data, dict) else values
 
 
-def _rows(recipe: Recipe, key: str) -> str:
+def _rows(recipe: RecipeSchema, key: str) -> str:
     facts = recipe.own(UnlearnSection).facts
     if key != "data.forget":
         return "examples"
     return "alternates" if facts.alternates else "refused" if facts.idk else "examples"
 
 
-def _needs(recipe: Recipe) -> Needs:
+def _needs(recipe: RecipeSchema) -> Needs:
     section = recipe.own(UnlearnSection)
     return Needs(
         sequences_per_example=1 + section.retains + section.refuses,

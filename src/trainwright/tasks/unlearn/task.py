@@ -16,13 +16,11 @@ import torch
 from torch import nn
 
 from trainwright.data.rows.formats import EXAMPLES, kind_of_rows
-from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.batch import Batch, on_device
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.data.stream.transfer import on_device
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import LossSum, Measured
+from trainwright.engine.task import ForwardOnly, LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import ZERO_AT_FIRST, lora_layers, switched_off
 from trainwright.models.causal_lm import CausalLM
@@ -33,18 +31,17 @@ from trainwright.models.truncate_config import layer_count
 from trainwright.models.weights import Weights, empty_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
-from trainwright.tasks.unlearn.evaluation.encoding import ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import ItemSequences
 from trainwright.tasks.unlearn.evaluation.measure import few_sequences, truth_ratio_metrics
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.rows import FORGET, REFUSAL, RETAIN
 from trainwright.tasks.unlearn.section import UnlearnSection, data_of
-from trainwright.tasks.unlearn.stream import joined, refuse_overlap, some_of, with_roles
+from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN, joined, refuse_overlap, some_of, with_roles
 from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
@@ -55,7 +52,7 @@ __all__ = ["Unlearning", "build", "prepare_once"]
 _NAMES = {FORGET: "forget", RETAIN: "retain", REFUSAL: "refusal"}
 
 
-def prepare_once(recipe: Recipe, cache: Path) -> int:
+def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     """Prepare the rows and convert the weights, so that both are in the cache.
 
     Raises:
@@ -74,7 +71,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
     return len(prepare_rows(recipe, tokenizer, cache).prepared.train)
 
 
-def build(recipe: Recipe, cache: Path) -> Unlearning:
+def build(recipe: RecipeSchema, cache: Path) -> Unlearning:
     """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return Unlearning(recipe, tokenizer, prepare_rows(recipe, tokenizer, cache), cache)
@@ -85,7 +82,9 @@ class Unlearning(ReferenceTask):
 
     _lm: UnlearnLM
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: UnlearnRows, cache: Path) -> None:
+    def __init__(
+        self, recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, rows: UnlearnRows, cache: Path
+    ) -> None:
         self._unlearn = recipe.own(UnlearnSection)
         self._rows = rows
         super().__init__(recipe, tokenizer, rows.prepared, cache, self._unlearn.reference)
@@ -102,7 +101,7 @@ class Unlearning(ReferenceTask):
         self._watch = self._watched(recipe)
         self.answers = self._watch is not None
 
-    def _watched(self, recipe: Recipe) -> ItemSequences | None:
+    def _watched(self, recipe: RecipeSchema) -> ItemSequences | None:
         """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
         name = data_of(recipe).benchmark
         if name is None or self._prepared.validation is None:
@@ -278,7 +277,9 @@ class Unlearning(ReferenceTask):
             own = negated(own, before, scale)
         super().export(own, directory)
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
+    def read_back(
+        self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True
+    ) -> str | None:
         """Check that the exported model, or the adapter on its base, is the trained model, negated if it is."""
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
@@ -286,8 +287,8 @@ class Unlearning(ReferenceTask):
             scaled_adapter(module.model, -scale) if scale is not None and self._adapter is not None else nullcontext()
         )
         with negates:
-            same = scale is None or self._adapter is not None
-            return self._read_back(module, directory, all_parameters=all_parameters, same_logits=same)
+            same = same_logits and (scale is None or self._adapter is not None)
+            return super().read_back(module, directory, all_parameters=all_parameters, same_logits=same)
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class UnlearnRows:
     forget: TokenDataset
 
 
-def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> UnlearnRows:
+def prepare_rows(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> UnlearnRows:
     """Return the rows of a resolved recipe, prepared or from the cache.
 
     Raises:
@@ -323,9 +324,8 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     forget = prepared_parts["forget"].train
     everything = joined(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
     validation = None
-    if data.validation is not None:
-        assert not isinstance(data.validation, str), "a recipe that was read has none"
-        validation = some_of(everything, data.validation, seed)
+    if data.held_out is not None:
+        validation = some_of(everything, data.held_out, seed)
     taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
     lines = [line for part in prepared_parts.values() for line in part.summary if not line.startswith("split: ")]
     lines.append(_line(everything, validation))
@@ -391,7 +391,7 @@ _KEY = "unlearn.reference"
 _OWN_MODELS = ("start", "base")
 
 
-def other_model(recipe: Recipe) -> ModelSection | None:
+def other_model(recipe: RecipeSchema) -> ModelSection | None:
     """Return the model that the recipe names as its reference, or None if it is the run's own or not needed."""
     section = recipe.own(UnlearnSection)
     if not section.compares or section.reference in _OWN_MODELS:
@@ -399,7 +399,7 @@ def other_model(recipe: Recipe) -> ModelSection | None:
     return ModelSection(name=section.reference)
 
 
-def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_reference(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the reference available locally and check that it fits.
 
     Raises:
@@ -430,7 +430,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def frozen_copy(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
+    recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
 ) -> tuple[UnlearnLM, Weights | None] | None:
     """Return the reference as a separate model, and its weights, or None if no separate model is needed.
 

@@ -16,10 +16,9 @@ from tests.inference.models import TOKENIZER
 from trainwright.data.rows.tokenizer_calls import TokenizerError
 from trainwright.errors import RequestError
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
-from trainwright.tasks.unlearn.evaluation.encoding import ANSWER, WRONG, ItemEncoder
-from trainwright.tasks.unlearn.evaluation.items import Item, read_sets
-from trainwright.tasks.unlearn.evaluation.log import read_reference
+from trainwright.tasks.unlearn.evaluation.items import ANSWER, WRONG, Item, ItemEncoder, read_sets
 from trainwright.tasks.unlearn.evaluation.registry import METRICS, missing, sets_of, usual
+from trainwright.tasks.unlearn.evaluation.report import read_reference
 
 
 def write(file: Path, rows: list[Any]) -> None:

@@ -17,8 +17,7 @@ from trainwright.inference.scoring import score_standardized
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
-from trainwright.tasks.unlearn.evaluation.encoding import ItemEncoder, ItemSequences
-from trainwright.tasks.unlearn.evaluation.items import read_sets
+from trainwright.tasks.unlearn.evaluation.items import ItemEncoder, ItemSequences, read_sets
 from trainwright.tasks.unlearn.evaluation.measure import (
     Relearning,
     few_sequences,

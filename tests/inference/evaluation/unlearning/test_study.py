@@ -13,10 +13,9 @@ from tests.inference.evaluation.unlearning.benchmark import write_tofu
 from tests.support.commands import ROOT
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
-from trainwright.cli.unlearning import show
+from trainwright.cli.models import show
 from trainwright.errors import RequestError
-from trainwright.tasks.unlearn.evaluation.study.file import load_study, requests_of, write_rows
-from trainwright.tasks.unlearn.evaluation.study.results import Results, draw
+from trainwright.tasks.unlearn.evaluation.study_file import Results, draw, load_study, requests_of, write_rows
 
 STUDY = """\
 benchmark: {benchmark}

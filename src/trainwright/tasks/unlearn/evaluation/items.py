@@ -1,18 +1,35 @@
-"""The rows of a benchmark as items: a prompt, the right answer and alternatives."""
+"""The rows of a benchmark as items: a prompt, the right answer and alternatives.
+
+The items of all sets in the tokens of one model: sequences to score, and prompts to answer.
+
+The sequences of all sets form one list, so that batches are full and ranks busy.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from trainwright.data.rows.formats import EXAMPLES, text_field, to_example
+from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.formats import EXAMPLES, TurnsError, text_field, to_example
 from trainwright.data.rows.layouts import columns_of
+from trainwright.data.rows.texts import text_ids
+from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.sources.reading import location_of, read_rows
 from trainwright.data.sources.row_files import Row
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
+from trainwright.inference.evaluation.rows import fingerprint
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.tasks.unlearn.benchmarks import Benchmark, EvaluationSet, Style
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _LETTERS = "ABCDEFGHIJ"
 
@@ -135,3 +152,188 @@ def _own(row: Row, layout: str) -> Item:
     if len(turns) != 2 or len(turns) != len(example):
         raise RequestError("each forget row must have one question and one answer; split longer conversations")
     return Item(str(turns[0]["content"]), str(turns[1]["content"]))
+
+
+T = TypeVar("T")
+
+ANSWER, PARAPHRASE, WRONG = "answer", "paraphrase", "wrong"
+# The length of an answer and its stop texts, by style, as used by MUSE's authors; for chats the user sets the length.
+NEW_TOKENS = {"few_shot": 32, "continue": 128}
+STOP_TEXTS = {"few_shot": ("\n\n", "\nQuestion", "Question:")}
+
+
+@dataclass(frozen=True)
+class ItemSequences:
+    """The sequences to score.
+
+    Attributes:
+        dataset: every sequence once.
+        places: from set, item number, kind (answer, paraphrase, wrong) and index to the number of the sequence.
+        text_targets: for each sequence, how many of its first targets are text and not the stop after it.
+    """
+
+    dataset: TokenDataset
+    places: dict[tuple[str, int, str, int], int]
+    text_targets: list[int]
+
+    def save(self, directory: Path) -> None:
+        """Write everything to ``directory``, for other processes."""
+        self.dataset.save(directory / "tokens")
+        places = [[*key, number] for key, number in self.places.items()]
+        about = {"places": places, "text_targets": self.text_targets}
+        (directory / "sequences.json").write_text(json.dumps(about), encoding="utf-8")
+
+    @classmethod
+    def open(cls, directory: Path) -> ItemSequences:
+        """Read what ``save`` wrote."""
+        about = json.loads((directory / "sequences.json").read_text(encoding="utf-8"))
+        places = {(name, item, what, which): number for name, item, what, which, number in about["places"]}
+        return cls(TokenDataset.open(directory / "tokens"), places, about["text_targets"])
+
+    def of_set(self, name: str) -> list[int]:
+        """Return the sequences of the answers of a set, in the order of its items."""
+        numbered = [
+            (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
+        ]
+        return [number for _, number in sorted(numbered)]
+
+
+@dataclass(frozen=True)
+class ItemPrompts:
+    """The prompts of one set, with the right answers for comparison."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+
+
+class ItemEncoder:
+    """Convert items to tokens of ``tokenizer``; anything longer than ``max_length`` is truncated.
+
+    Raises:
+        RequestError: the tokenizer is not a fast one; in any method: a template rejects an item, or leaves no space for
+            an answer, with file and line.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None, key: str) -> None:
+        if not tokenizer.is_fast:
+            raise RequestError(f"{key}: the tokenizer has no character offsets; use one with tokenizer.json")
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._key = key
+        self._chat: ChatEncoder | None = None
+        self.cut = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """Return remarks for the user on the template."""
+        return [] if self._chat is None else self._chat.notes
+
+    def sequences(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> ItemSequences:
+        """Return every item's answer and, of ``kinds``, its paraphrase and wrong answers, for sets in which all items
+        have them.
+        """
+        pairs: list[Encoded] = []
+        places: dict[tuple[str, int, str, int], int] = {}
+        for name, each in sets.items():
+            texts = [
+                (number, what, which, text)
+                for number, item in enumerate(each.items)
+                for what, which, text in _texts(item)
+                if what == ANSWER or (what in kinds and each.has_wrong)
+            ]
+            for (number, what, which, _), pair in zip(texts, self._encoded(each, texts), strict=True):
+                places[name, number, what, which] = len(pairs)
+                pairs.append(self._within(pair, each, number))
+        stops = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        text = [_without_stop(ids, flags, stops) for ids, flags in pairs]
+        return ItemSequences(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
+
+    def prompts(self, each: ItemSet, positions: int | None) -> ItemPrompts:
+        """Return the prompts and reference answers of all items. They must leave space for an answer in a model with
+        ``positions``.
+        """
+        if each.style == "chat":
+            turns = [[{"role": "user", "content": item.prompt}] for item in each.items]
+            tokens = self._asking(each, lambda encoder: encoder.prompts(turns))
+            references = [item.answer.strip() for item in each.items]
+        else:
+            texts = [_opening(each, item) for item in each.items]
+            tokens = text_ids(self._tokenizer, texts)
+            references = self._references(each)
+        for number, prompt in enumerate(tokens):
+            if positions is not None and len(prompt) >= positions:
+                raise RequestError(
+                    f"{self._key}: {each.location(number)}: its prompt has {len(prompt):,} tokens, but the model has "
+                    f"only {positions:,} positions; shorten or remove the row"
+                )
+        return ItemPrompts(tokens, references)
+
+    def _references(self, each: ItemSet) -> list[str]:
+        """Return the answers, truncated to the longest possible answer."""
+        answers = [item.answer for item in each.items]
+        if each.style == "continue":
+            encoded = call_tokenizer(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
+            answers = [str(self._tokenizer.decode(ids[: NEW_TOKENS["continue"]])) for ids in encoded]
+        return [answer.strip() for answer in answers]
+
+    def _encoded(self, each: ItemSet, numbered_texts: Sequence[tuple[int, str, int, str]]) -> Iterator[Encoded]:
+        if each.style == "chat":
+            conversations = [
+                [{"role": "user", "content": each.items[number].prompt}, {"role": "assistant", "content": text}]
+                for number, _, _, text in numbered_texts
+            ]
+            numbers = [number for number, *_ in numbered_texts]
+            yield from self._asking(each, lambda encoder: encoder.encode(conversations), numbers)
+            return
+        openings = [_opening(each, each.items[number]) for number, *_ in numbered_texts]
+        space = " " if each.style == "few_shot" else ""
+        texts = [f"{opening}{space}{text}" for opening, (*_, text) in zip(openings, numbered_texts, strict=True)]
+        encoded = call_tokenizer(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
+        for opening, ids, offsets in zip(openings, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            # The tokens that end after the opening are targets.
+            yield list(ids), [end > len(opening) for _, end in offsets]
+
+    def _within(self, pair: Encoded, each: ItemSet, number: int) -> Encoded:
+        ids, flags = pair
+        within = flags[: self._max_length]
+        if not any(within[1:]):
+            raise RequestError(
+                f"{self._key}: {each.location(number)}: its {len(ids):,} tokens have no answer within the first "
+                f"{len(within):,}; raise --max-length up to the model's limit, or remove the row"
+            )
+        self.cut += len(within) < len(flags)
+        return ids[: self._max_length], within
+
+    def _asking(
+        self, each: ItemSet, work: Callable[[ChatEncoder], list[T]], numbers: Sequence[int] | None = None
+    ) -> list[T]:
+        self._chat = self._chat or ChatEncoder(self._tokenizer)
+        try:
+            return work(self._chat)
+        except TurnsError as error:
+            number = error.index if numbers is None else numbers[error.index]
+            raise RequestError(f"{self._key}: {each.location(number)}: {error}") from None
+
+
+def _texts(item: Item) -> Iterator[tuple[str, int, str]]:
+    """Yield every possible answer to an item: its kind, its index among that kind, and the text."""
+    yield ANSWER, 0, item.answer
+    if item.paraphrase is not None:
+        yield PARAPHRASE, 0, item.paraphrase
+    for which, wrong in enumerate(item.wrong):
+        yield WRONG, which, wrong
+
+
+def _opening(each: ItemSet, item: Item) -> str:
+    """Return the text before the answer, in plain text."""
+    question = f"Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
+    return each.before + question
+
+
+def _without_stop(ids: Sequence[int], flags: Sequence[bool], stops: set[int]) -> int:
+    """Return the number of targets up to the last one that is text; all if none is."""
+    targets = [token for token, flag in zip(ids[1:], flags[1:], strict=True) if flag]
+    count = len(targets)
+    while count and targets[count - 1] in stops:
+        count -= 1
+    return count or len(targets)

@@ -27,16 +27,18 @@ from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
 from trainwright.tasks.unlearn.benchmarks import Benchmark
 from trainwright.tasks.unlearn.evaluation import statistics
-from trainwright.tasks.unlearn.evaluation.encoding import (
+from trainwright.tasks.unlearn.evaluation.items import (
     NEW_TOKENS,
     PARAPHRASE,
     STOP_TEXTS,
     WRONG,
+    Item,
     ItemEncoder,
     ItemPrompts,
     ItemSequences,
+    ItemSet,
+    read_sets,
 )
-from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet, read_sets
 from trainwright.tasks.unlearn.evaluation.report import Floats, by_set, mean_loss
 
 if TYPE_CHECKING:

@@ -24,9 +24,7 @@ from trainwright.machine.machine import Machine
 from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.parallel.world import World
 from trainwright.tasks.unlearn.benchmarks import KEY, Benchmark, find_benchmark
-from trainwright.tasks.unlearn.evaluation.encoding import PARAPHRASE, WRONG, ItemEncoder
-from trainwright.tasks.unlearn.evaluation.items import ItemSet, read_sets
-from trainwright.tasks.unlearn.evaluation.log import read_reference
+from trainwright.tasks.unlearn.evaluation.items import PARAPHRASE, WRONG, ItemEncoder, ItemSet, read_sets
 from trainwright.tasks.unlearn.evaluation.measure import (
     KINDS,
     MeasurementJob,
@@ -38,7 +36,7 @@ from trainwright.tasks.unlearn.evaluation.measure import (
     score_sequences,
 )
 from trainwright.tasks.unlearn.evaluation.registry import METRICS, OPTIONS, missing, sets_of, usual
-from trainwright.tasks.unlearn.evaluation.report import BenchmarkReport, Findings, by_set
+from trainwright.tasks.unlearn.evaluation.report import BenchmarkReport, Findings, by_set, read_reference
 from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural, they

@@ -1,0 +1,250 @@
+"""Start a user's own Accelerate or torch script in several processes, as reliably as a run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainwright.compatibility.accelerate.environment import worker_environment
+from trainwright.compatibility.accelerate.machine import (
+    becomes_ddp,
+    default_processes,
+    refuse_count_of_one_machine,
+    require,
+)
+from trainwright.compatibility.accelerate.reading import AccelerateConfig, default_path, read, without_file
+from trainwright.compatibility.accelerate.translation import Translation, interpret
+from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
+from trainwright.machine.accelerators import refuse_unusable
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Machine
+from trainwright.recipe.files import missing_file
+from trainwright.run import run_directory
+from trainwright.run.group.environment import NodeRendezvous, refuse_worker
+from trainwright.run.limits import check_limits
+from trainwright.run.process import prepare_environment
+from trainwright.run.shutdown.stop import Stopping
+from trainwright.utils.text import quoted, say
+
+_NOTICE = "stopping: the script is interrupted; ctrl-C again kills it"
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """``--nodes``, ``--node-rank``, ``--rendezvous`` and ``--rendezvous-timeout``, as far as they are given."""
+
+    nodes: int | None = None
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    seconds: float | None = None
+
+    def met(self) -> NodeRendezvous | None:
+        """Return where the nodes meet; None for one node. Raises RequestError."""
+        return NodeRendezvous.of(self.nodes or 1, self.node_rank, self.rendezvous, self.seconds)
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """What a command asks of the processes of a script.
+
+    Attributes:
+        config_file: an Accelerate file. Default: Accelerate's default file, if it exists.
+        num_processes: on all nodes. Default: from the file, otherwise one per GPU.
+        cpu: use the CPU even if there are GPUs.
+        nodes: how this machine takes part as one of several; by default by the file, otherwise alone.
+        settings: top-level keys of Accelerate's file that replace the file's.
+    """
+
+    config_file: Path | None = None
+    num_processes: int | None = None
+    cpu: bool = False
+    nodes: NodeOptions = NodeOptions()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch_script(
+    script: str,
+    arguments: tuple[str, ...],
+    options: ScriptOptions,
+    *,
+    module: bool,
+    logs: Path | None,
+) -> int:
+    """Run the script to its end; return its exit code. Changes this process.
+
+    Args:
+        module: ``script`` is a module, as with ``python -m``.
+        logs: directory for one log per process. Default: a new one under ``runs/``.
+
+    Raises:
+        RequestError: the script does not exist, or the file is invalid.
+        MachineError: the machine lacks what is asked for.
+        TrainwrightError: the script failed; the exit code is its own if it sets one.
+    """
+    refuse_worker("launch", options.nodes.nodes or 1)
+    check_script(script, module)
+    plan = _plan(options)
+    code = _run(script, module, arguments, plan, logs)
+    if code == EXIT_STOPPED:
+        say(f"stopped: {script} was interrupted", file=sys.stderr)
+    return code
+
+
+@dataclass(frozen=True)
+class ScriptPlan:
+    """The workers on this machine, their device and variables, the file that sets them, and where nodes meet."""
+
+    processes: int
+    on_cpu: bool
+    variables: dict[str, str]
+    file: str | None
+    cores: int
+    gpus: int
+    met: NodeRendezvous | None
+
+    @property
+    def everywhere(self) -> int:
+        """The number of workers on all nodes."""
+        return self.processes * (self.met.nodes if self.met else 1)
+
+
+def check_script(script: str, module: bool) -> None:
+    """Raise RequestError if there is no such script."""
+    if not module:
+        if not Path(script).is_file():
+            raise RequestError(missing_file(Path(script)))
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(1, os.getcwd())
+    if find_spec(script.partition(".")[0]) is None:
+        raise RequestError(f"--module: no module {script} in this directory or installed")
+
+
+def make_logs(script: str, module: bool, logs: Path | None) -> Path:
+    """Return the directory for the logs of a script, which is made: ``logs``, or a new one under ``runs/``."""
+    stem = script.rpartition(".")[2] if module else Path(script).stem
+    directory = logs or run_directory.create("auto", stem) / "logs"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _plan(options: ScriptOptions) -> ScriptPlan:
+    config_file = options.config_file
+    if config_file is None and default_path().is_file():
+        config_file = default_path()
+    if config_file is not None or options.settings:
+        source = without_file(options.cpu or not detect().gpus) if config_file is None else read(config_file)
+        return _plan_of_file(source.with_settings(options.settings), options)
+    met = options.nodes.met()
+    variables = {"CUDA_VISIBLE_DEVICES": ""} if options.cpu else {}
+    os.environ.update(variables)
+    machine = detect()
+    refuse_unusable(machine)
+    processes = _here(options.num_processes, met) or default_processes(machine)
+    _check_gpus(processes, machine)
+    if not machine.gpus:
+        variables["ACCELERATE_USE_CPU"] = "true"
+    return ScriptPlan(processes, not machine.gpus, variables, None, machine.cpu_cores, len(machine.gpus), met)
+
+
+def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
+    """Return how many of all processes are on this machine. Raises RequestError if they cannot be divided."""
+    if processes is None or met is None:
+        return processes
+    if processes % met.nodes:
+        raise RequestError(
+            f"--num-processes: {processes} processes cannot be divided over {met.nodes} nodes equally; set it to "
+            f"{max(1, processes // met.nodes) * met.nodes}"
+        )
+    return processes // met.nodes
+
+
+def _plan_of_file(source: AccelerateConfig, options: ScriptOptions) -> ScriptPlan:
+    nodes, translation = options.nodes, interpret(source)
+    translation.refuse_problems(for_script=True)
+    if nodes.nodes is None and translation.nodes > 1:
+        nodes = NodeOptions(
+            translation.nodes,
+            translation.node_rank if nodes.node_rank is None else nodes.node_rank,
+            nodes.rendezvous or translation.rendezvous,
+            nodes.seconds,
+        )
+    met = nodes.met()
+    translation = replace(translation, nodes=met.nodes if met else 1)
+    if options.num_processes is not None:
+        translation = replace(translation, processes=options.num_processes)
+    if options.cpu:
+        translation = replace(translation, device="cpu")
+    machine = detect()
+    if options.num_processes is None:
+        refuse_count_of_one_machine(translation, machine)
+    require(translation, machine, for_script=True)
+    os.environ.update(translation.device_environment())
+    refuse_unusable(detect())
+    on_cpu = translation.device == "cpu" or not machine.gpus
+    if becomes_ddp(translation, machine):
+        raise _sharded_on_cpu(translation)
+    processes = _here(translation.processes, met) or default_processes(detect())
+    variables = worker_environment(source, translation, on_cpu=on_cpu)
+    gpus = len(detect().gpus)
+    return ScriptPlan(processes, on_cpu, variables, source.name, machine.cpu_cores, gpus, met)
+
+
+def _sharded_on_cpu(translation: Translation) -> MachineError:
+    return MachineError(
+        f"{translation.source}: on a CPU Accelerate runs {translation.distributed_type} as plain DDP, without "
+        "sharding; set distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright "
+        f"train RECIPE --accelerate-config {quoted(translation.source)}"
+    )
+
+
+def _check_gpus(processes: int, machine: Machine) -> None:
+    gpus = len(machine.gpus)
+    if gpus and processes > gpus:
+        raise MachineError(
+            f"--num-processes: {processes} processes, but there {('are' if gpus > 1 else 'is')} {gpus} "
+            f"GPU{'s' * (gpus > 1)}; use --num-processes {gpus}, or --cpu"
+        )
+
+
+def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan, logs: Path | None) -> int:
+    os.environ.update(plan.variables)
+    check_limits(plan.processes, plan.everywhere)
+    prepare_environment(plan.cores, plan.processes)
+
+    def make() -> Path:
+        directory = make_logs(script, module, logs)
+        _announce(script, plan, directory)
+        return directory
+
+    if plan.met is not None:
+        # Import torch, so they come after the thread limit and before the workers are forked.
+        from trainwright.compatibility.accelerate.script import Script, run_script
+        from trainwright.compatibility.script_on_nodes import run_as_node
+        from trainwright.run.nodes import LinkedStopping
+
+        entry = functools.partial(run_script, Script(script, module, arguments))
+        command = json.dumps([script, module, arguments, plan.variables])
+        with LinkedStopping(_NOTICE) as linked:
+            return run_as_node(entry, command, plan.processes, plan.gpus, plan.met, make, linked)
+    with Stopping(_NOTICE) as stopping:
+        # Imports torch, so it comes after the thread limit and before the workers are forked.
+        from trainwright.compatibility.accelerate.script import Script, run_script
+        from trainwright.run.supervisor import launch as launch_workers
+
+        entry = functools.partial(run_script, Script(script, module, arguments))
+        return launch_workers(entry, processes=plan.processes, logs=make(), stopping=stopping)
+
+
+def _announce(script: str, plan: ScriptPlan, logs: Path) -> None:
+    number = f"{plan.everywhere} process{'es' * (plan.everywhere > 1)}"
+    number += f" on {plan.met.nodes} nodes," if plan.met else ""
+    by = f", by {plan.file}" if plan.file else ""
+    device = "the CPU" if plan.on_cpu else f"GPU{'s' * (plan.processes > 1)}"
+    say(f"{script}: {number} on {device}{by}; logs: {logs}", file=sys.stderr)

@@ -1,1 +1,0 @@
-"""Scripts of a user's own, started in several processes."""

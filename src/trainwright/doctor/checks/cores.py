@@ -1,0 +1,175 @@
+"""Check each core by computing on it: its relative speed, quotas, thermal throttling, and clock limits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
+from trainwright.machine.cgroups import read
+from trainwright.machine.measured.contention import CpuContention
+from trainwright.utils.text import plural
+
+_SECONDS = 0.1  # of computing on a core, each time
+_ROUNDS = 3  # the best one counts
+_MOST_CORES = 32  # evenly chosen ones, on larger machines
+_BLOCK = bytes(2**16)
+_SLOW = 0.6  # of the median speed of all cores
+_THROTTLED, _TAKEN = 0.05, 0.2  # shares of periods and of time
+_CAPPED = 0.95  # of the largest clock
+_SYSTEM = Path("/sys/devices/system/cpu")
+
+
+def check(context: CheckContext) -> CheckResult:
+    """Compute for a moment on every core, alone."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise CannotCheck("this system does not bind processes to cores")
+    cores = _chosen(sorted(os.sched_getaffinity(0)))
+    heat, before = _heat(cores), CpuContention.now()
+    started, used = time.perf_counter(), time.thread_time()
+    rates = _rates(cores)
+    ran = (time.thread_time() - used) / (time.perf_counter() - started)
+    shares = CpuContention.now().since(before)
+    if "waited" in shares:  # the uncounted rest: the process was stopped
+        shares["stopped"] = max(0.0, 1 - ran / max(1 - shares["waited"], 1e-6))
+    hotter = {core: count - heat.get(core, 0) for core, count in _heat(cores).items()}
+    findings = (*_slow(rates), *_shares(shares), *_hot(hotter), *_capped(cores))
+    return CheckResult(tuple(_facts(rates, shares)), findings)
+
+
+def _chosen(cores: list[int]) -> list[int]:
+    step = max(1, -(-len(cores) // _MOST_CORES))
+    return cores[::step]
+
+
+def _rates(cores: list[int]) -> dict[int, float]:
+    """Return hashed bytes per second of computing time on each core; time of other programs does not count."""
+    allowed = os.sched_getaffinity(0)
+    rates: dict[int, float] = {}
+    try:
+        for _ in range(_ROUNDS):
+            for core in cores:
+                os.sched_setaffinity(0, {core})
+                rates[core] = max(rates.get(core, 0.0), _rate())
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return rates
+
+
+def _rate() -> float:
+    done, end = 0, time.perf_counter() + _SECONDS
+    started = time.thread_time()
+    while time.perf_counter() < end:
+        hashlib.sha256(_BLOCK).digest()
+        done += len(_BLOCK)
+    return done / max(time.thread_time() - started, 1e-6)
+
+
+def _slow(rates: Mapping[int, float]) -> Iterator[Finding]:
+    middle = statistics.median(rates.values())
+    slow = {core: rate / middle for core, rate in rates.items() if rate < _SLOW * middle}
+    if slow:
+        shown = ", ".join(f"core {core} ({share:.0%})" for core, share in slow.items())
+        yield Finding(
+            Severity.WARNING,
+            f"slower than the other cores: {shown} of their speed",
+            "all processes wait for the slowest one in every step",
+            "if these are not efficiency cores, check for heat or a power limit (dmesg, the vendor's tool); or "
+            "exclude them: taskset --cpu-list CORES trainwright train ...",
+        )
+
+
+def _shares(shares: Mapping[str, float]) -> Iterator[Finding]:
+    if shares.get("throttled", 0.0) > _THROTTLED:
+        yield Finding(
+            Severity.WARNING,
+            f"throttled: the quota of the control group was used up in {shares['throttled']:.0%} of its periods, with "
+            "one busy core",
+            "processes are paused for the rest of each of these periods",
+            "raise the quota (docker run --cpus, resources.limits.cpu of the pod, CPUQuota= of the unit)",
+        )
+    if shares.get("stolen", 0.0) > _TAKEN:
+        yield Finding(
+            Severity.WARNING,
+            f"the hypervisor gave {shares['stolen']:.0%} of the cores' time to other machines",
+            "steps take longer, by a varying amount",
+            "use an instance with dedicated cores, or stop others on this host",
+        )
+    explained = shares.get("throttled", 0.0) > _THROTTLED or shares.get("stolen", 0.0) > _TAKEN
+    if shares.get("stopped", 0.0) > _TAKEN and not explained:
+        yield Finding(
+            Severity.WARNING,
+            f"throttled: this process was stopped for {shares['stopped']:.0%} of the measured time, though no "
+            "other program had its core",
+            "steps take longer, and all ranks wait for a stopped process",
+            "find what stops processes repeatedly: cpulimit, a debugger, a scheduler that suspends jobs (SIGSTOP), a "
+            "host that pauses this virtual machine",
+        )
+    if shares.get("waited", 0.0) > _TAKEN:
+        yield Finding(
+            Severity.NOTE,
+            f"other programs used the cores for {shares['waited']:.0%} of the measured time",
+            "training shares the cores with them",
+            "find them with top, and stop those that are left over",
+        )
+
+
+def _hot(hotter: Mapping[int, int]) -> Iterator[Finding]:
+    hot = [core for core, count in hotter.items() if count > 0]
+    if hot:
+        yield Finding(
+            Severity.WARNING,
+            f"throttled by heat while this ran: core {', '.join(map(str, hot))}",
+            "the processor lowers its clock to cool down",
+            "check the fans, dust and the power limit of the machine; `sensors` shows temperatures",
+        )
+
+
+def _capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
+    capped = {}
+    for core in cores:
+        clock = root / f"cpu{core}" / "cpufreq"
+        highest, allowed = read(clock / "cpuinfo_max_freq").strip(), read(clock / "scaling_max_freq").strip()
+        if highest.isdigit() and allowed.isdigit() and int(allowed) < _CAPPED * int(highest):
+            capped[core] = int(allowed) / int(highest)
+    if capped:
+        lowest = min(capped, key=lambda core: capped[core])
+        yield Finding(
+            Severity.WARNING,
+            f"the clock of {plural(len(capped), 'core')} is limited, of core {lowest} to {capped[lowest]:.0%}",
+            "the processor never reaches its full speed",
+            "cpupower frequency-set --max with the maximum clock of `cpupower frequency-info` (as root), or the power "
+            "profile of the machine",
+        )
+
+
+def _heat(cores: list[int], root: Path = _SYSTEM) -> dict[int, int]:
+    """Return how often each core was throttled by heat since the machine started, where the kernel counts it."""
+    counts = {}
+    for core in cores:
+        count = read(root / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").strip()
+        if count.isdigit():
+            counts[core] = int(count)
+    return counts
+
+
+def _facts(rates: Mapping[int, float], shares: Mapping[str, float]) -> Iterator[str]:
+    slowest = min(rates, key=lambda core: rates[core])
+    middle = statistics.median(rates.values())
+    yield (
+        f"{plural(len(rates), 'core')} measured, {middle / 1e9:.2f} GB/s of SHA-256 each; the slowest: core {slowest} "
+        f"with {rates[slowest] / middle:.0%}"
+    )
+    descriptions = {
+        "throttled": "by a quota",
+        "stolen": "to the hypervisor",
+        "waited": "to other programs",
+        "stopped": "stopped",
+    }
+    taken = [f"{share:.0%} {descriptions[name]}" for name, share in shares.items() if share >= 0.01]
+    if taken:
+        yield f"time lost: {', '.join(taken)}"

@@ -1,1 +1,0 @@
-"""Checks of NVIDIA GPUs."""

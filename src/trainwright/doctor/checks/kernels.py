@@ -1,0 +1,211 @@
+"""Check the kernels of training in every precision against plain formulas in fp32 on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
+from trainwright.machine.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+
+    Formula = Callable[..., torch.Tensor]
+
+# Relative difference of a result or a gradient, in the Euclidean norm: from rounding inputs and sums.
+TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 4e-2}
+_SEQUENCES = ((70, 186), (128, 128), (600, 424))  # lengths; short, equal and long ones use different kernels
+_HEADS, _KEY_HEADS, _CHANNELS = 4, 2, 64
+_TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
+
+
+def check(context: CheckContext) -> CheckResult:
+    """Run every kernel in a separate process, on the device that training uses."""
+    work = functools.partial(_compare_all, context.machine.device, precisions(context.machine))
+    values = answer_of(work, "kernels", context)
+    findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
+    worst = dict.fromkeys(TOLERANCES, 0.0)
+    for row in values["rows"]:
+        if row["error"] is None:
+            worst[row["precision"]] = max(worst[row["precision"]], row["difference"])
+    used = [name for name in worst if any(row["precision"] == name for row in values["rows"])]
+    shown = ", ".join(f"{name} {worst[name]:.1e} (tolerance {TOLERANCES[name]:.0e})" for name in used)
+    return CheckResult(
+        (f"{len(values['rows'])} kernels on {values['device']}, largest difference: {shown}",), tuple(findings)
+    )
+
+
+def precisions(machine: Machine) -> tuple[str, ...]:
+    """Return the precisions that training may use on a machine."""
+    if not machine.gpus:
+        return ("fp32", "bf16")
+    return ("fp32", "bf16", "fp16") if machine.has_bf16 else ("fp32", "fp16")
+
+
+def _judged(row: dict[str, object], device: str) -> Finding | None:
+    precision, name = str(row["precision"]), str(row["name"])
+    if row["error"] is not None:
+        what = f"the kernel of {name} fails in {precision} on {device}: {row['error']}"
+    elif not float(str(row["difference"])) <= TOLERANCES[precision]:  # also true for NaN
+        what = f"wrong results: {name} in {precision} on {device} is {float(str(row['difference'])):.1e} off"
+    else:
+        return None
+    return Finding(
+        Severity.BROKEN,
+        what,
+        "training would fail, or learn from wrong gradients without an error",
+        "reinstall torch in the version that Trainwright needs; if it happens again, test the device's memory, and "
+        "report "
+        "it with the output of --json",
+    )
+
+
+@dataclass(frozen=True)
+class ComparedKernel:
+    """A kernel with the plain formula of its result. ``inputs``: random fp32 tensors on the CPU."""
+
+    name: str
+    inputs: tuple[torch.Tensor, ...]
+    run: Formula
+    plain: Formula
+
+
+def kernels(device: torch.device) -> Iterator[ComparedKernel]:
+    """Yield the kernels that a training step uses."""
+    import torch
+    import torch.nn.functional as F
+
+    from trainwright.models.linear_losses import Head, linear_cross_entropy
+
+    hidden, weight = torch.randn(_TOKENS, _HIDDEN), torch.randn(_VOCABULARY, _HIDDEN) / _HIDDEN**0.5
+    targets = torch.randint(0, _VOCABULARY, (_TOKENS,))
+    yield ComparedKernel("matrix products", (hidden, weight), F.linear, lambda x, w: (x[:, None] * w).sum(-1))
+    yield ComparedKernel("RMS norms", (hidden, torch.rand(_HIDDEN)), _norm, _plain_norm)
+    yield ComparedKernel(
+        "SiLU gates", (hidden, hidden.flip(0)), lambda x, y: F.silu(x) * y, lambda x, y: x / (1 + (-x).exp()) * y
+    )
+    for lengths in _SEQUENCES:
+        tokens = sum(lengths)
+        shapes = [(1, heads, tokens, _CHANNELS) for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)]
+        parts = tuple(torch.randn(shape) for shape in shapes)
+        attend, plain = functools.partial(_attention, lengths, device), functools.partial(_plain_attention, lengths)
+        yield ComparedKernel(
+            f"attention in sequences of {' and '.join(map(str, lengths))} tokens", parts, attend, plain
+        )
+    yield ComparedKernel(
+        "cross-entropy",
+        (hidden, weight),
+        lambda x, w: linear_cross_entropy(Head(x, w, None), targets.to(x.device)),
+        lambda x, w: -F.log_softmax(x @ w.T, -1).gather(1, targets[:, None]).sum(),
+    )
+
+
+def _compare_all(device_type: str, names: tuple[str, ...], answer: Path) -> None:
+    import torch
+
+    from trainwright.doctor.calibrate_cases import DTYPES
+
+    torch.manual_seed(0)
+    device = torch.device(device_type)
+    rows = []
+    for kernel in kernels(device):
+        for name in names:
+            error, difference = None, None
+            try:
+                difference = compare(kernel, device, DTYPES[name])
+            except RuntimeError as raised:
+                error = " ".join(str(raised).split())[:300]
+            rows.append({"name": kernel.name, "precision": name, "error": error, "difference": difference})
+    rows.append({"name": "AdamW", "precision": "fp32", "error": None, "difference": _optimizer_difference(device)})
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    answer.write_text(json.dumps({"device": device_name, "rows": rows}), encoding="utf-8")
+
+
+def compare(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest relative difference of the result and the gradients."""
+    import torch
+
+    rounded = [each.to(dtype) for each in kernel.inputs]
+    actual = _with_gradients(kernel.run, [each.to(device) for each in rounded])
+    expected = _with_gradients(kernel.plain, [each.float() for each in rounded])
+    differences = [(a.float().cpu() - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)]
+    return float(torch.stack(differences).max())
+
+
+def _with_gradients(function: Formula, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    import torch
+
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    output = function(*leaves)
+    # The same upstream gradient for both, in a form that both precisions have exactly.
+    upstream = (
+        torch.ones_like(output) if output.ndim == 0 else (torch.arange(output.numel()) % 7 - 3).view(output.shape)
+    )
+    upstream = upstream.to(output.device, output.dtype)
+    gradients = torch.autograd.grad(output, leaves, upstream)
+    return [output.detach(), *gradients]
+
+
+def _norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    import torch.nn.functional as F
+
+    return F.rms_norm(hidden, weight.shape, weight, 1e-5)
+
+
+def _plain_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def _attention(
+    lengths: tuple[int, ...], device: torch.device, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    import itertools
+
+    import torch
+
+    from trainwright.models.attention.packs import packed_attention
+
+    edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    output, _ = packed_attention(
+        torch.nn.Module(), query, key, value, None, cu_seq_lens_q=edges, max_length_q=max(lengths)
+    )
+    return output
+
+
+def _plain_attention(
+    lengths: tuple[int, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Return softmax(QK^T / sqrt(D)) V over the earlier tokens of each sequence, [1, T, H, D]."""
+    import torch
+
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = (sequence[:, None] == sequence).tril()
+    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def _optimizer_difference(device: torch.device) -> float:
+    """Return the relative difference of fused AdamW's update to its formula, after three steps."""
+    import torch
+
+    rate, decay, betas, eps = 1e-2, 0.1, (0.9, 0.95), 1e-8
+    start, gradients = torch.randn(4096), torch.randn(3, 4096)
+    parameter = torch.nn.Parameter(start.clone().to(device))
+    optimizer = torch.optim.AdamW([parameter], lr=rate, betas=betas, eps=eps, weight_decay=decay, fused=True)
+    weight, first, second = start.clone(), torch.zeros(4096), torch.zeros(4096)
+    for step, gradient in enumerate(gradients, 1):
+        parameter.grad = gradient.to(device)
+        optimizer.step()
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient.square()
+        scale = (second / (1 - betas[1] ** step)).sqrt() + eps
+        weight = weight * (1 - rate * decay) - rate / (1 - betas[0] ** step) * first / scale
+    moved = weight - start
+    return float((parameter.detach().cpu() - weight).norm() / moved.norm())

@@ -1,0 +1,237 @@
+"""Check limits: of the user (open files, processes, memory, CPU time), of control groups, and of ``/dev/shm``."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
+from trainwright.machine import cgroups
+from trainwright.machine.cgroups import read
+from trainwright.machine.measured.contention import usable_cores
+from trainwright.run.limits import needed_files, shortage
+from trainwright.utils.text import plural, size
+
+_PROCESSES = 2  # of the steps that other checks run
+_THREADS_A_PROCESS = 64
+_INFINIBAND = Path("/sys/class/infiniband")
+_AMPLE_FILES = 65536
+# Limits that break training: name, command that shows it, whether it is in bytes, effect.
+_UNEXPECTED = (
+    ("RLIMIT_AS", "ulimit -v", True, "mapping weights and starting threads fails with `Cannot allocate memory`"),
+    ("RLIMIT_DATA", "ulimit -d", True, "allocating tensors fails with `can't allocate memory`"),
+    ("RLIMIT_FSIZE", "ulimit -f", True, "writing a larger checkpoint ends the run with SIGXFSZ"),
+    ("RLIMIT_CPU", "ulimit -t", False, "the kernel ends a process after this many seconds of computing"),
+)
+
+
+def check(context: CheckContext) -> CheckResult:
+    """Compare the limits with the needs of training."""
+    processes = max(_PROCESSES, len(context.machine.gpus))
+    facts = [f"open files {_shown(resource.RLIMIT_NOFILE)}, processes {_shown(resource.RLIMIT_NPROC)}"]
+    findings = [*_files(processes), *_threads(processes), *_others(), *_locked(facts)]
+    return CheckResult(tuple(facts), tuple(findings))
+
+
+def _files(processes: int) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = needed_files(processes, processes)
+    if _is_below(hard, needed):
+        yield Finding(
+            Severity.BROKEN,
+            f"the limit of open files is {hard} (ulimit -n), and a run of {processes} processes needs {needed}",
+            "each process opens libraries, data files and a connection to every other process",
+            f"`ulimit -n {_AMPLE_FILES}` in the shell that starts the run; nofile in /etc/security/limits.conf; "
+            f"docker run --ulimit nofile={_AMPLE_FILES}; LimitNOFILE= of the service",
+        )
+    elif _is_below(soft, needed):
+        yield Finding(
+            Severity.NOTE,
+            f"the limit of open files is {soft} (ulimit -n), and a run of {processes} processes needs {needed}",
+            f"Trainwright raises it up to the hard limit ({hard}); scripts of other launchers do not",
+            f"`ulimit -n {min(_AMPLE_FILES, hard) if hard > 0 else _AMPLE_FILES}` before starting them",
+        )
+
+
+def _threads(processes: int) -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not limited
+        return
+    used = sum(_thread_count(process) for process in psutil.process_iter() if _is_mine(process))
+    needed = processes * _THREADS_A_PROCESS
+    if soft - used < needed:
+        yield Finding(
+            Severity.BROKEN,
+            f"this user may have {soft} processes and threads (ulimit -u) and has {used}; {needed} more are needed",
+            "starting a thread fails with `Resource temporarily unavailable`",
+            f"`ulimit -u {used + 4 * needed}`, or nproc in /etc/security/limits.conf; end programs that are left over",
+        )
+
+
+def _others() -> Iterator[Finding]:
+    for name, command, is_bytes, then in _UNEXPECTED:
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY:
+            shown = size(limit) if is_bytes else f"{limit} s"
+            what = f"a limit is set: {shown} ({command})"
+            yield Finding(Severity.WARNING, what, then, f"`{command} unlimited` in the shell that starts the run")
+
+
+def _locked(facts: list[str]) -> Iterator[Finding]:
+    """Yield a finding if locked memory is limited and the machine has InfiniBand."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):
+        return
+    facts.append(f"locked memory {_shown(resource.RLIMIT_MEMLOCK)}")
+    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
+        yield Finding(
+            Severity.BROKEN,
+            f"locked memory is limited to {size(limit)} (ulimit -l), and this machine has InfiniBand",
+            "InfiniBand registers locked buffers: NCCL fails with `ibv_reg_mr failed` or `Cannot allocate memory`",
+            "memlock unlimited in /etc/security/limits.conf; docker run --ulimit memlock=-1; PropagateResourceLimits= "
+            "of Slurm",
+        )
+
+
+def _is_below(limit: int, needed: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < needed
+
+
+def _shown(kind: int) -> str:
+    soft = resource.getrlimit(kind)[0]
+    if soft == resource.RLIM_INFINITY:
+        return "unlimited"
+    return size(soft) if kind == resource.RLIMIT_MEMLOCK else f"{soft:,}"
+
+
+def _is_mine(process: psutil.Process) -> bool:
+    try:
+        return process.uids().real == os.getuid()
+    except psutil.Error:
+        return False
+
+
+def _thread_count(process: psutil.Process) -> int:
+    try:
+        return process.num_threads()
+    except psutil.Error:
+        return 0
+
+
+_LEAST_MEMORY = 4 * 2**30  # torch, transformers and a small model in two processes
+_PIDS = 256  # two processes with their threads
+_ASK = "docker run {}, resources.limits of the pod, or {} of the Slurm job"
+
+
+def check_control_groups(context: CheckContext) -> CheckResult:
+    """Read the limits of memory, cores and processes of this process's groups."""
+    memory, free, cores = cgroups.memory_limit(), cgroups.memory_free(), cgroups.cpu_limit()
+    pids = tuple(_pids())
+    shown = [
+        "memory: no limit" if memory is None else f"memory {size(memory)}, {size(free or 0)} free",
+        f"{plural(usable_cores(), 'core')}, no quota" if cores is None else f"{cores:.3g} cores by quota",
+        "processes: no limit" if not pids else f"processes {pids[0][0]} of {pids[0][1]}",
+    ]
+    findings = (*_of_memory(memory, free), *_of_cores(cores), *_of_pids(pids))
+    return CheckResult(("; ".join(shown),), findings)
+
+
+def _of_memory(limit: int | None, free: int | None) -> Iterator[Finding]:
+    if limit is not None and free is not None and free < _LEAST_MEMORY:
+        yield Finding(
+            Severity.WARNING,
+            f"the control group has {size(free)} of {size(limit)} left",
+            "the kernel kills a process that exceeds it, without a message in the log of the run",
+            f"give it more memory: {_ASK.format('--memory', '--mem')}; plans respect the limit",
+        )
+
+
+def _of_cores(limit: float | None) -> Iterator[Finding]:
+    cores = usable_cores()
+    if limit is not None and limit < cores:
+        yield Finding(
+            Severity.WARNING,
+            f"throttled: the control group may use {limit:.3g} of {plural(cores, 'core')}",
+            "once the quota of a period is used, all threads are paused for the rest of it",
+            f"raise the quota to whole cores: {_ASK.format('--cpus', '--cpus-per-task')}; or run fewer threads: "
+            f"OMP_NUM_THREADS={max(1, int(limit))}",
+        )
+
+
+def _of_pids(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
+    for used, limit in pid_limits:
+        if limit - used < _PIDS:
+            yield Finding(
+                Severity.BROKEN,
+                f"the control group has {used} of at most {limit} processes and threads; {_PIDS} more may be needed",
+                "starting a thread fails with `Resource temporarily unavailable`",
+                f"raise it: {_ASK.format('--pids-limit', 'TasksMax of the unit')}",
+            )
+
+
+def _pids(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Yield the number and the limit of processes of each group that has a limit."""
+    for group, _ in cgroups.groups("pids", root):
+        used, limit = read(group / "pids.current").strip(), read(group / "pids.max").strip()
+        if used.isdigit() and limit.isdigit():
+            yield int(used), int(limit)
+
+
+_SHARED = Path("/dev/shm")
+# NCCL creates segments of about 10 MB for each pair of GPUs that cannot reach each other directly; PyTorch's data
+# loaders keep several batches for each worker.
+_AMPLE, _AMPLE_A_GPU = 64 * 2**20, 256 * 2**20
+_FIX = "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+
+
+def check_shared_memory(context: CheckContext) -> CheckResult:
+    """Compare its size with what NCCL, data loaders and Trainwright need."""
+    if not sys.platform.startswith("linux"):
+        raise CannotCheck("this system does not use /dev/shm")
+    gpus = len(context.machine.gpus)
+    try:
+        status = os.statvfs(_SHARED)
+    except OSError as error:
+        finding = Finding(
+            Severity.BROKEN,
+            f"there is no {_SHARED}: {error.strerror}",
+            "processes of one machine exchange locks and data there",
+            f"mount -t tmpfs tmpfs {_SHARED}",
+        )
+        return CheckResult((), (finding,))
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    fact = f"{size(total)}, {size(free)} free"
+    return CheckResult((fact,), tuple(_of_shared_memory(total, free, gpus)))
+
+
+def _of_shared_memory(total: int, free: int, gpus: int) -> Iterator[Finding]:
+    recommended = max(_AMPLE, gpus * _AMPLE_A_GPU)
+    if not os.access(_SHARED, os.W_OK | os.X_OK):
+        yield Finding(
+            Severity.BROKEN,
+            f"this user cannot write to {_SHARED}",
+            "processes of one machine exchange locks and data there",
+            f"chmod 1777 {_SHARED} (as root)",
+        )
+    elif (problem := shortage(None, free, 2, 2)) is not None:
+        what, _, fix = problem.partition("; ")
+        yield Finding(Severity.BROKEN, what, "nothing can be started", fix)
+    elif total < recommended:
+        yield Finding(
+            Severity.BROKEN if gpus > 1 else Severity.WARNING,
+            f"{_SHARED} has only {size(total)}; {size(recommended)} are recommended here",
+            "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
+            _FIX,
+        )
+    elif free < recommended:
+        yield Finding(
+            Severity.WARNING,
+            f"{size(free)} of {size(total)} are free in {_SHARED}",
+            "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
+            f"remove files of programs that have ended: `ls -lt {_SHARED}`",
+        )

@@ -1,1 +1,0 @@
-"""Checks of ports, interfaces and the variables of NCCL."""

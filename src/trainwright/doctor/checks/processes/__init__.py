@@ -1,1 +1,0 @@
-"""Checks that run two processes together, and what they share."""

@@ -1,1 +1,0 @@
-"""Checks of installed packages, compilers and kernels."""

@@ -1,1 +1,0 @@
-"""Checks of the limits, cores and disks of the system."""

@@ -1,0 +1,100 @@
+"""Muon updates matrices by their orthogonalized momentum, and all other parameters by AdamW.
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024,
+https://kellerjordan.github.io/posts/muon/), with Nesterov momentum, and a scale that gives updates the size of AdamW's,
+so that one learning rate works for both (Liu et al., arXiv 2502.16982, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from trainwright.engine.optimizer import parameter_groups
+from trainwright.parallel.matrix_exchange import MatrixExchange
+from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix
+from trainwright.recipe.schema import OptimizerSection
+
+# Coefficients of the quintic Newton-Schulz iteration.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_LIKE_ADAMW = 0.2
+
+
+class Muon(Optimizer):
+    """Use Muon for the matrices of blocks, and AdamW for embeddings, the head and vectors.
+
+    Attributes:
+        exchange: divides the updates of matrices over the ranks; set by strategies of several.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
+        groups = parameter_groups(named, section, lambda name, parameter: is_matrix(name, parameter.dim()))
+        super().__init__(groups, {"lr": section.learning_rate})
+        self.exchange: MatrixExchange | None = None
+        self._momentum = section.momentum
+        self._adamw: AdamW | None = None
+        if plain := [group for group in self.param_groups if not group["kind"]]:
+            self._adamw = AdamW(plain, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True)
+            self._adamw.state = self.state  # one shared state to save; the groups are already shared
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        assert closure is None, "gradients are there already"
+        if self._adamw is not None and any(p.grad is not None for g in self._adamw.param_groups for p in g["params"]):
+            self._adamw.step()
+        for group in self.param_groups:
+            if group["kind"]:
+                for parameter, update in self._updates(group["params"]):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
+
+    def _updates(self, group: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        parameters = [parameter for parameter in group if parameter.grad is not None]
+        for parameter in parameters:
+            grad, state = parameter.grad, self.state[parameter]
+            assert grad is not None
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(grad)
+            state["momentum_buffer"].lerp_(grad, 1 - self._momentum)
+        if self.exchange is None:
+            for parameter in parameters:
+                yield parameter, _update(self._ahead(parameter))
+            return
+        dtype = _working_dtype(self.exchange.device)
+        for parameter, update in self.exchange(parameters, self._ahead, _update, dtype):
+            yield parameter, update.to(parameter.device)
+
+    def _ahead(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the gradient moved on by the momentum (Nesterov)."""
+        grad, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
+        assert grad is not None
+        return grad.lerp(momentum, self._momentum)
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (Newton-Schulz).
+
+    In bf16 on a GPU, as its authors do; in fp32 on a CPU.
+    """
+    work = matrix.to(_working_dtype(matrix.device))
+    tall = work.shape[0] > work.shape[1]
+    work = work.t() if tall else work
+    work = work / work.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        square = work @ work.t()
+        work = _A * work + (_B * square + _C * square @ square) @ work
+    return work.t() if tall else work
+
+
+def _working_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _update(matrix: torch.Tensor) -> torch.Tensor:
+    return orthogonalized(matrix) * (_LIKE_ADAMW * math.sqrt(max(matrix.shape)))

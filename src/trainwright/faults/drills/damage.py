@@ -1,0 +1,490 @@
+"""Damaged, missing and foreign files among a run's checkpoints; and wrong numbers: NaN, flipped bits, a moved clock."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills.invariants import Skipped, require
+from trainwright.faults.drills.kills import started
+from trainwright.faults.drills.kinds import ANY, COPIES, SEVERAL, fault
+from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
+from trainwright.faults.drills.watched_commands import CommandResult
+from trainwright.machine.detect import detect
+from trainwright.recipe.loading import load_recipe
+from trainwright.utils import text
+
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of linux/sched.h
+_CGROUPS = Path("/sys/fs/cgroup")
+_BUSY_SECONDS = 5.0
+
+
+@functools.cache
+def mounts_refused() -> str | None:
+    """Return why this process cannot mount file systems of its own; None if it can."""
+    try:
+        attempt = subprocess.run(
+            ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        return f"unshare: {error}"
+    return None if attempt.returncode == 0 else f"no mounts of one's own: {attempt.stderr.strip()}"
+
+
+def own_mounts() -> None:
+    """Give this process and its future children a mount namespace of their own. It must have one thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    _mount("--make-rprivate", "/")
+
+
+def mount_disk(path: Path, size: int) -> None:
+    """Mount an empty file system of this size in bytes."""
+    path.mkdir(parents=True, exist_ok=True)
+    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path))
+
+
+def make_read_only(path: Path, read_only: bool = True) -> None:
+    """Make the tree at `path` read-only, or writable again."""
+    if read_only:
+        _mount("--bind", str(path), str(path))
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                return _mount("-o", "remount,bind,ro", str(path))
+            except subprocess.CalledProcessError:  # a process that was started meanwhile writes a file
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+    else:
+        subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)
+
+
+def fill(path: Path, but: int = 0) -> None:
+    """Write a file that fills its disk, except for `but` bytes."""
+    with path.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 9))
+        if but:
+            file.truncate(max(0, file.tell() - but))
+
+
+def memory_cgroup_refused() -> str | None:
+    """Return why a cgroup cannot limit memory here; None if it can."""
+    for top, file in ((_CGROUPS / "memory", "memory.limit_in_bytes"), (_CGROUPS, "memory.max")):
+        probe = top / f"faults-{uuid.uuid4().hex[:8]}"
+        try:
+            probe.mkdir()
+        except OSError:
+            continue
+        try:
+            if (probe / file).exists():
+                return None
+        finally:
+            probe.rmdir()
+    return "no cgroup for memory can be made"
+
+
+@contextlib.contextmanager
+def limited_memory(size: int) -> Iterator[Path]:
+    """Make a cgroup with this memory limit in bytes; a process joins it when its pid is written to the yielded file."""
+    old = (_CGROUPS / "memory" / "memory.limit_in_bytes").exists()
+    group = (_CGROUPS / "memory" if old else _CGROUPS) / f"faults-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(size))
+        yield group / "cgroup.procs"
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def join(group: Path) -> None:
+    """Move this process into a cgroup."""
+    group.write_text(str(os.getpid()))
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True)
+
+
+_FILES = ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml")
+_DAMAGES = ("a bit flipped", "cut in half", "emptied", "deleted", "longer", "a directory", "a link to nothing")
+
+
+@fault(
+    "a damaged file of a checkpoint",
+    spreads=ANY,
+    variants=[f"{file} {damage}" for file in _FILES for damage in _DAMAGES],
+    share=5,
+)
+def damaged_checkpoint(scene: Scene) -> None:
+    """The newest one or two checkpoints are rejected with the file's name, and the one before is used."""
+    scene.stopped_run()
+    count = scene.draw.choice([1, 1, 2])
+    steps = invariants.checkpoint_steps(scene.run)
+    file, _, damage = scene.variant.partition(" ")
+    if file.startswith("rank-"):
+        file = f"rank-{scene.draw.randrange(_ranks(scene)):05d}.safetensors"
+    for step in steps[-count:]:
+        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, damage, scene.draw)
+    scene.injected = time.time()
+    ended = scene.go_on()
+    scene.expect(ended, (FINISHED,))
+    events = invariants.lines(scene.run)
+    resumed = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
+    require(resumed == steps[-count - 1], f"resumed from {resumed}; checkpoints of {steps[-count:]} were damaged")
+    reported = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
+    for step in steps[-count:]:
+        require(f"step-{step:08d}/{file}" in reported, f"nothing said of step-{step:08d}/{file}: {reported}")
+    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+
+
+@fault("every checkpoint damaged", spreads=ANY, variants=[f"{file} cut in half" for file in _FILES[:3]], share=1)
+def all_damaged(scene: Scene) -> None:
+    """Nothing is trained over it, nothing is deleted, and the message says why."""
+    scene.stopped_run()
+    file = scene.variant.partition(" ")[0]
+    for step in invariants.checkpoint_steps(scene.run):
+        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, "cut in half", scene.draw)
+    before = sorted(map(str, (scene.run / "checkpoints").rglob("*")))
+    scene.expect(scene.go_on(), (FAILED, REQUEST), ["checkpoint", "new run"])
+    require(sorted(map(str, (scene.run / "checkpoints").rglob("*"))) == before, "files of checkpoints were removed")
+
+
+@fault("damaged checkpoints and pruning", spreads=ANY, variants=("1", "2", "3"), share=3)
+def damaged_and_pruned(scene: Scene) -> None:
+    """Old checkpoints are pruned while newer ones cannot be read: a readable one exists at all times."""
+    scene.stopped_run()
+    steps = invariants.checkpoint_steps(scene.run)
+    bad = frozenset(scene.draw.sample(steps[1:], scene.draw.choice([1, 2])))
+    for step in bad:
+        file = scene.draw.choice(_FILES[:3])
+        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, scene.draw.choice(_DAMAGES[:4]), scene.draw)
+    for _ in range(2):
+        keep = f"checkpoint.keep_last={scene.variant}"
+        starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
+        command = scene.trainwright("train", "--resume", str(scene.run), keep)
+        newest = _newest_complete(scene, bad)
+        reached = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, phases.STEPS - 2)))
+        scene.wait_for_step(command, reached, starts)
+        if scene.draw.random() < 0.7:
+            command.send(signal.SIGTERM)
+            ended = scene.wait(command)
+            if ended.code != FINISHED:
+                scene.expect(ended, (STOPPED,), "resume")
+        else:
+            command.kill()
+        remaining = _whole(scene)
+        require(remaining, f"no whole checkpoint is left; before: {steps}, damaged: {sorted(bad)}")
+        require(max(remaining) >= newest, f"the checkpoint of step {newest} is gone, whole ones are of {remaining}")
+    ended = scene.go_on()
+    scene.expect(ended, (FINISHED,))
+    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+
+
+@fault(
+    "foreign names among checkpoints",
+    spreads=ANY,
+    variants=(
+        "step-7 directory", "step-² directory", "step-00000030 empty", "step-00000030 file", "step-٣ directory",
+        "step-00000024 link to nothing", "step-99999999999999999999 directory", "step--0000001 directory",
+        ".writing-step-00000024 directory", ".removing-step-00000006 directory", ".writing-step-00000024 file",
+        "step-00000018.bak copy", "step-00000018 (copy) copy", "step-0000000x directory", "latest file",
+        "step-00000021 copy", "step-00000019 link", "step- directory", "step-1e3 directory",
+    ),
+    share=3,
+)  # fmt: skip
+def foreign_names(scene: Scene) -> None:
+    """Files made by hand or by another program: the run continues from its own newest checkpoint."""
+    scene.stopped_run()
+    checkpoints = scene.run / "checkpoints"
+    name, _, what = scene.variant.rpartition(" ")
+    if what == "nothing":
+        name, what = name.removesuffix(" link to"), "link to nothing"
+    path = checkpoints / name
+    if what == "directory":
+        path.mkdir()
+        (path / "notes.txt").write_text("by hand\n")
+    elif what == "empty":
+        path.mkdir()
+    elif what == "file":
+        path.write_text("by hand\n")
+    elif what == "copy":
+        shutil.copytree(checkpoints / "step-00000018", path)
+    else:
+        path.symlink_to("nowhere" if what == "link to nothing" else "step-00000018")
+    ended = scene.go_on()
+    scene.expect(ended, (FINISHED,))
+    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+
+
+@fault(
+    "a damaged file of a run",
+    variants=[f"{file} {damage}" for file in ("plan.json", "events.jsonl", "recipe.yaml") for damage in _DAMAGES],
+    share=2,
+)
+def damaged_run(scene: Scene) -> None:
+    """The run continues unchanged, or says what is missing."""
+    scene.stopped_run()
+    file, _, damage = scene.variant.partition(" ")
+    before = scene.run / file
+    text = before.read_bytes()
+    damaged(before, damage, scene.draw)
+    resume = scene.trainwright("train", "--resume", str(scene.run))
+    ended = scene.wait(resume)
+    scene.expect(ended, (FINISHED, REQUEST, FAILED), file)
+    if ended.code == FINISHED and file == "events.jsonl":  # whose steps before are lost
+        invariants.check_final(scene.run, scene.reference(), exact=True)
+    elif ended.code == FINISHED:
+        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+    else:
+        _remove(before)
+        before.write_bytes(text)
+        scene.resumes()
+
+
+def damaged(path: Path, damage: str, draw: random.Random) -> None:
+    """Apply the damage to a file."""
+    data = path.read_bytes()
+    if damage == "a bit flipped":
+        position = draw.randrange(len(data))
+        path.write_bytes(data[:position] + bytes([data[position] ^ (1 << draw.randrange(8))]) + data[position + 1 :])
+    elif damage == "cut in half":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    elif damage == "longer":
+        path.write_bytes(data + bytes(draw.randrange(256) for _ in range(100)))
+    else:
+        path.unlink()
+        if damage == "a directory":
+            path.mkdir()
+        elif damage == "a link to nothing":
+            path.symlink_to("nowhere")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _ranks(scene: Scene) -> int:
+    return len(list((scene.run / "checkpoints" / "step-00000018").glob("rank-*.safetensors")))
+
+
+def _whole(scene: Scene) -> list[int]:
+    steps = invariants.checkpoint_steps(scene.run)
+    return [s for s in steps if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
+
+
+def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:
+    return max(_whole(scene), default=0)
+
+
+_POLICIES = "trainwright.faults.drills.planted"
+# A check that finds nothing comes first, so that there is a checkpoint to go back to.
+_CHECKED_EVERY = 4
+_CHECKS = (f"faults.replay_every={_CHECKED_EVERY}", "faults.on_corruption=rewind", "checkpoint.every=2")
+_BITS = 23
+
+
+@fault("NaN in a pass", spreads=ANY, variants=("at a step before a checkpoint", "after one"), share=2)
+def not_a_number(scene: Scene) -> None:
+    """The run fails at that step, is not restarted, stores no such number, and continues without the cause."""
+    first = 2 if scene.variant.startswith("at") else phases.SAVES_EVERY + 1
+    step = scene.draw.randrange(first, first + phases.SAVES_EVERY - 2)
+    rank = scene.draw.randrange(scene.case.spread[1])
+    plain = _uncompiled(scene)
+    ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0}, *plain)
+    scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
+    reached = invariants.last_step(scene.run)
+    require(reached == step - 1, f"step {step} was NaN, and the last one is {reached}")
+    invariants.none_lost(scene.run)
+    scene.resumes(overrides=plain)
+
+
+@fault("a flipped bit of a weight", spreads=COPIES, share=2)
+def flipped_weight(scene: Scene) -> None:
+    """The next check finds it and names the rank, and the run rewinds to before it."""
+    _flipped(scene, "FlippedWeight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
+
+
+@fault("a flipped bit of an activation", spreads=SEVERAL, share=2)
+def flipped_activation(scene: Scene) -> None:
+    """The check of that step finds it and names the rank."""
+    _flipped(scene, "Activation", 2 * _CHECKED_EVERY, _uncompiled(scene))
+
+
+@fault("a clock that jumps", spreads=ANY, variants=("+3600", "-3600", "+86400", "-1"), share=1)
+def clock(scene: Scene) -> None:
+    """Nothing changes."""
+    rank, step = scene.draw.randrange(scene.case.spread[1]), scene.draw.randrange(1, phases.STEPS - 1)
+    scene.stays_undisturbed(_train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)}))
+
+
+def _flipped(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()) -> None:
+    rank = scene.draw.randrange(scene.case.spread[1])
+    where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
+    scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS, *overrides), overrides)
+    ranks = [event["rank"] for event in invariants.faults(scene.run, "corrupted_weights", "corrupted_computation")]
+    require(ranks, f"{where} was not noticed")
+    require(ranks[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {ranks}")
+
+
+def _uncompiled(scene: Scene) -> tuple[str, ...]:
+    """Return overrides of a run whose blocks can be changed: compiled ones do not see hooks that are added later."""
+    compiled = load_recipe(scene.reference() / "recipe.yaml").train.compile
+    return ("train.compile=false",) if compiled else ()
+
+
+def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> CommandResult:
+    """Train the run with an additional step policy."""
+    own = load_recipe(scene.recipe).train.step_policies
+    policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"
+    return scene.wait(scene.train(policies, *overrides, variables={"TRAINWRIGHT_FAULT": json.dumps(where)}))
+
+
+_SMALLEST_DISK = 96 * 2**20
+_FULL = os.strerror(errno.ENOSPC)
+_LATE = (phases.JOINING, *phases.TRAINING, phases.EXPORT)
+
+
+@fault(
+    "a disk that fills up",
+    spreads=ANY,
+    phases=_LATE,
+    variants=("until the end", "for a moment", "but for 300 KiB", "and SIGTERM"),
+    share=5,
+    needs=mounts_refused,
+)
+def full_disk(scene: Scene) -> None:
+    """The run reports it and continues; if it cannot finish it says what to do, and is resumed once there is space."""
+    _on_own_disk(scene)
+    command = started(scene)
+    filler = scene.run.parent / "filler"
+    fill(filler, but=300 * 1024 if scene.variant.startswith("but") else 0)
+    if scene.variant == "for a moment":
+        time.sleep(scene.draw.uniform(0.05, 0.8))
+        filler.unlink()
+    elif scene.variant == "and SIGTERM":
+        time.sleep(scene.draw.uniform(0.0, 0.3))
+        command.send(signal.SIGTERM)
+    ended = scene.wait(command)
+    filler.unlink(missing_ok=True)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
+    if scene.run.exists():
+        invariants.checkpoints_complete(scene.run)
+    if ended.code != FINISHED:
+        ended = scene.go_on()
+        scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault("files limited in size", spreads=ANY, phases=phases.TRAINING, variants=("to the end", "for a moment"), share=1.5)
+def limited_files(scene: Scene) -> None:
+    """A quota or `ulimit -f`: a checkpoint that does not fit is not left half-written, and earlier ones stay."""
+    command = started(scene)
+    pids = [command.pid, *scene.workers(command).values()]
+    _limit_files(pids, 100_000)
+    if scene.variant == "for a moment":
+        time.sleep(scene.draw.uniform(0.05, 0.6))
+        _limit_files(pids, resource.RLIM_INFINITY)
+    ended = scene.wait(command)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
+    invariants.checkpoints_complete(scene.run)
+    if ended.code != FINISHED:
+        ended = scene.go_on()
+        scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault("a run directory that becomes read-only", spreads=ANY, phases=_LATE, share=1.5, needs=mounts_refused)
+def read_only_later(scene: Scene) -> None:
+    """Failed checkpoints are reported, the run does not end as if it were saved, and it can be resumed."""
+    own_mounts()
+    command = started(scene)
+    make_read_only(scene.run)
+    ended = scene.wait(command)
+    make_read_only(scene.run, False)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
+    invariants.checkpoints_complete(scene.run)
+    if ended.code != FINISHED:
+        scene.expect(scene.go_on(), (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault(
+    "a place that cannot be written to", spreads=ANY, variants=("new", "resumed", "full"), share=1, needs=mounts_refused
+)
+def read_only_from_the_start(scene: Scene) -> None:
+    """Refused with a clear message before training starts."""
+    own_mounts()
+    if scene.variant == "resumed":
+        scene.stopped_run()
+        make_read_only(scene.run)
+        ended = scene.go_on()
+        make_read_only(scene.run, False)
+        scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only")
+        scene.resumes()
+        return
+    scene.run = scene.work / "disk" / "run"
+    if scene.variant == "full":
+        mount_disk(scene.run.parent, 1 << 20)
+        fill(scene.run.parent / "filler")
+    else:
+        scene.run.parent.mkdir()
+        make_read_only(scene.run.parent)
+    ended = scene.wait(scene.train())
+    scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only" if scene.variant == "new" else _FULL)
+    require(not scene.run.exists(), "a run is there")
+
+
+def _on_own_disk(scene: Scene) -> None:
+    own_mounts()
+    scene.run = scene.work / "disk" / "run"
+    mount_disk(scene.run.parent, disk_size(scene))
+
+
+def disk_size(scene: Scene) -> int:
+    """Return the bytes of a disk, in memory, on which the run has room for one more checkpoint than it keeps.
+
+    Raises Skipped if there is not so much memory.
+    """
+    run = sum(file.stat().st_size for file in scene.reference().rglob("*") if file.is_file())
+    size, free = max(_SMALLEST_DISK, 2 * run), detect().usable_bytes
+    if size > free:
+        raise Skipped(f"a disk of {text.size(size)} for the run, in memory, of which {text.size(free)} are free")
+    return size
+
+
+def _limit_files(pids: list[int], size: int) -> None:
+    for pid in pids:
+        try:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        except ProcessLookupError:
+            continue

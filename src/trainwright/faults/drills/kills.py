@@ -1,0 +1,506 @@
+"""Killed processes; runs that are resumed with other processes or twice; and a worker whose memory is limited."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills.invariants import Missed, Skipped, require
+from trainwright.faults.drills.kinds import ANY, SEVERAL, Spread, fault
+from trainwright.faults.drills.trial_environment import FAILED, FAULT, FINISHED, MACHINE, REQUEST, STOPPED, Scene
+from trainwright.faults.drills.watched_commands import TRAINWRIGHT, Command, CommandResult
+
+# A lost process ends the run as failed; a machine's own failure may have a code of its own.
+_LOST = (FAILED, FAULT)
+# Whether the run is restarted automatically.
+RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restarts=off"}
+
+
+@fault(
+    "SIGKILL of a worker",
+    spreads=ANY,
+    phases=(phases.JOINING, *phases.TRAINING, phases.EXPORT),
+    variants=RESTARTS,
+    share=4,
+)
+def kill_worker(scene: Scene) -> None:
+    """The rank is named, no process is left behind, and the run continues from its checkpoint, restarted or resumed."""
+    command = started(scene, RESTARTS[scene.variant])
+    workers = command.workers() if scene.phase == phases.JOINING else scene.workers(command)
+    if not workers:
+        raise Missed("no worker was seen")
+    rank = scene.draw.choice(list(workers))
+    command.send(signal.SIGKILL, workers[rank])
+    ended = scene.wait(command)
+    restarts = [event for event in invariants.lines(scene.run) if event["event"] == "restart"]
+    if ended.code == FINISHED and not restarts and scene.phase == phases.EXPORT:
+        raise Missed("the run had finished when the signal came")
+    if scene.variant == "restarted":
+        scene.stays_undisturbed(ended)
+        named = [event for event in restarts if f"rank {rank} " in event["detail"]]
+        require(len(restarts) == len(named) == 1, f"rank {rank} was killed, restarts are {restarts}")
+        return
+    scene.expect(ended, _LOST, rf"rank {rank}\b.*kill")
+    invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+@fault("SIGKILL of the launcher", spreads=ANY, phases=phases.ALL, share=3)
+def kill_launcher(scene: Scene) -> None:
+    """Its workers end with it, and the run can be resumed at once."""
+    command = started(scene)
+    command.send(signal.SIGKILL)
+    _killed_and_resumed(scene, command)
+
+
+@fault("SIGKILL of everything", spreads=ANY, phases=phases.ALL, share=4)
+def kill_everything(scene: Scene) -> None:
+    """As when a container or the machine is lost."""
+    command = started(scene)
+    command.kill()
+    _killed_and_resumed(scene, command)
+
+
+@fault("SIGKILL again and again", spreads=ANY, phases=phases.TRAINING, variants=("2", "3"), share=1.5)
+def kill_repeatedly(scene: Scene) -> None:
+    """Also while a run is being resumed, or before it has progressed."""
+    command = started(scene)
+    command.kill()
+    for _ in range(int(scene.variant) - 1):
+        command = scene.trainwright("train", "--resume", str(scene.run))
+        starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
+        if scene.draw.random() < 0.5:
+            time.sleep(scene.draw.uniform(0.5, 4.0))
+        else:
+            scene.wait_until(command, functools.partial(_has_restarted, scene, starts))
+            time.sleep(scene.draw.uniform(0, 0.4))
+        command.kill()
+        invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+@fault(
+    "the shell that runs the command is killed",
+    spreads=ANY,
+    phases=(phases.IMPORTS, *phases.TRAINING),
+    variants=("SIGTERM", "SIGHUP", "SIGKILL"),
+    share=1.5,
+)
+def kill_shell(scene: Scene) -> None:
+    """A plain line of a batch script: the run ends with a clear message or finishes; nothing is lost."""
+    script = scene.work / "job.sh"
+    line = shlex.join([*TRAINWRIGHT, "train", *scene.asked()])
+    script.write_text(f"#!/bin/bash\n{line}\necho the script goes on with code $?\n")
+    shell = scene.command("bash", str(script))
+    scene.reach(shell)
+    os.kill(shell.pid, getattr(signal, scene.variant))
+    deadline = time.monotonic() + scene.setting.patience
+    while shell.processes() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    ended = scene.wait(shell)
+    require("Traceback" not in ended.text, f"a traceback: {ended}")
+    finished = any(
+        event["event"] == "finish" and event["status"] == "finished" for event in invariants.lines(scene.run)
+    )
+    if finished:
+        scene.as_undisturbed()
+        return
+    reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
+    require(not reached or (saved and saved[-1] == reached), f"ended at step {reached}, checkpoints are of {saved}")
+    scene.resumes()
+
+
+@fault("a run directory that is deleted", spreads=ANY, phases=phases.TRAINING, variants=("deleted", "moved"), share=1)
+def delete_run(scene: Scene) -> None:
+    """The run does not end as if it had been saved."""
+    command = started(scene)
+    if scene.variant == "moved":
+        scene.run.rename(scene.run.with_name("elsewhere"))
+    else:
+        shutil.rmtree(scene.run, ignore_errors=True)
+        if scene.run.exists():  # it wrote meanwhile
+            shutil.rmtree(scene.run, ignore_errors=True)
+    ended = scene.wait(command)
+    if scene.variant == "moved":
+        shutil.rmtree(scene.run, ignore_errors=True)
+        scene.run.with_name("elsewhere").rename(scene.run)
+    scene.expect(ended, (FAILED, MACHINE, REQUEST), re.escape(str(scene.run)))
+    if scene.variant == "moved":
+        scene.resumes()
+
+
+def started(scene: Scene, *overrides: str) -> Command:
+    """Start the run; return in the phase of the case."""
+    if scene.phase == phases.PREPARATION:
+        scene.use_own_cache()
+    command = scene.train(*overrides)
+    scene.reach(command)
+    return command
+
+
+def _killed_and_resumed(scene: Scene, command: Command) -> None:
+    ended = scene.wait(command)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    require(ended.code == -signal.SIGKILL, f"wanted a killed command, got {ended}")
+    invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+def _has_restarted(scene: Scene, starts: int) -> bool:
+    return _starts(scene) > starts
+
+
+def _starts(scene: Scene) -> int:
+    return sum(event["event"] == "start" for event in invariants.lines(scene.run))
+
+
+@fault("another strategy or number of processes", spreads=ANY, variants=("after SIGKILL", "after SIGTERM"), share=5)
+def another_world(scene: Scene) -> None:
+    """The same losses to rounding, the same examples exactly."""
+    other = _other(scene, [spread for spread in scene.setting.spreads if spread != scene.case.spread])
+    if scene.variant == "after SIGKILL":
+        scene.stopped_run()
+    else:
+        _stop(scene, scene.train(), phases.STEPS // 2)
+    _resumed_as(scene, other)
+
+
+@fault("processes that leave and come back", spreads=ANY, share=3)
+def leave_and_come_back(scene: Scene) -> None:
+    """Another number of processes for some steps, then the original: the same losses up to rounding."""
+    own = scene.case.spread
+    other = _other(scene, [spread for spread in scene.setting.spreads if spread[1] != own[1]])
+    _stop(scene, scene.train(), phases.SAVES_EVERY + 1)
+    _stop(scene, scene.trainwright("train", "--resume", str(scene.run), *_as(other)), 2 * phases.SAVES_EVERY + 1)
+    _resumed_as(scene, own)
+
+
+@fault("a run that is being trained is resumed too", spreads=ANY, phases=(phases.STEP,), share=1)
+def resumed_twice(scene: Scene) -> None:
+    """The second command is refused with a clear message, and the first, suspended meanwhile, is not disturbed."""
+    first = scene.train()
+    scene.wait_until(first, lambda: phases.has_event(scene.run, "step", 1))
+    suspended = first.processes()
+    for process in suspended:
+        first.send(signal.SIGSTOP, process)
+    if first.ended or phases.has_event(scene.run, "finish"):
+        raise Missed("the first had finished")
+    second = scene.wait(scene.trainwright("train", "--resume", str(scene.run)))
+    for process in suspended:
+        first.send(signal.SIGCONT, process)
+    scene.expect(second, (REQUEST,), "being trained")
+    scene.stays_undisturbed(scene.wait(first))
+
+
+def _other(scene: Scene, others: list[Spread]) -> Spread:
+    """Return one of the spreads that the recipe can be trained with."""
+    scene.draw.shuffle(others)
+    spread = next(filter(scene.can_train, others), None)
+    if spread is None:
+        raise Skipped("there is no other number of processes or strategy among those that are tried")
+    return spread
+
+
+def _as(spread: Spread) -> tuple[str, str]:
+    return f"parallel.strategy={spread[0]}", f"parallel.num_processes={spread[1]}"
+
+
+def _stop(scene: Scene, command: Command, step: int) -> None:
+    """Stop the run with a checkpoint once its newest launch has reached the step."""
+    starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
+    scene.wait_for_step(command, step, starts)
+    scene.injected = scene.injected or time.time()
+    command.send(signal.SIGTERM)
+    ended = scene.wait(command)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    scene.expect(ended, (STOPPED,), "resume")
+    invariants.none_lost(scene.run)
+
+
+def _resumed_as(scene: Scene, spread: Spread) -> None:
+    ended = scene.go_on(*_as(spread))
+    scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed(exact=False)
+    start = next(event for event in reversed(invariants.lines(scene.run)) if event["event"] == "start")
+    ran = start["strategy"], start["world_size"]
+    require(ran == spread, f"asked for {spread}, ran {ran}")
+
+
+@fault(
+    "an address space that is limited later", spreads=ANY, phases=phases.TRAINING, variants=("0", "1", "8"), share=1.5
+)
+def limited_addresses(scene: Scene) -> None:
+    """A worker's memory is limited to what it has plus some MiB: smaller micro-batches, or a clear error."""
+    halvable = scene.setting.halvable
+    command = started(scene, *halvable)
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    with open(f"/proc/{workers[rank]}/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
+    resource.prlimit(workers[rank], resource.RLIMIT_AS, (size, size))
+    ended = scene.wait(command)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
+    invariants.checkpoints_complete(scene.run)
+    if ended.code == FINISHED:
+        scene.as_undisturbed(halvable, exact=False)
+    else:
+        scene.resumes(overrides=halvable, exact=False)
+
+
+_STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+
+@fault("stop signal to the launcher", spreads=ANY, phases=phases.ALL, variants=_STOPS, share=4)
+def stop_launcher(scene: Scene) -> None:
+    """The run stops after a checkpoint, or before the first step without one, and can be continued."""
+    command = started(scene)
+    command.send(getattr(signal, scene.variant))
+    _stopped_and_resumed(scene, scene.wait(command))
+
+
+@fault("stop signal to the whole group", spreads=ANY, phases=phases.ALL, variants=_STOPS, share=3)
+def stop_group(scene: Scene) -> None:
+    """Like Ctrl-C in a terminal, or a scheduler that signals every process."""
+    command = started(scene)
+    command.send_group(getattr(signal, scene.variant))
+    _stopped_and_resumed(scene, scene.wait(command))
+
+
+@fault("stop signal to one worker", spreads=ANY, phases=phases.TRAINING, variants=_STOPS, share=3)
+def stop_worker(scene: Scene) -> None:
+    """The run stops, fails and names that rank, or ignores it; continued, it equals the undisturbed run."""
+    command = started(scene)
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    command.send(getattr(signal, scene.variant), workers[rank])
+    ended = scene.wait(command)
+    scene.expect(ended, (FINISHED, STOPPED, FAILED), f"rank {rank}" if ended.code == FAILED else "resume")
+    invariants.none_lost(scene.run)
+    scene.resumes() if ended.code else scene.as_undisturbed()
+
+
+@fault("stop signal before the imports are done", variants=_STOPS, share=1)
+def stop_start(scene: Scene) -> None:
+    """During start-up the interpreter itself may end it; nothing half-written is left."""
+    command = scene.train()
+    time.sleep(scene.draw.uniform(0.0, 1.2))
+    number = getattr(signal, scene.variant)
+    command.send(number)
+    ended = scene.wait(command)
+    by_default = ended.seconds < 1.2 and ended.code in (-number, 128 + number)
+    if not by_default:
+        scene.expect(ended, (STOPPED,), "stopp")
+    scene.resumes()
+
+
+@fault("a second ctrl-C", spreads=ANY, phases=phases.TRAINING, share=1)
+def second_interrupt(scene: Scene) -> None:
+    """The second signal kills; complete checkpoints stay."""
+    command = started(scene)
+    for worker in command.workers().values():
+        command.send(signal.SIGSTOP, worker)  # it would be done before the second
+    command.send(signal.SIGINT)
+    time.sleep(1.3)
+    command.send(signal.SIGINT)
+    ended = scene.wait(command)
+    scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else "killed|ctrl-C")
+    invariants.checkpoints_complete(scene.run)
+    scene.resumes()
+
+
+@fault(
+    "a stopped worker, then SIGTERM", spreads=ANY, phases=(phases.STEP, phases.FIRST_STEP, phases.CHECKPOINT), share=1
+)
+def frozen_worker(scene: Scene) -> None:
+    """A worker that does not respond does not prevent the run from ending."""
+    command = started(scene)
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    command.send(signal.SIGSTOP, workers[rank])
+    time.sleep(0.3)
+    command.send(signal.SIGTERM)
+    ended = scene.wait(command)
+    scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else f"rank {rank}")
+    invariants.checkpoints_complete(scene.run)
+    scene.resumes()
+
+
+@fault("a worker stopped for ever", spreads=ANY, phases=phases.TRAINING, variants=("restart", "stop"), share=1.5)
+def hanging_worker(scene: Scene) -> None:
+    """The rank is named within seconds, and the run continues by itself or, with on_hang: stop, when it is resumed."""
+    command = started(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    command.send(signal.SIGSTOP, workers[rank])
+    ended = scene.wait(command)
+    ranks = [event["rank"] for event in invariants.faults(scene.run, "hang")]
+    require(ranks == [rank], f"rank {rank} was stopped, the faults are of ranks {ranks}: {ended}")
+    if scene.variant == "restart":
+        scene.stays_undisturbed(ended)
+        return
+    scene.expect(ended, (FAILED, FAULT), rf"rank {rank}\b")
+    invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+@fault("a worker stopped for a while", spreads=SEVERAL, phases=phases.TRAINING, share=1)
+def paused_worker(scene: Scene) -> None:
+    """SIGSTOP and SIGCONT change nothing."""
+    command = started(scene)
+    workers = scene.workers(command)
+    victim = scene.draw.choice(list(workers.values()))
+    command.send(signal.SIGSTOP, victim)
+    time.sleep(scene.draw.uniform(0.2, 2.0))
+    command.send(signal.SIGCONT, victim)
+    scene.stays_undisturbed(scene.wait(command))
+
+
+def _stopped_and_resumed(scene: Scene, ended: CommandResult) -> None:
+    if ended.code == FINISHED:
+        # Only a run whose last step was done when the signal came may finish.
+        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+        if scene.phase != phases.EXPORT:
+            raise Missed("the run had finished when the signal came")
+        return
+    scene.expect(ended, (STOPPED,), "stop")
+    if any(event["event"] == "step" for event in invariants.lines(scene.run)):
+        reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
+        require(saved and saved[-1] == reached, f"stopped at step {reached}, checkpoints are of steps {saved}")
+        invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+_PIDFD_GETFD = 438  # the number of the system call, the same on all architectures since Linux 5.6
+_ESTABLISHED = "01"  # include/net/tcp_states.h
+
+
+@functools.cache
+def cut_refused() -> str | None:
+    """Return why this process cannot cut the connections of its children; None if it can."""
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) as child:
+        try:
+            os.close(_file_of(child.pid, 0))
+        except (OSError, AttributeError) as error:
+            return f"no access to the connections of other processes: {error}"
+        finally:
+            child.kill()
+    return None
+
+
+@fault(
+    "connections that are cut", spreads=SEVERAL, phases=phases.TRAINING, variants=RESTARTS, share=2, needs=cut_refused
+)
+def cut_connections(scene: Scene) -> None:
+    """Every rank ends in bounded time, and the run goes on, by itself or resumed."""
+    command = started(scene, RESTARTS[scene.variant])
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    require(_cut(workers[rank]) or command.ended, f"rank {rank} has no connections")
+    ended = scene.wait(command)
+    restarts = [event for event in invariants.lines(scene.run) if event["event"] == "restart"]
+    if ended.code == FINISHED:
+        if not restarts:
+            raise Missed("the run needed its connections no more")
+        require(scene.variant == "restarted", f"restarts are off, and there was one: {restarts}")
+        scene.stays_undisturbed(ended)
+        return
+    scene.expect(ended, (FAILED, FAULT), r"rank \d")
+    require(scene.variant == "resumed", f"restarts are on, and the run ended: {ended}")
+    invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+def _cut(pid: int) -> int:
+    """Shut down every TCP connection of a process; return their number."""
+    connections = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _ESTABLISHED:
+                connections.add(fields[9])
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+            if match and match[1] in connections:
+                with socket.socket(fileno=_file_of(pid, int(link.name))) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def _file_of(pid: int, number: int) -> int:
+    """Return a file of another process as a file of this one."""
+    process = os.pidfd_open(pid)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        descriptor: int = libc.syscall(_PIDFD_GETFD, process, number, 0)
+        if descriptor < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return descriptor
+    finally:
+        os.close(process)
+
+
+@fault("a stop under torchrun", spreads=SEVERAL, phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)
+def stop_torchrun(scene: Scene) -> None:
+    """Its workers write a checkpoint of the current step."""
+    command = _started(scene)
+    command.send(getattr(signal, scene.variant))
+    ended = scene.wait(command)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
+    require(not reached or (saved and saved[-1] == reached), f"stopped at {reached}, checkpoints of {saved}: {ended}")
+    scene.resumes()
+
+
+@fault("a worker killed under torchrun", spreads=SEVERAL, phases=phases.TRAINING, share=0.7)
+def kill_under_torchrun(scene: Scene) -> None:
+    """The other rank ends by itself and names the killed one."""
+    command = _started(scene)
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    command.send(signal.SIGKILL, workers[rank])
+    ended = scene.wait(command)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    require(f"error: rank {rank}" in ended.text, f"rank {rank} is not named: {ended}")
+    invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+@fault("SIGKILL of the node agent", spreads=SEVERAL, phases=phases.TRAINING, share=0.7)
+def kill_agent(scene: Scene) -> None:
+    """The workers of torchrun end with it, and the run goes on."""
+    command = _started(scene)
+    command.send(signal.SIGKILL)
+    ended = scene.wait(command)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+def _started(scene: Scene) -> Command:
+    """The run under torchrun, in the phase of the case."""
+    processes = str(scene.case.spread[1])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    command = scene.command(sys.executable, *launcher, "-m", "trainwright.worker", *scene.asked())
+    scene.reach(command)
+    return command

@@ -1,1 +1,0 @@
-"""Studies of unlearning: their rows, tables and plots."""
