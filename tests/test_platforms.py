@@ -65,6 +65,7 @@ def test_the_peak_of_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     assert peak_resident(1000) == 1000
 
 
+@pytest.mark.slow
 def test_verify_with_spawned_processes(tmp_path: Path) -> None:
     done = python(str(SPAWNING), "verify", str(TINY), "--steps", "2", *TWO, cwd=tmp_path)
     assert done.returncode == 0 and "the same run" in done.stdout, done.stderr

@@ -54,6 +54,7 @@ def of_steps(run: Path, key: str) -> list[float]:
     return [event[key] for event in events(run, "step")]
 
 
+@pytest.mark.slow
 def test_the_names_are_in_the_help_the_schema_and_the_tables_of_the_docs(installed: Path, tmp_path: Path) -> None:
     help_ = run(installed, tmp_path, "train", "--help")
     assert [name for name in NAMES if name not in help_] == []
@@ -65,6 +66,7 @@ def test_the_names_are_in_the_help_the_schema_and_the_tables_of_the_docs(install
     assert "bounded_ascent gradient ascent on forget tokens until" in run(installed, tmp_path, "recipe", "objectives")
 
 
+@pytest.mark.slow
 def test_the_names_are_in_the_reference_of_the_docs(installed: Path) -> None:
     path = os.pathsep.join([str(installed), str(ROOT / "src"), str(ROOT / "docs")])
     print_reference = (
@@ -113,6 +115,7 @@ def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(i
     assert "length_ratio" in run(installed, tmp_path, "eval", "focal", *asked)
 
 
+@pytest.mark.slow
 def test_an_optimizer_and_a_schedule_are_the_same_everywhere_and_resume(installed: Path, tmp_path: Path) -> None:
     """By ddp and fsdp on two processes, and resumed, as by one process; the rates and the first step by hand."""
     asked = ("optimizer.name=heavy_ball", "optimizer.schedule=square_root", "optimizer.options.nesterov=true")
@@ -145,6 +148,7 @@ def test_an_optimizer_and_a_schedule_are_the_same_everywhere_and_resume(installe
     assert state["heavy_ball"] == pytest.approx(state["adamw"] / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_an_attention_kernel_is_chosen_by_its_name_and_computes_the_same(installed: Path, tmp_path: Path) -> None:
     file = recipe(tmp_path, "sft", model={"dropout": 0.0})
     asked = (*ON_SUMS, "data.validation=null", "train.mixed_precision=no", "parallel.num_processes=1")

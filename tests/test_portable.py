@@ -97,6 +97,7 @@ def _found(directory: Path, allowed: dict[str, str], names: set[str]) -> list[st
     return [use for file in files if str(file.relative_to(directory)) not in allowed for use in _uses(file, names)]
 
 
+@pytest.mark.slow
 def test_no_test_reads_where_or_when_it_runs() -> None:
     assert _found(ROOT / "tests", _ALLOWED, _HOST | _MOMENT | _USER) == []
 

@@ -47,6 +47,7 @@ def test_a_run_is_trained_without_the_rooms(core: Path) -> None:
     assert "finished at step 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_only_a_room_can_do_is_refused_with_its_name(core: Path) -> None:
     (core / "accelerate.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
     (core / "small.gguf").write_bytes(b"GGUF")

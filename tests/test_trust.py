@@ -120,6 +120,7 @@ def test_no_key_of_a_recipe_makes_a_check_execute_anything(folder: Path, key: st
     assert (folder / "executed").exists() == (key != "environment")  # which a check does not make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cProfile:run", "os:system", "subprocess:Popen", "os.path:exists"])
 @pytest.mark.parametrize("key", ["evaluate.metrics", "logging.observers", "train.step_policies"])
 def test_nothing_of_the_standard_library_is_an_extension(tmp_path: Path, key: str, place: str) -> None:

@@ -38,6 +38,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "call"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_a_wrong_argument_raises_what_the_command_says(
     words: list[str], call: Callable[[], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]

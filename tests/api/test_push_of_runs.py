@@ -60,6 +60,7 @@ def test_a_run_uploads_its_model_and_its_checkpoints(hub: Hub, tmp_path: Path) -
     assert not any(TOKEN.encode() in content for content in written)
 
 
+@pytest.mark.slow
 def test_an_upload_that_fails_is_repeated_and_leaves_the_run_whole(hub: Hub, tmp_path: Path) -> None:
     hub.refused = 1
     ended = train(hub, tmp_path / "first", "push.repository=me/tiny")

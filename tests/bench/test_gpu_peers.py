@@ -35,6 +35,7 @@ def test_a_dry_run_measures_every_contender_and_goes_on_where_it_was_stopped(tmp
     assert json.loads(output.read_text())["cases"]["gpt2-124m"]["Trainwright"] == eager
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_missing_is_named_and_ours_decide_the_exit_code(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     ours = {name: {"tokens_per_second": 9.0, "memory_bytes": 0, "first_step_seconds": 1.0, "loss": 1.0,

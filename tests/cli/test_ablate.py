@@ -123,6 +123,7 @@ def test_the_best_run_is_that_of_the_metric_that_was_named() -> None:
     assert accurate.best["name"] == "b" and "best: b (highest token accuracy 0.9000)" in str(accurate)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_grid_under_runs_with_all_curves_and_a_logarithmic_axis(runs: Runs, tmp_path: Path) -> None:
     over = ("--over", "optimizer.learning_rate=1e-3,4e-3", "--over", "train.seed=0,1", "--metric", "token_accuracy")
     ended = runs.command("ablate", str(TINY), *SHORT, *over, cwd=tmp_path).wait()
@@ -141,6 +142,7 @@ def test_a_sweep_is_a_grid_under_runs_with_all_curves_and_a_logarithmic_axis(run
     assert {row["run"] for row in charts["Training loss"]["data"]["values"]} == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [(), ("--jobs", "2")])
 def test_a_metric_that_is_not_measured_ends_a_sweep_at_its_first_evaluation(
     runs: Runs, tmp_path: Path, jobs: tuple[str, ...]

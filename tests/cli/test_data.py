@@ -29,6 +29,7 @@ def write(path: Path, rows: list[Any]) -> str:
     return path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", slow_but("messages", "question_answer", "text", among=SHAPES))
 def test_show_marks_what_is_learnt_in_rows_of_every_shape(tmp_path: Path, shape: str) -> None:
     write(tmp_path / "rows.jsonl", [SHAPES[shape]] * 3)

@@ -260,6 +260,7 @@ def place() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code"), [(("a", "b"), 0), (("exit",), 7)])
 def test_a_script_on_two_nodes(tmp_path: Path, place: str, words: tuple[str, ...], code: int) -> None:
     (tmp_path / "nodes.py").write_text(NODES)
@@ -271,6 +272,7 @@ def test_a_script_on_two_nodes(tmp_path: Path, place: str, words: tuple[str, ...
         assert said in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code"), [(("a b", "$(touch pwned)"), 0), (("exit",), 7)])
 def test_a_script_on_two_hosts(tmp_path: Path, words: tuple[str, ...], code: int) -> None:
     """What stands for ssh runs the commands here; tests/clusters/hosts/test_ssh.py has a real one."""
@@ -296,6 +298,7 @@ def test_a_script_is_interrupted_on_all_nodes(tmp_path: Path, place: str) -> Non
         assert [node.wait(PATIENCE) for node in nodes] == [75, 75]
 
 
+@pytest.mark.slow
 def test_a_script_ends_on_all_nodes_when_one_is_lost(tmp_path: Path, place: str) -> None:
     (tmp_path / "nodes.py").write_text(NODES)
     with ExitStack() as both:

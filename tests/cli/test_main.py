@@ -130,6 +130,7 @@ def written(directory: Path, rows: str | None) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_dry_run_shows_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     before = set(written(tmp_path, GOOD_ROW * 8).iterdir())
     result = trainwright("train", "tiny.yaml", "parallel.num_processes=1", "--dry-run", cwd=tmp_path)
@@ -138,6 +139,7 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(tmp_path: Path) -> None
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "rows", "message"),
     [

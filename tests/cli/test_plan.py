@@ -43,6 +43,7 @@ def test_a_model_is_planned_without_a_recipe() -> None:
     assert "100 steps, 52.4M tokens in" in text and "kWh" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["muse", "tofu", "wmdp"])
 def test_recipes_of_unlearning_benchmarks_are_planned_offline(recipe: str) -> None:
     file = TINY.parents[1] / "unlearn" / f"{recipe}.yaml"
@@ -92,6 +93,7 @@ def test_a_recipe_may_have_an_equals_sign_in_its_path(tmp_path: Path) -> None:
     assert shown(str(recipe), HERE) == shown(str(TINY), HERE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
@@ -120,6 +122,7 @@ def test_what_cannot_be_planned_is_refused(
         shown(*arguments)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_packed_is_planned_on_padded_rows() -> None:
     plan = json.loads(shown("--model", "mosaicml/mpt-7b", "--on", "8xH100", "--json"))
     assert plan["workload"]["packed"] is False and plan["workload"]["row_tokens"] == 2048
@@ -135,6 +138,7 @@ def test_what_training_does_not_run_on_is_planned_only() -> None:
     assert found["planned_only"] is None
 
 
+@pytest.mark.slow
 def test_rows_are_no_longer_than_the_model_is_made_for_unless_asked() -> None:
     assert "packs of up to 1024 tokens" in shown("--model", "gpt2", "--on", "1xT4")
     assert "packs of up to 2048 tokens" in shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "1xT4")
@@ -159,6 +163,7 @@ def test_where_nothing_fits_it_ends_with_3_and_suggestions() -> None:
     assert "model.adapter=qlora" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_train_refuses_what_cannot_fit_before_anything_is_launched(tmp_path: Path) -> None:
     def train(*more: str) -> Any:

@@ -55,6 +55,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind == "qlora" else pytest.param(kind, marks=pytest.mark.slow) for kind in ADAPTERS]
 )

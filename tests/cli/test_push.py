@@ -78,7 +78,7 @@ def test_the_card_has_no_job_and_no_copies(run: Path) -> None:
     private = {
         "launch": {"to": "secret-cluster", "account": "secret-account", "partition": "secret-part", "nodes": 37},
         "checkpoint": {"copies": ["s3://secret-bucket/runs"]},
-        "logging": {"prometheus": "secret-host:9000"},
+        "logging": {"observers": {"prometheus": {"address": "secret-host:9000"}}},
     }
     (run / "recipe.yaml").write_text(
         RECIPE + "".join(f"{key}: {json.dumps(value)}\n" for key, value in private.items())

@@ -88,6 +88,7 @@ def test_without_being_told_to_it_only_offers_the_faster_way(runs: Runs, tmp_pat
     assert notice["offer"]["num_processes"] == 1 and "parallel.strategy=single" in said
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run_is_by_the_counted_lengths_of_its_examples(runs: Runs, tmp_path: Path) -> None:
     rows = [{"question": "?" * 10, "answer": "é" * (10 + index)} for index in range(32)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

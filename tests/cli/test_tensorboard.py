@@ -34,6 +34,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["--port {port} {runs}", "{runs} --port {port}", "{runs} --port={port} --"])
 def test_curves_are_there_while_a_command_runs_and_gone_after(tmp_path: Path, order: str) -> None:
     port = free_port()

@@ -109,6 +109,7 @@ def test_a_run_breaks_no_word_and_no_command(columns: int) -> None:
     assert sum(f"{RUN}/checkpoints/step-00000010" in line for line in shown) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", slow_but(40, among=(40, 80)))
 def test_commands_break_no_word(tmp_path: Path, columns: int) -> None:
     for arguments in (
@@ -206,6 +207,7 @@ def test_the_table_of_verify_has_whole_numbers_at_any_width(columns: int) -> Non
     assert "…" not in "".join(shown) and ("  gradient norm ddp x 2" in "\n".join(shown)) == (columns == 40)
 
 
+@pytest.mark.slow
 def test_the_start_of_a_command_is_announced(tmp_path: Path) -> None:
     found = record("plan", str(TINY), ON_ROWS, cwd=tmp_path, announcing=True, TRAINWRIGHT_CACHE=str(tmp_path / "cache"))
     assert found.code == 0, found.shown

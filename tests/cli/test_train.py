@@ -135,6 +135,7 @@ def test_a_resume_of_what_is_no_run_is_refused(runs: Runs, here: Path) -> None:
     assert files(here) == before
 
 
+@pytest.mark.slow
 def test_more_processes_than_cores_run_with_a_line_about_it(runs: Runs, here: Path, tmp_path: Path) -> None:
     arguments = ("recipe.yaml", "parallel.num_processes=2", "logging.run_directory=run")
     ended = attempt(runs, here, *arguments, TRAINWRIGHT_MACHINE=machine_file(tmp_path, cpu_cores=1))
@@ -221,6 +222,7 @@ def test_a_resumed_run_takes_up_what_may_change_tells_it_and_keeps_its_reasons(r
     ]
 
 
+@pytest.mark.slow
 def test_resume_without_a_name_takes_the_newest_run(runs: Runs, here: Path) -> None:
     for steps in (1, 2):
         ended = attempt(runs, here, "recipe.yaml", f"train.max_steps={steps}", "logging.observers.tensorboard=false")
@@ -259,6 +261,7 @@ def test_summary_of_a_resumed_run_begins_where_the_run_began(runs: Runs) -> None
     assert "of it since it was resumed at step 3" in second.stdout and "since it was" not in first.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["beside:score", "beside.py:score", "package.beside:score"])
 def test_a_metric_beside_the_recipe_is_found_from_elsewhere_and_goes_with_the_run(
     runs: Runs, here: Path, tmp_path_factory: pytest.TempPathFactory, named: str

@@ -70,6 +70,7 @@ def test_every_epoch_has_the_shares_and_no_example_is_seen_twice_more_than_anoth
     assert drawn(three, 0, "k").tolist() != [] and sorted(drawn(three, 5, "k").tolist()) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_sees_the_sources_by_their_weights_whatever_divides_it(tmp_path: Path) -> None:
     a, b = source(tmp_path / "a.jsonl", 60), source(tmp_path / "b.jsonl", 20)
     found = run(tmp_path, {"source": a, "weight": 1}, {"source": b, "weight": 3})

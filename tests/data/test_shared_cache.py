@@ -91,6 +91,7 @@ def test_a_process_may_be_killed_at_every_moment(tmp_path: Path, every: int) -> 
     assert trials.killed > len(moments) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tries", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_killed_preparation_is_completed_by_another(tmp_path: Path, rows: Path, tries: int) -> None:
     trials = Trials(tmp_path, "prepare_rows", str(rows), others=2)
@@ -99,6 +100,7 @@ def test_a_killed_preparation_is_completed_by_another(tmp_path: Path, rows: Path
     assert trials.killed > tries // 2
 
 
+@pytest.mark.slow
 def test_the_same_rows_under_other_keys_are_prepared_once(tmp_path: Path, rows: Path) -> None:
     cache = tmp_path / "cache"
     begun = [started(tmp_path, n, str(rows), str(cache), None, True, 1_000 + n) for n in range(4)]
@@ -202,6 +204,7 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
 def test_two_users_share_a_cache(tmp_path: Path, shared: Path) -> None:
     rows, cache = shared / "rows.jsonl", shared / "cache"

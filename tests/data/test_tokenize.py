@@ -87,6 +87,7 @@ def test_a_text_file_is_a_document_and_several_with_separators(tmp_path: Path) -
     assert found == ["a\n\nb", "first", "\nsecond", "third"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", slow_but(2, among=(2, 3)))
 def test_any_number_of_processes_writes_the_same(tmp_path: Path, processes: int) -> None:
     file = rows(tmp_path / "rows.jsonl", [text(20_000, seed) for seed in range(200)])
@@ -98,6 +99,7 @@ def test_any_number_of_processes_writes_the_same(tmp_path: Path, processes: int)
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "several" / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\n", " "], ids=["in lines", "in one line"])
 def test_a_large_document_has_the_tokens_that_it_has_at_once(tmp_path: Path, end: str) -> None:
     content = text(700_000).replace("\n", end)
@@ -135,6 +137,7 @@ def test_stopped_or_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_d
     assert documents(found)[700] == documents(whole)[700]
 
 
+@pytest.mark.slow
 def test_a_position_within_a_document_is_one_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.data.tokens.shard_writer._SAVE_SECONDS", 0.0)
     (tmp_path / "large.txt").write_text(text(4_000_000))

@@ -13,6 +13,7 @@ from tests.docs.doc_commands import commands_of
 from tests.support.commands import ROOT, trainwright
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "files"), [("kubernetes", 3), ("spot", 5)])
 def test_a_pages_jobs_are_written_by_its_commands(page: str, files: int, tmp_path: Path) -> None:
     guide = ROOT / "docs" / f"{page}.md"

@@ -29,6 +29,7 @@ def rows(times: list[float], models: tuple[passes.SmallModel, ...]) -> list[dict
     return [{"seconds": each, "held_out": model.held_out} for each, model in zip(times, models, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_factors_that_made_the_times_are_found(precision: str) -> None:
     found = passes.in_step(setting(), precision, rows(seconds(setting(), precision, USUAL), passes._MODELS))
@@ -44,6 +45,7 @@ def test_other_factors_are_found_in_what_they_come_to() -> None:
     assert max(found.errors) < 0.1
 
 
+@pytest.mark.slow
 def test_what_a_collective_takes_in_a_step_is_found() -> None:
     usual = replace(setting(), exchange=BETWEEN)
     sharded = {

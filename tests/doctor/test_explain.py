@@ -45,6 +45,7 @@ def named(diagnosis: Diagnosis) -> str:
     return "unknown" if diagnosis.is_unknown_first else "none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", LOGS, ids=lambda file: file.stem)
 def test_logs_of_public_issues_are_explained_as_their_threads_did(file: Path) -> None:
     text = file.read_text(encoding="utf-8")

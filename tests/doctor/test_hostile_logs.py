@@ -48,6 +48,7 @@ LINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but("different lines", "a run in a beginning", "digits", among=LINES))
 def test_a_megabyte_is_explained_in_seconds(kind: str) -> None:
     lines, size = [], 0
@@ -65,6 +66,7 @@ def test_one_line_of_a_megabyte_is_explained_in_seconds() -> None:
     assert time.process_time() - begun < SECONDS
 
 
+@pytest.mark.slow
 def test_an_error_is_found_in_a_long_log_and_what_was_not_compared_is_counted() -> None:
     cause = "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
     short = explain("\n".join([cause, *(f"error {i}" for i in range(100)), *["error 1"] * 50_000]))

@@ -63,6 +63,7 @@ def test_attention_is_that_of_sequences_of_unequal_lengths() -> None:
     block_case("block/fp32/forward", block._replace(kernels=attention).sizes).build()()
 
 
+@pytest.mark.slow
 def test_it_imports_no_transformers_whose_import_takes_longer_than_the_measurement() -> None:
     block: MeasuredBlock = passes()["block/fp32/backward"]
     run = f"""

@@ -89,6 +89,7 @@ def test_every_kind_of_spread_can_be_proven(runs: Runs, overrides: tuple[str, ..
     assert ended.stdout.splitlines()[-1].startswith("the same run: over 3 steps")
 
 
+@pytest.mark.slow
 def test_runs_that_part_end_with_4_and_the_step(runs: Runs, tmp_path: Path) -> None:
     """Steps as large as the sign of the smallest gradient decides: the order of a sum is all it takes."""
     chaos = ("optimizer.learning_rate=0.5", "optimizer.eps=1.0e-30", "optimizer.warmup_steps=0", "model.dropout=0")
@@ -101,6 +102,7 @@ def test_runs_that_part_end_with_4_and_the_step(runs: Runs, tmp_path: Path) -> N
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_accelerate_file_says_what_is_compared(runs: Runs, tmp_path: Path) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 2\n")
@@ -200,6 +202,7 @@ def test_a_model_too_large_for_one_process_is_cut_on_both_sides(runs: Runs, tmp_
     assert output.read_text().splitlines()[-1].startswith("the same run: ")
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_with_one_layer_is_refused(runs: Runs, tmp_path: Path) -> None:
     overrides = (ON_ROWS, "parallel.num_processes=2")
     output = tmp_path / "output"

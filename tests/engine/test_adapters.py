@@ -99,6 +99,7 @@ def assert_same(trained: Trained, single: Trained, name: str) -> None:
     assert trained.metrics()[-1]["loss"] == pytest.approx(single.metrics()[-1]["loss"], rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANY)
 def test_losses_fall(alone: dict[str, Trained], name: str) -> None:
     losses = alone[name].column("loss")

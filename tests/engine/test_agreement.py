@@ -38,6 +38,7 @@ def test_ranks_that_differ_end_the_run_before_anything_is_written(
     assert events(run, "restart") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["ExitOnOne", "ExitAtOnceOnOne"])
 def test_a_rank_that_exits_with_0_has_failed(runs: Runs, policy: str) -> None:
     run, ended = train(runs, policy)

@@ -34,6 +34,7 @@ KEPT = "checkpoint={every: 3, keep_last: 50, keep_best: false, background: %s}"
 FILES = ("state.json", "rank-00000.safetensors", "rank-00001.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but("fsdp", among=("ddp", "fsdp", "zero3")))
 def test_they_have_the_same_bytes_as_those_that_training_waits_for(runs: Runs, strategy: str) -> None:
     fixed = (f"parallel={{strategy: {strategy}, num_processes: 2}}", "train.max_steps=6")
@@ -58,6 +59,7 @@ def test_they_have_the_same_bytes_as_those_that_training_waits_for(runs: Runs, s
     assert written <= 2 * copied <= 1.01 * written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cores", "background", "width"), [(2, False, 6000), pytest.param(8, True, 30000, marks=pytest.mark.slow)]
 )
@@ -107,6 +109,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_as_if_it_had_not_been(runs
     assert not list((run / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_what_is_being_written(runs: Runs) -> None:
     started = runs.train("parallel.num_processes=2", "checkpoint={every: 1, background: true}")
     started.wait_for_step(5)
@@ -142,6 +145,7 @@ def writing_forever(directory: str) -> None:
         background.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", slow_but(0, among=range(20)))
 def test_a_kill_at_any_moment_of_the_write_loses_that_checkpoint_alone(tmp_path: Path, seed: int) -> None:
     """From the first byte to the rename: also while the file is read again and the manifest is written."""
@@ -189,6 +193,7 @@ def test_what_changes_once_the_copy_is_done_does_not_reach_the_checkpoint(
             assert torch.equal(read(name, shard), shard.local), name
 
 
+@pytest.mark.slow
 def test_no_space_fails_that_checkpoint_and_not_the_next(
     background: tuple[Background, Checkpoints], tmp_path: Path
 ) -> None:
@@ -220,6 +225,7 @@ def test_the_copy_is_no_resident_memory_of_this_process(tmp_path: Path) -> None:
         writer.close()
 
 
+@pytest.mark.slow
 def test_it_is_refused_with_an_adapter(runs: Runs) -> None:
     ended = runs.train("model.adapter={type: lora, rank: 4}", "checkpoint.background=true").wait()
     assert ended.code == 2

@@ -34,6 +34,7 @@ def test_a_resumed_run_has_the_same_batches(runs: Runs, tmp_path: Path) -> None:
     assert found[2].column("loss") + found[None].column("loss") == found["whole"].column("loss")
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_step_are_planned(runs: Runs) -> None:
     settings = (ON_ROWS, *PACKS, "train.epochs=2", "train.max_steps=null", "data.validation=8", "model.dropout=0")
     run = runs.trained(*settings)

@@ -35,6 +35,7 @@ def test_a_resumed_run_has_the_same_batches(runs: Runs, tmp_path: Path) -> None:
     assert trained[2].column("loss") + trained[None].column("loss") == trained["whole"].column("loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", ["null", "256"])
 def test_the_examples_of_a_step_are_planned(runs: Runs, pack: str) -> None:
     lengths = ("train.epochs=2", "train.max_steps=null", "data.validation=8", "model.dropout=0")

@@ -128,6 +128,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, number: int, *named: str) -> Non
     monkeypatch.setattr(os, "open", failing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "kind", "advice"),
     [

@@ -148,6 +148,7 @@ def test_two_runs_of_one_name_that_begin_at_once_do_not_mix(tmp_path: Path) -> N
     assert restored is not None and restored.step == 5
 
 
+@pytest.mark.slow
 def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
@@ -160,6 +161,7 @@ def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Pa
     assert same(checkpoints.path(1), tmp_path / "copies" / "run" / "step-00000001")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_says_what_is_not_in_a_place_that_failed_before(tmp_path: Path) -> None:
     (tmp_path / "copies").write_text("not a directory")
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)

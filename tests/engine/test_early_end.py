@@ -32,6 +32,7 @@ def stops_at(values: list[float], patience: int, delta: float = 0.0) -> int:
 STOPPING = (*DIVERGING, "train.max_steps=12", "evaluate.early_stopping={patience: 2}")
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_evaluations_no_longer_improve(runs: Runs) -> None:
     whole = runs.trained(*DIVERGING, "train.max_steps=12")
     expected = stops_at(losses(whole), 2)
@@ -44,6 +45,7 @@ def test_a_run_ends_when_evaluations_no_longer_improve(runs: Runs) -> None:
     assert "loss has not improved in the last 2 evaluations" in (run / "events.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_it_ends_at_the_same_step_on_two_processes_and_when_resumed(runs: Runs) -> None:
     expected = len(column(runs.trained(*STOPPING), "loss"))
     two = runs.trained(*STOPPING, "parallel.num_processes=2", "parallel.strategy=ddp")
@@ -104,6 +106,7 @@ def test_the_rate_is_reduced_as_torch_does(runs: Runs) -> None:
     assert min(rates[1:]) < 0.3
 
 
+@pytest.mark.slow
 def test_a_reduced_rate_is_resumed(runs: Runs) -> None:
     stopped = runs.train(*PLATEAU, "--until", "step 5")
     assert stopped.wait().code == 75

@@ -31,6 +31,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 def test_events_have_their_fields_and_no_others(runs: Runs) -> None:
     run = runs.trained(
         "parallel.num_processes=2",
@@ -128,6 +129,7 @@ def test_a_log_with_a_directory_in_its_place_is_refused_and_named(tmp_path: Path
         EventLog(tmp_path / "events.jsonl")
 
 
+@pytest.mark.slow
 def test_answers_that_are_cut_in_training_are_noticed_and_stored(runs: Runs) -> None:
     asked = ("data.validation=10", "evaluate.metrics=[exact_match]", "evaluate.max_new_tokens=2", ON_ROWS)
     run = runs.trained("parallel.num_processes=2", "train.max_steps=2", "evaluate.every=2", *asked)

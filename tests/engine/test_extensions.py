@@ -161,6 +161,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(place: Path, 
     assert not run.exists()
 
 
+@pytest.mark.slow
 def test_a_failed_run_says_why_in_its_events_and_on_its_page(place: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     where = (f"logging.run_directory={run}", "logging.observers.tensorboard=false", "logging.observers.report=true")

@@ -103,6 +103,7 @@ def test_a_flipped_byte_is_refused_by_name_and_the_checkpoint_before_is_used(run
     assert Checkpoint.open(checkpoints(run).path(10)).state["progress"]["step"] == 10
 
 
+@pytest.mark.slow
 def test_any_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     world = World(0, 1, 0, 1, torch.device("cpu"))
     made = checkpoints(tmp_path)
@@ -150,6 +151,7 @@ def poisoned(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_loss_that_is_no_number_stops_before_the_weights_are_touched(
     runs: Runs, poisoned: tuple[str, ...], count: int
@@ -270,6 +272,7 @@ def small_disk(at: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", str(at)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int) -> None:
     settings = (processes(count), ON_ROWS, "train.max_steps=12")
@@ -298,6 +301,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
 FULL, READ_ONLY = ("size=64k", "No space left on device"), ("ro", "Read-only file system")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "disk"), [(1, FULL), pytest.param(2, FULL, marks=pytest.mark.slow), (1, READ_ONLY)])
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_its_weights(
     runs: Runs, count: int, disk: tuple[str, str]
@@ -314,6 +318,7 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_its_weights(
     assert not (run / "final").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_checkpoints_if_it_is_told_to(runs: Runs) -> None:
     settings = (processes(1), ON_ROWS, "train.max_steps=12", "checkpoint.on_failure=continue")
     run, ended = without_checkpoints(runs, *settings)
@@ -321,6 +326,7 @@ def test_a_run_goes_on_without_checkpoints_if_it_is_told_to(runs: Runs) -> None:
     assert (run / "final" / "model.safetensors").is_file() and len(events(run, "fault")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [True, False], ids=["copies", "nowhere"])
 def test_weights_that_the_run_directory_does_not_take_go_to_the_copies(
     runs: Runs, tmp_path: Path, copies: bool
@@ -399,6 +405,7 @@ def test_no_more_open_files_cost_checkpoints_or_end_the_run_in_words(runs: Runs,
     assert column(resumed, "loss") == column(uninterrupted, "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_disk_that_fills_and_then_a_stop_is_one_message(runs: Runs, tmp_path: Path, count: int) -> None:
     """The whole run lies on the disk, with its logs and events."""
@@ -432,6 +439,7 @@ def test_a_run_whose_output_cannot_be_written_goes_on(runs: Runs, tmp_path: Path
     assert column(tmp_path / "run", "loss") == column(expected, "loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_run_whose_directory_is_deleted_ends_with_words(runs: Runs, count: int) -> None:
     started = runs.train(processes(count), ON_ROWS, "train.max_steps=3000", "checkpoint.every=5")

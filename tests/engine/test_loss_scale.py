@@ -18,6 +18,7 @@ def progress_of(directory: Path) -> TrainingProgress:
     return TrainingProgress.of(dict(Checkpoint.open(directory).state["progress"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "no"])
 def test_it_doubles_once_after_2000_steps_and_a_resumed_run_goes_on_counting(tmp_path: Path, precision: str) -> None:
     settings = (*FEW, f"train.mixed_precision={precision}")

@@ -175,7 +175,7 @@ def case(name: str, strategy: str, *more: str) -> tuple[str, ...]:
     return (*WIDE, *SMALL, f"optimizer.name={name}", f"parallel.strategy={strategy}", *more)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", slow_but("adafactor", "adamw_8bit", among=NEW))
 def test_two_processes_train_as_one(runs: Runs, name: str) -> None:
     if name.endswith("8bit"):
         pytest.importorskip("bitsandbytes")
@@ -197,7 +197,7 @@ def test_deepspeed_trains_as_one_process(runs: Runs, name: str) -> None:
         assert trained.metrics()[-1] == pytest.approx(single.metrics()[-1], rel=1e-5), strategy
 
 
-@pytest.mark.parametrize("name", slow_but("adafactor", "adamw_8bit", among=NEW))
+@pytest.mark.parametrize("name", slow_but("adamw_8bit", among=NEW))
 def test_a_resumed_run_is_the_same_to_the_bit_and_moves_between_strategies(
     runs: Runs, tmp_path: Path, name: str
 ) -> None:

@@ -103,6 +103,7 @@ def using(strategy: str, *more: str) -> Case:
     return Case((*SMALL, f"parallel.strategy={strategy}", *more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategies", slow_but(("ddp", "fsdp"), among=(("ddp", "fsdp"), ("zero1", "zero2", "zero3"))))
 @pytest.mark.parametrize("settings", [GROUPS, AVERAGED], ids=["groups", "averaged"])
 def test_every_strategy_has_the_same_rates_and_averages(
@@ -124,6 +125,7 @@ def test_every_strategy_has_the_same_rates_and_averages(
         assert trained.metrics()[-1] == pytest.approx(single.metrics()[-1], rel=1e-5), strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", slow_but("bf16", among=("no", "bf16")))
 def test_averages_are_resumed_to_the_bit_and_exported(runs: Runs, tmp_path: Path, precision: str) -> None:
     from safetensors.torch import load_file

@@ -37,6 +37,7 @@ def phases(found: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
     return sorted(own, key=lambda event: float(event["ts"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes"),
     [("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow), pytest.param("zero3", 2, marks=pytest.mark.slow)],

@@ -108,6 +108,7 @@ def test_a_wrong_pass_is_found_and_its_rank_is_named(
     assert f"rank {rank} computed step 9 wrongly" in fault["detail"]
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_wrong_only_where_it_is_computed_with_is_found(runs: Runs) -> None:
     overrides = (*settings(2, "ddp"), "train.mixed_precision=bf16")
     undisturbed = losses(runs.trained(*overrides))
@@ -120,6 +121,7 @@ def test_a_weight_that_is_wrong_only_where_it_is_computed_with_is_found(runs: Ru
     assert "the weights of rank 1 were wrong at step 8" in second["detail"]
 
 
+@pytest.mark.slow
 def test_without_a_check_that_has_passed_a_run_goes_back_to_what_it_was_resumed_from(runs: Runs) -> None:
     overrides = settings(2, "ddp")
     undisturbed = losses(runs.trained(*overrides))

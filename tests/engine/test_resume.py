@@ -151,6 +151,7 @@ def every_pair(names: tuple[str, ...]) -> list[str]:
     return walk[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "walk",
     [

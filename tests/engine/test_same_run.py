@@ -56,6 +56,7 @@ def test_the_same_run_twice_is_bit_identical(runs: Runs) -> None:
     assert column(again, "grad_norm") == column(one, "grad_norm")
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_on_any_number_of_processes(runs: Runs, gpt2: Path) -> None:
     settings = (ON_ROWS, "train.micro_batch_size=1", "train.max_steps=12")
     one, two, three = (runs.trained(processes(count), *settings, recipe=gpt2) for count in (1, 2, 3))

@@ -123,6 +123,7 @@ def test_the_gradient_of_a_batch_is_that_of_the_mean_over_its_targets_however_it
     assert_close(gradients(trainer), found[0])
 
 
+@pytest.mark.slow
 def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"Line {n} of some."}) + "\n" for n in range(60)))
@@ -200,6 +201,7 @@ def test_dropout_is_drawn_anew_for_every_step_and_micro_batch(make: Make) -> Non
     assert len({loss(1, first.index), loss(2, first.index), loss(1, second.index)}) == 3
 
 
+@pytest.mark.slow
 def test_validation_has_no_dropout_and_training_goes_on_with_it(make: Make) -> None:
     found = []
     for dropout in ("model.dropout=0.5", NO_DROPOUT):

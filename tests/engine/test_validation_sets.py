@@ -56,6 +56,7 @@ def test_each_set_is_measured_as_if_it_were_alone(runs: Runs, tmp_path: Path) ->
             assert difference([values[key] for key in losses], [expected[key] for key in losses]) < 1e-5, strategy
 
 
+@pytest.mark.slow
 def test_the_main_set_decides_what_the_best_checkpoint_is(runs: Runs) -> None:
     learned = f"data.validation={{far: '{ROWS}[:20]', near: 8}}"
     run = runs.trained(*SMALL, learned, "evaluate.main_set=far", "evaluate.early_stopping={patience: 2}")
@@ -70,6 +71,7 @@ def test_the_main_set_decides_what_the_best_checkpoint_is(runs: Runs) -> None:
     assert "28" in ended.stdout
 
 
+@pytest.mark.slow
 def test_sets_of_a_pretraining_run(runs: Runs, tmp_path: Path) -> None:
     for name in ("text", "other"):
         lines = [json.dumps({"text": f"{name} number {n} of the rows, which are short"}) for n in range(30)]

@@ -44,6 +44,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_run_is_its_final_model_and_its_last_checkpoint_is_the_same(run: Path) -> None:
     final = weights(find_model(str(run)))
     assert find_model(str(run)).origin == str(run / "final")
@@ -131,6 +132,7 @@ def adapted(runs: Runs) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_is_found_on_its_base_with_its_run_and_without(adapted: Path, tmp_path: Path) -> None:
     probe = torch.arange(40)[None]
 

@@ -109,6 +109,7 @@ def test_rows_to_spare_are_used_first(tmp_path: Path) -> None:
     assert resolve(wrong).directory == other and load_config(wrong).vocab_size == 100
 
 
+@pytest.mark.slow
 def test_training_is_the_same_on_any_number_of_processes_and_resumed(runs: Runs, base: Path, tmp_path: Path) -> None:
     one = (*settings(base), "parallel.strategy=single")
     cases = {part: Case(one, part, str(tmp_path / "full")) for part in (2, None)}
@@ -124,6 +125,7 @@ def test_training_is_the_same_on_any_number_of_processes_and_resumed(runs: Runs,
         assert difference(two.column("loss"), trained[kind].column("loss")) < 1e-5, (strategy, kind)
 
 
+@pytest.mark.slow
 def test_the_trained_model_has_the_tokens_and_the_plan_counts_them(runs: Runs, base: Path, tmp_path: Path) -> None:
     run = runs.trained(*settings(base), "evaluate.prompts=['What is an object?']")
     final = AutoModelForCausalLM.from_pretrained(run / "final")
@@ -149,6 +151,7 @@ def test_the_trained_model_has_the_tokens_and_the_plan_counts_them(runs: Runs, b
     assert [event["prompt"] for event in events(run, "generate")] == ["What is an object?"] * 2
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_the_rows_and_is_merged(runs: Runs, base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 

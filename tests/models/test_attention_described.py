@@ -88,6 +88,7 @@ def test_on_a_cpu_and_over_padded_rows() -> None:
     assert describe_attention(padded, torch.float32, 512, gpu) == ["plain operations, over padded rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_run_computes_and_says_what_the_recipe_names(runs: Runs, packed: bool) -> None:
     cases = {
@@ -107,6 +108,7 @@ def test_a_run_computes_and_says_what_the_recipe_names(runs: Runs, packed: bool)
     assert losses["eager"] != losses["auto"]  # another order of sums
 
 
+@pytest.mark.slow
 def test_a_run_with_an_impossible_kernel_does_not_start(runs: Runs) -> None:
     ended = runs.train("model.attention=flex").wait()
     assert ended.code == 2 and "model.attention: flex is not possible here" in ended.stderr

@@ -236,6 +236,7 @@ def probe() -> Any:
     return collate(data, micro, packed=True, pad_token_id=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PADDED)
 def test_what_mixes_packed_documents_is_trained_padded_and_refused_in_packs(name: str) -> None:
     """By the model itself before it trains, and by its configuration before anything is loaded."""
@@ -270,6 +271,7 @@ def test_a_hybrid_of_attention_alone_is_packed() -> None:
     check_packable({"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]}, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_check_passes_models_that_are_right(name: str, packed: bool) -> None:

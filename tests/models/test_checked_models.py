@@ -132,6 +132,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path)
     assert code == 2 and "does not fit" in said and "q_proj" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_experts_that_all_linear_leaves_out_are_named(kind: str, tmp_path: Path) -> None:
     sizes = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}}

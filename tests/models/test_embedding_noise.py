@@ -100,6 +100,7 @@ def test_runs_have_the_same_noise_on_any_number_of_processes(runs: Runs, strateg
         assert difference(trained.column("loss"), one.column("loss")) < 1e-5, strategy
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_noise(runs: Runs, tmp_path: Any) -> None:
     settings = (*SMALL, "parallel.strategy=single")
     cases = {part: Case(settings, part, str(tmp_path)) for part in (2, None)}

@@ -74,7 +74,7 @@ def gemma_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return (normal * (1.0 + weight.float())).type_as(x)
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 64), (2, 5, 4, 100), (700, 576)])
+@pytest.mark.parametrize("shape", [(1, 3, 64), (2, 5, 4, 100), pytest.param((700, 576), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("formula", "offset", "rounded"), [(llama_norm, False, True), (gemma_norm, True, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms(shape: tuple[int, ...], formula, offset: bool, rounded: bool, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
@@ -114,7 +114,10 @@ def eager_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize(("heads", "shared"), [((4, 4), True), ((9, 3), False), ((8, 1), True)])
-@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (96, 48), (128, 32), (256, 256)])
+@pytest.mark.parametrize(
+    ("size", "rotated"),
+    [(64, 64), (96, 48), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((128, 32), (256, 256)))],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_positions(heads: tuple[int, int], shared: bool, size: int, rotated: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -132,7 +135,7 @@ def test_rotary_positions(heads: tuple[int, int], shared: bool, size: int, rotat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk_bytes", [50 * 500 * 4, 2**30])
+@pytest.mark.parametrize("chunk_bytes", [50 * 500 * 4, pytest.param(2**30, marks=pytest.mark.slow)])
 def test_a_head_with_the_fused_loss(dtype: torch.dtype, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_losses, "FUSED_CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.interpreted import needs_interpreter
+from tests.support.slow import slow_but
 from trainwright.models.fused.modules import fuse
 
 _SIZES = {
@@ -64,7 +65,7 @@ def test_a_norm_that_differs_in_little_is_left_as_it_is() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", slow_but("llama", among=["llama", "qwen3", "gemma2"]))
 def test_a_fused_model_computes_what_its_own_modules_do(kind: str) -> None:
     model = model_of(kind)
     fused = copy.deepcopy(model)

@@ -46,6 +46,7 @@ def make(family: str, directory: Path, **fields: Any) -> None:
     save_model(directory, config, model.state_dict(), bytes_tokenizer(), model.generation_config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but("llama", "gemma2", "gpt2", among=FAMILIES))
 def test_a_file_in_f32_is_read_back_as_the_model(family: str, tmp_path: Path) -> None:
     make(family, tmp_path / "model")
@@ -84,6 +85,7 @@ GEMMA3 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rope", "keys"),
     [

@@ -66,6 +66,7 @@ def test_packed_documents_see_themselves_alone_and_the_loss_is_the_models_own(se
         check_model(CausalLM(load_model(section), packed=packed), probe(259))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_saved_one_is_transformers_own_and_says_and_writes_the_same(section: ModelSection, tmp_path: Path) -> None:
     model, tokenizer = load_model(section, seed=1), load_tokenizer(section)

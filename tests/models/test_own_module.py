@@ -41,6 +41,7 @@ def case(name: str, *overrides: str) -> Case:
     return Case((*BASE, of(name), *overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategies"),
     [
@@ -58,6 +59,7 @@ def test_every_strategy_trains_it_as_one_process(runs: Runs, name: str, strategi
     assert difference(other.column("loss"), one.column("loss")) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", slow_but("pretrain", "dpo", among=("pretrain", "dpo", "unlearn")))
 def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
@@ -91,6 +93,7 @@ def test_a_plan_counts_the_logits_of_all_positions_and_every_parameter() -> None
     assert peaks["Logits"] > peaks["Hidden"]  # with all logits at once
 
 
+@pytest.mark.slow
 def test_a_plan_after_loading_another_model_creates_its_tensors_on_one_device(tmp_path: Path) -> None:
     program = """if True:
         import sys, torch, trainwright.models.own_module
@@ -108,12 +111,14 @@ def test_a_plan_after_loading_another_model_creates_its_tensors_on_one_device(tm
     assert output.split()[-1] == "meta"  # the first lines may be notices of libraries
 
 
+@pytest.mark.slow
 def test_recomputing_its_blocks_changes_no_loss(runs: Runs) -> None:
     cases = {how: case("Logits", f"train.activation_checkpointing={how}") for how in ("none", "full", "selective")}
     losses = [trained.column("loss") for trained in train(runs, cases, 1).values()]
     assert losses[0] == losses[1] == losses[2]
 
 
+@pytest.mark.slow
 def test_packs_train_as_padded_rows_where_it_keeps_them_apart(runs: Runs) -> None:
     cases = {"rows": case("Packs"), "packs": case("Packs", "data.pack_length=256")}
     rows, packs = train(runs, cases, 1).values()
@@ -198,6 +203,7 @@ def test_what_cannot_be_trained_is_refused(runs: Runs, overrides: tuple[str, ...
     assert ended.code == 2 and said in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_saved_module_is_not_imported_unless_a_recipe_names_it(runs: Runs, tmp_path: Path) -> None:
     final = runs.trained(*BASE, of("Logits"), ON_ROWS) / "final"
     named = ("model.config=null", f"model.name={final}", "model.tokenizer=null", "model.dropout=null")

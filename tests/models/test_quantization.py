@@ -110,6 +110,7 @@ def resident(field: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells how much a process held at most")
 @pytest.mark.parametrize("kind", slow_but("nf4", among=("nf4", "int8")))
 def test_a_base_is_quantized_as_it_is_read(kind: str, tmp_path: Path) -> None:

@@ -220,6 +220,7 @@ def test_a_writer_continues_the_file_of_an_earlier_launch_that_was_cut(tmp_path:
     assert sum(last.seconds.values()) == pytest.approx(last.time - last.started, abs=0.01)
 
 
+@pytest.mark.slow
 def test_samples_are_of_whole_intervals(tmp_path: Path) -> None:
     """The first and the last line follow another one by milliseconds, of which cores and waiting say nothing."""
     counted = iter(range(1, 100))

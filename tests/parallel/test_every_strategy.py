@@ -54,6 +54,7 @@ def test_the_whole_table_of_ddp(runs: Runs, processes: int) -> None:
     assert_table(runs, processes, (using("ddp"),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deepspeed", slow_but(False, among=(False, True)))
 @pytest.mark.parametrize("precision", slow_but("bf16", among=("no", "bf16", "fp16")))
 def test_three_processes_round_as_one_does(runs: Runs, precision: str, deepspeed: bool) -> None:
@@ -116,6 +117,7 @@ def test_plain_transformers_loads_what_was_trained(runs: Runs, tmp_path: Path, s
     runs.function("tests.parallel.entries:exported_model_is_the_trained_one", cases, str(tmp_path), processes=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", every("fsdp", "zero3", fast="fsdp"))
 def test_the_head_is_gathered_once_for_all_chunks_of_the_loss(runs: Runs, strategy: str) -> None:
     runs.function("tests.parallel.entries:the_head_is_gathered_once", strategy, processes=2)

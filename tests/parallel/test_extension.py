@@ -109,6 +109,7 @@ def test_its_limits_are_checked(install: Install, run: Run) -> None:
         assert ended.returncode == 2 and said in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_place_needs_no_entry_point(install: Install, run: Run) -> None:
     install(entry="")
     plan = ("plan", str(TINY), "--on", "2xA100-80GB", "parallel.strategy=flat_spec:SPEC", "--trust-code")

@@ -29,6 +29,7 @@ def _threads(seconds: float, **variables: str) -> int:
     return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 def test_one_thread_and_the_users_own_setting_are_left_alone() -> None:
     assert _threads(0.0, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1") == 0
     assert _threads(0.0, GOMP_SPINCOUNT="10") == 0

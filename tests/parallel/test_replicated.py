@@ -229,6 +229,7 @@ def work(directory: str) -> None:
         leave()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_several_processes_train_as_one_does(runs: Runs, tmp_path: Path, processes: int) -> None:
     runs.function("tests.parallel.test_replicated:work", tmp_path, processes=processes)

@@ -104,6 +104,7 @@ def join_late() -> None:
     leave()
 
 
+@pytest.mark.slow
 def test_the_timeout_of_collectives_does_not_limit_how_long_a_rank_may_load(runs: Runs) -> None:
     runs.function(HERE + join_late.__name__, processes=2)
 

@@ -164,6 +164,7 @@ def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories
     runs.function(where, list(cases.values()), kinds, processes=2)
 
 
+@pytest.mark.slow
 def test_anything_can_be_sharded(runs: Runs) -> None:
     cases: list[tuple[str, dict[str, bool], dict[str, bool]]] = [
         ("zero1", {}, {"discarded": True}),

@@ -35,6 +35,7 @@ def test_a_budget_is_a_number_or_so_many_tokens_a_parameter() -> None:
             tokens_of(wrong, workload)
 
 
+@pytest.mark.slow
 def test_time_and_money_follow_from_the_speed() -> None:
     plan = planned("llama-8b", "8xH100", "20x")
     assert plan.chosen.time is not None
@@ -47,6 +48,7 @@ def test_time_and_money_follow_from_the_speed() -> None:
     assert "20 per parameter (8,030,261,248 parameters)" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "machine"), [("gpt2-openwebtext", "8xA100-40GB"), ("phi3-fsdp", "8xA100-80GB"), ("llama-8b", "8xH100")]
 )
@@ -54,6 +56,7 @@ def test_recipes_for_gpus_fit_the_machines_that_they_are_for(name: str, machine:
     assert planned(name, machine).fits
 
 
+@pytest.mark.slow
 def test_two_small_gpus_hold_phi3_with_its_parameters_in_the_hosts_memory_alone() -> None:
     two = ("parallel.num_processes=2",)
     without = planned("phi3-fsdp", "2xRTX4090", None, *two)

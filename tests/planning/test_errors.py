@@ -66,6 +66,7 @@ def test_a_plan_says_that_activations_are_a_bound(tmp_path: Path, monkeypatch: p
     assert traced == []
 
 
+@pytest.mark.slow
 def test_a_run_is_of_all_kinds_that_it_is_of() -> None:
     lora = replace(SMALL, model=SMALL.model.adapted(AdapterSection(type="lora", rank=8)))
     qlora = replace(SMALL, model=SMALL.model.adapted(AdapterSection(type="lora", rank=8, quantization="nf4")))
@@ -90,6 +91,7 @@ def test_of_several_kinds_the_wider_counts() -> None:
     assert whole.speed.low <= alone.speed.low and whole.speed.high >= alone.speed.high
 
 
+@pytest.mark.slow
 def test_what_fits_has_a_margin_as_wide_as_the_interval() -> None:
     fixed: dict[str, Any] = {"micro_batch_size": 1, "activation_checkpointing": "full", "strategy": "single"}
     fixed["num_processes"] = 1

@@ -46,6 +46,7 @@ def test_a_row_is_what_a_window_is_in_tokens(name: str, overrides: tuple[str, ..
     assert facts_of(load_recipe(RECIPES / f"{name}.yaml", overrides)).workload.row_tokens == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_fits_a_gpu(recipe: Path) -> None:
     loaded = load_recipe(recipe)

@@ -17,6 +17,7 @@ from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_matrices_are_those_of_the_model(kind: str) -> None:
     """Experts are many matrices in one parameter, which AdamW updates."""

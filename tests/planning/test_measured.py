@@ -45,6 +45,7 @@ def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flag
     return make_plan(Constraints(fixed or {}), work(), of_cores(2, *flags), basis=Basis(None, found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), AMX])
 @pytest.mark.parametrize(("bf16", "chosen"), [(0.56, "no"), (4.0, "bf16")])
 def test_bf16_is_chosen_where_it_was_measured_to_be_faster_whatever_the_flags(
@@ -214,6 +215,7 @@ def test_the_block_of_a_plan_is_the_nearest_that_was_measured() -> None:
     assert not covers(both, replace(required, block=Block(64.0, 300.0)))
 
 
+@pytest.mark.slow
 def test_a_large_block_is_measured_at_a_fraction_of_its_widths() -> None:
     block = shapes_of(replace(work(), model=TracedModel.of(find_model("meta-llama/Llama-3.1-8B").config))).block
     assert block is not None and block.scale == 1 / 8

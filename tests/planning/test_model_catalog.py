@@ -164,6 +164,7 @@ def test_parameters_are_those_published(name: str) -> None:
     assert facts(name).total == PUBLISHED[name]
 
 
+@pytest.mark.slow
 def test_every_entry_is_an_architecture() -> None:
     models = list(dict.fromkeys(_by_id().values()))
     assert len(models) > 100

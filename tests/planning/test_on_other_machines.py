@@ -58,6 +58,7 @@ def test_a_machine_is_what_its_file_says(name: str) -> None:
     assert MACHINES[name].cpu_name in shown("machine") or MACHINES[name].gpus
 
 
+@pytest.mark.slow
 def test_a_plan_is_one_that_the_machine_can_run(name: str) -> None:
     machine = MACHINES[name]
     if machine.unusable:

@@ -41,6 +41,7 @@ def processes(resolved: Resolved) -> tuple[int | str, str | None]:
     return resolved.recipe.parallel.num_processes, lines[0] if lines else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("here", "count"), [(machine(4), 4), (machine(16), 8), (machine(1), 1), (machine(cores=1), 1)])
 def test_processes_are_chosen_for_the_machine(here: Machine, count: int) -> None:
     found, line = processes(resolve(recipe(), here))
@@ -53,6 +54,7 @@ def test_a_gpu_that_no_catalog_has_is_planned_all_the_same() -> None:
     assert resolve(recipe(), here).plan.shortage is None
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -70,6 +72,7 @@ def test_a_machine_without_a_compiler_compiles_nothing(monkeypatch: pytest.Monke
         planned({"compile": True}, here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "train", "parallel", "data", "count"),
     [
@@ -130,6 +133,7 @@ def test_nodes_share_out_a_number_that_fits() -> None:
     assert processes(resolve(recipe(), machine(cores=8), nodes=2))[0] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "nodes", "small"),
     [
@@ -150,6 +154,7 @@ def test_processes_without_rows_hold_shards_on_nodes_and_in_a_range(
     assert count == 16 and why is not None and "4 rows; 12 processes have none and hold shards" in why
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_attention_kernel_and_why_no_faster_one() -> None:
     def lines(here: Machine, train: dict[str, Any], **data: Any) -> tuple[str, ...]:
         return tuple(resolve(recipe(train, **data), here).plan.document["attention"])
@@ -220,6 +225,7 @@ def test_fused_kernels_are_refused_where_they_cannot_run(here: Machine, why: str
     assert str(raised.value) == f"model.kernels: triton is not possible here: {why}; set it to auto or eager"
 
 
+@pytest.mark.slow
 def test_tf32_that_is_no_faster_is_remarked() -> None:
     cards = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB, (8, 6)),))
     assert any("TF32 no faster than in fp32" in line for line in resolve(recipe({"tf32": True}), cards).reasons)

@@ -69,6 +69,7 @@ def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
     assert lost and not any(one.fits for one in lost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["1xRTX4090", "4xA100-40GB", "8xH100", "4x8xH100"])
 @pytest.mark.parametrize("rows", [1, 7, 64, 100])
 def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: int) -> None:
@@ -146,6 +147,7 @@ ON_CORES: list[tuple[int, tuple[str, ...], float, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "on", "rows", "tokens", "fixed", "more"),
     [*ON_GPUS[:3], *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_GPUS[3:])],
@@ -156,6 +158,7 @@ def test_nothing_that_was_not_looked_at_is_faster_on_gpus(
     check_search(work(name, rows, tokens, **more), parse_machine(on), fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize(
     ("cores", "instructions", "clock", "fixed"),
@@ -313,6 +316,7 @@ def test_a_quantized_base_fits_where_nothing_else_does() -> None:
     assert adapted.fits and adapted.chosen.choice.strategy == "single"
 
 
+@pytest.mark.slow
 def test_processes_of_a_cpu_share_its_memory() -> None:
     candidates = make_plan(Constraints({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).search.candidates
     assert {one.choice.threads for one in candidates} == {1}
@@ -380,6 +384,7 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     assert len(content["candidates"]) == len(made.search.candidates)
 
 
+@pytest.mark.slow
 def test_suggestions_are_two_changes_where_neither_is_enough() -> None:
     fixed = {"strategy": "ddp", "activation_checkpointing": "none"}
     changes = [way.change for way in plan(LARGE, "1xRTX4090", tokens=8192, fixed=fixed).suggestions]
@@ -401,6 +406,7 @@ def test_a_model_that_takes_no_adapter_is_offered_none_and_a_fixed_length_no_sho
     assert found and all("devices" in way.change for way in found)
 
 
+@pytest.mark.slow
 def test_a_machine_without_gpus_is_told_of_one_that_would_do() -> None:
     made = make_plan(Constraints({}), work("Qwen/Qwen2.5-3B", 8, takes_adapters=False), of_cores(2))
     assert [way.change for way in made.suggestions] == ["a machine such as 1xL4"]

@@ -163,6 +163,7 @@ def test_a_slower_network_is_slower_and_replicas_inside_nodes_need_less_of_it() 
     assert waits[3] < waits[2] / 2
 
 
+@pytest.mark.slow
 def test_recomputation_costs_by_how_much_is_recomputed() -> None:
     options: list[Any] = ["none", "selective", 4, 2, "full"]
     times = {option: timed(choice(activation_checkpointing=option)) for option in options}
@@ -211,6 +212,7 @@ def test_offloading_costs_time() -> None:
         assert with_it.seconds > without.seconds
 
 
+@pytest.mark.slow
 def test_activations_are_copied_while_others_are_computed() -> None:
     """Only those of one block are waited for."""
     made = choice(activation_offload=True, activation_checkpointing="full")
@@ -229,6 +231,7 @@ def test_tf32_multiplies_at_the_rate_of_the_datasheet() -> None:
     assert with_it.seconds == pytest.approx(without.seconds, rel=0.01)  # products are in bf16
 
 
+@pytest.mark.slow
 def test_a_frozen_model_is_faster_to_train() -> None:
     lora = timed(work=workload(LARGE.adapted(AdapterSection(type="lora", rank=16))))
     assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.85

@@ -64,6 +64,7 @@ def test_what_is_asked_once_takes_no_memory_and_no_time(tmp_path: Path) -> None:
     assert workload(tmp_path, objective="npo").model.reference == "none"
 
 
+@pytest.mark.slow
 def test_a_reference_beside_the_model_is_held_as_the_model_is(tmp_path: Path) -> None:
     found = workload(tmp_path, objective="npo", retain_loss="kl")
     whole = memory(found)

@@ -216,6 +216,7 @@ def test_a_dumped_recipe_is_the_same_recipe(write: Write, path: Path, annotated:
     assert RecipeSchema.model_validate(yaml.safe_load(text)) == loaded.recipe  # any YAML reader reads the same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", AWKWARD, ids=ascii)
 @pytest.mark.parametrize("annotated", [False, True])
 def test_text_of_any_kind_survives_a_dump(write: Write, text: str, annotated: bool) -> None:

@@ -105,6 +105,7 @@ def test_an_environment_variable_on_one_rank_ends_every_worker_with_3(tmp_path: 
     assert not list(tmp_path.glob("runs/*/events.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -32,6 +32,7 @@ def changed(kind: str, step: int, **values: Any) -> Callable[[list[dict[str, Any
     return change
 
 
+@pytest.mark.slow
 def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     good = runs.trained("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep_best=false")
     invariants.complete_and_same(good, runs.copied(good), exact=True)

@@ -9,6 +9,7 @@ import pytest
 
 import trainwright as tw
 from tests.support.runs import ON_ROWS, Runs, difference, events
+from tests.support.slow import slow_but
 from trainwright.observe.reports.figures import RunFigures
 from trainwright.observe.reports.page import report_of
 from trainwright.observe.watching.board import Board
@@ -37,7 +38,7 @@ def refusal(runs: Runs, reference: str, *overrides: str) -> str:
     return ended.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("strategy", slow_but("single", "fsdp", among=["single", "ddp", "fsdp", "zero2"]))
 def test_a_fork_without_a_change_goes_on_as_its_parent(runs: Runs, strategy: str) -> None:
     parent = runs.trained(*BASE)
     count = 1 if strategy == "single" else 2
@@ -53,6 +54,7 @@ def test_a_fork_without_a_change_goes_on_as_its_parent(runs: Runs, strategy: str
     assert [event["step"] for event in events(run, "evaluate")] == [4, 8]
 
 
+@pytest.mark.slow
 def test_what_changes_the_batches_begins_at_step_0(runs: Runs) -> None:
     parent = runs.trained(*BASE)
     run = forked(runs, str(parent), "train.seed=7", "train.max_steps=2", "optimizer.name=lion")
@@ -90,6 +92,7 @@ def test_a_killed_fork_is_resumed_to_the_same_losses(runs: Runs) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_parent_is_shown(runs: Runs) -> None:
     parent = runs.trained(*BASE)
     run = forked(runs, f"{parent}@4")
@@ -111,6 +114,7 @@ def test_the_command_has_an_option(runs: Runs) -> None:
     assert list(losses(directory)) == [5, 6]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_forked_is_refused(runs: Runs, tmp_path: Path) -> None:
     parent = runs.trained(*BASE)
     assert "train.fork" in (words := refusal(runs, str(tmp_path / "none"))) and "is not a run" in words

@@ -63,6 +63,7 @@ def test_the_command_says_it_and_refuses_it(runs: Runs, tmp_path: Path) -> None:
     assert finished.code == 3 and "WORLD_SIZE is 4 and RANK is not set" in finished.stderr
 
 
+@pytest.mark.slow
 def test_a_refusal_is_told_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert should_report(0, "this") and should_report(0, "this")

@@ -79,6 +79,7 @@ def test_the_same_run_from_the_variables_of(runs: Runs, launcher: Callable[[int,
     assert not list(Path(tempfile.gettempdir()).glob(f"trainwright-*.{workers[0].pid}"))
 
 
+@pytest.mark.slow
 def test_ranks_in_other_working_directories_resume_from_a_relative_path(runs: Runs, tmp_path: Path) -> None:
     def trained(job: str, *arguments: str) -> list[Finished]:
         workers = []
@@ -97,6 +98,7 @@ def test_ranks_in_other_working_directories_resume_from_a_relative_path(runs: Ru
     assert not (tmp_path / "1" / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_alone_is_a_run_of_one(runs: Runs) -> None:
     (worker,) = start_workers(runs, [{}], "train.max_steps=2")
     finished = worker.wait()
@@ -155,6 +157,7 @@ def test_ranks_that_do_not_come_are_named(runs: Runs) -> None:
     assert "ranks 1, 2" in finished.stderr and "2 s" in finished.stderr
 
 
+@pytest.mark.slow
 def test_a_run_whose_directory_is_gone_is_told_of_once(runs: Runs) -> None:
     workers = start_workers(runs, srun(2, next(_jobs)), LONG)
     run = workers[0].run
@@ -311,6 +314,7 @@ def test_a_command_that_starts_processes_is_refused_in_one_of_several(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_batch_script_trains_whatever_its_allocation_is_for(runs: Runs, tmp_path: Path) -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     settings = ("parallel.num_processes=2", "train.max_steps=2", "logging.run_directory=run")

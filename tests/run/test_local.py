@@ -263,6 +263,7 @@ def test_a_worker_that_has_used_its_time_up_stops_the_run(tmp_path: Path) -> Non
     assert (logs / "checkpoint-0").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_woken_for_the_checkpoint(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     with running("train", logs) as process:
@@ -303,6 +304,7 @@ def in_a_shell(logs: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]
             shell.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells of a parent's death")
 def test_a_job_script_whose_shell_dies_stops_its_run_after_a_checkpoint(tmp_path: Path) -> None:
     logs = tmp_path / "logs"

@@ -155,6 +155,7 @@ def test_a_stop_signal_on_any_node_stops_all_after_a_checkpoint(runs: Runs, plac
     assert nodes[0].run is not None and list((nodes[0].run / "checkpoints").glob("step-*/manifest.json"))
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_ends_the_others(runs: Runs, place: str) -> None:
     nodes = start(runs, place, LONG, "--num-processes", "2")
     nodes[0].wait_for_step(3)
@@ -173,6 +174,7 @@ def test_node_0_that_dies_ends_the_others(runs: Runs, place: str) -> None:
     assert second.code == 5 and "node 0" in second.stderr and "is gone" in second.stderr, second.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_the_first_error_on_all_nodes(runs: Runs, place: str) -> None:
     nodes = start(runs, place, LONG, "--num-processes", "2", "faults.restarts=off")
     nodes[0].wait_for_step(3)

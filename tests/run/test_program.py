@@ -81,6 +81,7 @@ def test_a_killed_ablation_stops_its_run(tmp_path: Path) -> None:
     assert len([*(tmp_path / "out" / "as-it-is" / "checkpoints").iterdir()]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_what_runs_beside_curves_is_told_of_a_stop(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -115,6 +115,7 @@ def test_a_member_that_is_there_already_is_refused(first: Rendezvous, place: tup
     second.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 300_000])
 def test_another_program_at_the_port_is_told_from_rank_0(place: tuple[str, int], answer: bytes | None) -> None:
     with socket.create_server(place) as listener:
@@ -242,6 +243,7 @@ print(json.dumps([interface_of("node0"), time.monotonic() - begun]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="takes a superuser")
 def test_a_machine_without_names_that_dns_does_not_answer(tmp_path: Path) -> None:
     """Its own name is loopback, and a name server takes questions and never answers."""

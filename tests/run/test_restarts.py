@@ -68,6 +68,7 @@ def test_kills_beyond_the_limit_end_the_run_with_the_last_failure(runs: Runs) ->
     assert "faults.restarts allows 1 per hour" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", ["0", "off"])
 def test_restarts_can_be_turned_off(runs: Runs, off: str) -> None:
     started = runs.train(*SETTINGS, "train.max_steps=5000", f"faults.restarts={off}")

@@ -154,6 +154,7 @@ def test_a_run_with_a_directory_in_the_place_of_a_file_is_refused_and_stays_as_i
     assert (run / "recipe.yaml").read_text() == "task: sft\n"
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_by_one_launch_at_a_time() -> None:
     run = a_run("busy")
     refused = pytest.raises(RequestError, match="being trained by another")

@@ -169,6 +169,7 @@ def test_a_deadline_is_seen_while_the_data_is_prepared(runs: Runs) -> None:
     assert started.run is not None and not list(started.run.glob("logs/rank-*.log"))
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_noticed_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = seconds_to_write(400_000_000, tmp_path)
     assert fast >= 2.0 and seconds_to_write(0, tmp_path) == 0.0
@@ -218,6 +219,7 @@ def test_a_last_step_stops_the_run_after_it(runs: Runs) -> None:
     assert column(run, "loss") == column(runs.trained(*settings), "loss")
 
 
+@pytest.mark.slow
 def test_a_last_step_ends_a_run_whose_number_of_processes_may_change(runs: Runs) -> None:
     settings = (ON_ROWS, "train.max_steps=8", "evaluate.every=null", "parallel.num_processes={min: 1, max: 2}")
     started = runs.train(*settings, "--until", "step 2")

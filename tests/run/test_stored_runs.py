@@ -150,6 +150,7 @@ def test_places_that_cannot_be_used_are_refused_before_training(tmp_path: Path, 
     )
 
 
+@pytest.mark.slow
 def test_keys_that_are_wrong_are_refused(tmp_path: Path) -> None:
     with object_store() as store:
         store.files().mkdir("runs")
@@ -168,6 +169,7 @@ def test_a_url_without_a_run_is_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["copies"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_stored_run_writes_nothing(runs: Runs, tmp_path: Path) -> None:
     done = runs.trained(
         *SETTINGS[:-1], "parallel.num_processes=1", "train.max_steps=2", f"checkpoint.copies=[{tmp_path / 'copies'}]"
@@ -182,6 +184,7 @@ def test_a_dry_run_of_a_stored_run_writes_nothing(runs: Runs, tmp_path: Path) ->
     assert other.returncode == 2 and "is another run" in other.stderr, other.stderr
 
 
+@pytest.mark.slow
 def test_copies_of_another_run_are_not_replaced(tmp_path: Path) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
@@ -231,6 +234,7 @@ def test_a_place_that_works_again_gets_the_copy_that_failed(tmp_path: Path) -> N
     assert RemoteStore(str(broken.path), "run").is_complete("step-00000001")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
@@ -284,6 +288,7 @@ class SlowStore(LocalFileSystem):
         return super()._open(path, mode, **options)
 
 
+@pytest.mark.slow
 def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

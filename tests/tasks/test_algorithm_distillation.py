@@ -159,6 +159,7 @@ def test_two_processes_train_as_one_does(runs: Runs, file: Path, strategy: str) 
 COMPRESSED = "algorithm_distillation.context=compressed", "algorithm_distillation.context_length=8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", slow_but("region", among=("region", "latents")))
 def test_compressed_contexts_are_trained_in_two_processes(runs: Runs, file: Path, compression: str) -> None:
     settings = (*COMPRESSED, f"algorithm_distillation.compression={compression}", "train.max_steps=8")
@@ -210,6 +211,7 @@ def test_a_wrong_request_is_refused(runs: Runs, file: Path, name: str) -> None:
         assert word in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_context_of_less_than_an_episode_is_warned_of(runs: Runs, file: Path) -> None:
     settings = ("parallel.num_processes=1", "train.max_steps=1", "algorithm_distillation.context_length=4")
     run = runs.trained(*on(file, *settings), recipe=TINY)
@@ -295,6 +297,7 @@ def test_streams_of_fewer_episodes_count_by_those_they_have() -> None:
     assert np.isnan(interval(returns[..., 3:])).all()
 
 
+@pytest.mark.slow
 def test_an_agent_is_tried_by_itself(runs: Runs, file: Path, tmp_path: Path) -> None:
     run = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
     out = tmp_path / "tried"

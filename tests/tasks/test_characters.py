@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_characters_of_another_text_answer_questions(folder: Path) -> None:
     letters = set(string.ascii_letters) - {"b"}  # not all that a probe of the template would hold
     (folder / "text.txt").write_text("".join(sorted(letters | {":", " ", "\n"})))
@@ -53,6 +54,7 @@ def test_characters_of_another_text_answer_questions(folder: Path) -> None:
     assert refused.returncode == 2 and "no token for 'b'" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "prompts", "message"),
     [

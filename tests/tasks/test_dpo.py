@@ -77,6 +77,7 @@ def assert_same(found: Path, expected: Path) -> None:
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", slow_but("dpo", among=LOSSES))
 @pytest.mark.parametrize(
     "overrides",
@@ -131,6 +132,7 @@ def test_nor_does_kto_on_labelled_answers(runs: Runs, answers: Path, overrides: 
     assert_same(run_of(runs, answers, *kto, *overrides), run_of(runs, answers, *kto, processes(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", slow_but("none", among=("none", "lora", "dora")))
 def test_the_first_loss_of_dpo_is_ln_2(runs: Runs, data: Path, adapter: str) -> None:
     run = run_of(runs, data, f"model.adapter={adapter}", processes(1))
@@ -149,6 +151,7 @@ def test_the_first_losses_of_ipo_and_kto(runs: Runs, data: Path) -> None:
     assert metrics(kto)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "first"),
     [
@@ -165,6 +168,7 @@ def test_the_reference_is_computed_without_dropout(runs: Runs, data: Path, loss:
     assert column(run, "loss")[0] != pytest.approx(first, rel=1e-5)  # a training step does drop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", slow_but("kto", among=LOSSES))
 def test_pairs_that_can_be_told_apart_are(runs: Runs, data: Path, loss: str) -> None:
     faster = "optimizer.learning_rate=5e-3"
@@ -396,6 +400,7 @@ def test_labelled_rows_need_kto_and_pairs_need_room(runs: Runs, data: Path, answ
     assert three.code == 2 and "preference rows, for task: dpo" in three.stderr
 
 
+@pytest.mark.slow
 def test_kto_needs_more_than_one_prompt(runs: Runs, tmp_path: Path) -> None:
     rows = [{"prompt": "Well?", "completion": f"{n}", "label": n % 2 == 0} for n in range(30)]
     data = write(tmp_path / "rows.jsonl", rows)
@@ -403,6 +408,7 @@ def test_kto_needs_more_than_one_prompt(runs: Runs, tmp_path: Path) -> None:
     assert ended.code == 2 and "at least two different prompts" in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_finished_model_says_what_it_prefers(runs: Runs, data: Path) -> None:
     question = "What is 7 plus 35?"
     prompts = f"evaluate.prompts={json.dumps([question])}"

@@ -66,6 +66,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
@@ -92,6 +93,7 @@ def test_a_head_that_the_configuration_ties_is_saved(
     assert torch.allclose(logits(tmp_path / "out"), logits(base), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_stop_that_chats_teach_is_where_other_programs_look(runs: Runs, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     GenerationConfig(eos_token_id=[259, 7], pad_token_id=256, temperature=0.5, do_sample=True).save_pretrained(base)
@@ -107,6 +109,7 @@ def test_the_stop_that_chats_teach_is_where_other_programs_look(runs: Runs, tmp_
         assert AutoConfig.from_pretrained(directory).eos_token_id == 258
 
 
+@pytest.mark.slow
 def test_the_stop_is_saved_with_an_adapter_and_merged(runs: Runs, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     GenerationConfig(eos_token_id=[259, 7]).save_pretrained(base)
@@ -133,6 +136,7 @@ def test_a_template_that_writes_the_end_of_a_text_renders_as_before(opening: str
     assert after == before and str(after).endswith("<|im_end|><|endoftext|>")
 
 
+@pytest.mark.slow
 def test_continued_texts_keep_their_end(runs: Runs, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     texts = tmp_path / "texts.jsonl"
@@ -142,6 +146,7 @@ def test_continued_texts_keep_their_end(runs: Runs, tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(final).eos_token_id == 259
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "wanted", "expected"), [("bfloat16", "auto", "bfloat16"), ("bfloat16", "fp32", "float32")]
 )
@@ -215,6 +220,7 @@ def test_an_export_that_fails_its_check_is_kept_beside(tmp_path: Path, monkeypat
     assert not final.exists() and (tmp_path / "final-failed-check" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_larger_than_the_free_memory_is_said_not_to_be_compared(runs: Runs, tmp_path: Path) -> None:
     machine = machine_file(tmp_path, memory_bytes=100_000, memory_free_bytes=100_000)
     run = runs.new_directory("run")

@@ -50,6 +50,7 @@ def test_only_what_is_not_frozen_changes_and_the_rest_is_written_as_it_was(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategies", slow_but(("ddp", "fsdp"), among=(("ddp", "fsdp"), ("zero1", "zero2", "zero3"))))
 def test_every_strategy_trains_as_one_process(runs: Runs, strategies: tuple[str, ...]) -> None:
     if "zero1" in strategies:
@@ -63,6 +64,7 @@ def test_every_strategy_trains_as_one_process(runs: Runs, strategies: tuple[str,
         assert difference(trained.column("loss"), alone["some"].column("loss")) < 1e-5, strategy
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_and_its_checkpoint_answers(runs: Runs, base: Path) -> None:
     settings = (ON_ROWS, f"model.name={base}", "model.config=null", *SMALL, FROZEN, "model.tokenizer=bytes")
     whole = runs.trained(*settings)

@@ -45,6 +45,7 @@ def test_recipes_are_sound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_recipe(path).task in ("sft", "dpo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "machine", "overrides"), MACHINES)
 def test_recipes_fit_the_machines_that_they_are_for(
     name: str, machine: str, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.runs import Runs, difference
@@ -63,6 +64,7 @@ def test_a_run_by_entropy_is_the_same_on_any_number_of_processes_and_resumed(run
         assert difference(trained.column("loss"), alone["one"].column("loss")) < 1e-5, strategy
 
 
+@pytest.mark.slow
 def test_a_smoothed_run_has_another_loss_and_the_plain_one_in_evaluations(runs: Runs) -> None:
     smoothed = ("sft.label_smoothing=0.2", *SMALL)
     cases = {

@@ -65,6 +65,7 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)
 def test_npo_is_the_same_run_anywhere(runs: Runs, recipe: Path, elsewhere: tuple[str, ...]) -> None:
     assert_same(run_of(runs, recipe, "npo", *elsewhere), run_of(runs, recipe, "npo", ONE))
@@ -127,6 +128,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_losses(runs: Runs, recipe: Pat
     assert [step["metrics"] for step in events(again, "step")] == [step["metrics"] for step in events(whole, "step")]
 
 
+@pytest.mark.slow
 def test_every_alternate_is_preferred_to_the_answer_of_its_row(
     runs: Runs, recipe: Path, knowing: tuple[str, ...]
 ) -> None:
@@ -137,6 +139,7 @@ def test_every_alternate_is_preferred_to_the_answer_of_its_row(
     assert first["forget_loss"] == pytest.approx(2 / 0.1 * math.log(2), rel=1e-4)  # the model is its own reference
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_tokens_of_all_alternates_as_the_run_does(
     runs: Runs, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +163,7 @@ def test_a_plan_counts_the_tokens_of_all_alternates_as_the_run_does(
     assert counted.workload.batch_tokens == pytest.approx(measured_tokens["altpo"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_model_writes_the_alternates_and_continues_after_those_it_has(
     runs: Runs, recipe: Path, knowing: tuple[str, ...]
 ) -> None:
@@ -184,11 +188,13 @@ def test_the_model_writes_the_alternates_and_continues_after_those_it_has(
     assert events(run, "start")[0]["epoch_examples"] > 16
 
 
+@pytest.mark.slow
 def test_altpo_is_the_same_run_anywhere(runs: Runs, recipe: Path) -> None:
     two = run_of(runs, recipe, "altpo", TWO, "parallel.strategy=ddp", "train.micro_batch_size=1")
     assert_same(two, run_of(runs, recipe, "altpo", ONE))
 
 
+@pytest.mark.slow
 def test_an_ablation_names_no_best_run_by_the_loss(runs: Runs, recipe: Path, tmp_path: Path) -> None:
     command = ("ablate", str(recipe), "train.max_steps=1", ONE, "--over", "unlearn.gamma=1,2", "--grid", "--out", "out")
     ended = runs.command(*command, cwd=tmp_path).wait()
@@ -199,6 +205,7 @@ def test_an_ablation_names_no_best_run_by_the_loss(runs: Runs, recipe: Path, tmp
     assert halved.code == 2 and "--halving: the loss does not show which runs to continue" in halved.stderr
 
 
+@pytest.mark.slow
 def test_the_multiplier_of_pdu_moves_after_its_warm_up(runs: Runs, recipe: Path) -> None:
     steps = [step["metrics"] for step in events(run_of(runs, recipe, "pdu", ONE), "step")]
     assert [step["alpha"] for step in steps[:3]] == [1.0, 1.0, 1.0]
@@ -220,6 +227,7 @@ def test_an_adapter_is_compared_with_its_base(
     assert measured(same)[0]["loss"] == pytest.approx(first["loss"], rel=1e-5)  # the same reference
 
 
+@pytest.mark.slow
 def test_a_task_vector_is_subtracted_from_the_start(runs: Runs, recipe: Path, knowing: tuple[str, ...]) -> None:
     from safetensors.torch import load_file
 
@@ -234,6 +242,7 @@ def test_a_task_vector_is_subtracted_from_the_start(runs: Runs, recipe: Path, kn
     assert float((final[name] - start[name]).abs().max()) > 1e-4
 
 
+@pytest.mark.slow
 def test_only_what_matches_is_trained(runs: Runs, recipe: Path, knowing: tuple[str, ...]) -> None:
     from safetensors.torch import load_file
 

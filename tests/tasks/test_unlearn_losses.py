@@ -197,6 +197,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Plain], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     written, meant = CASES[case]

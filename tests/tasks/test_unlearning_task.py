@@ -52,6 +52,7 @@ def test_each_of_the_two_losses_is_a_mean_of_its_own_over_the_global_batch(make:
     assert task.metrics(sums.tolist())["loss"] == pytest.approx(found, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_frozen_reference_never_drops_out(make: Make) -> None:
     task = make("unlearn.objective=grad_diff", "unlearn.retain_loss=kl", "model.dropout=0.5")
     lm = task._lm
@@ -62,6 +63,7 @@ def test_a_frozen_reference_never_drops_out(make: Make) -> None:
         assert not any(part.training for part in lm.reference.modules())
 
 
+@pytest.mark.slow
 def test_the_model_without_its_adapter_does_not_drop_out_as_a_reference(make: Make) -> None:
     adapter = "model.adapter={type: lora, rank: 4, dropout: 0.4}"
     task = make("unlearn.objective=grad_diff", "unlearn.retain_loss=kl", "model.dropout=0.5", adapter)

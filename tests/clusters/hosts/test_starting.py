@@ -302,6 +302,7 @@ def test_a_stop_between_two_starts_says_how_to_continue(tmp_path: Path, monkeypa
     thread.join()
 
 
+@pytest.mark.slow
 def test_an_output_that_was_closed_before_the_command_hangs_no_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_without_a_scheduler_nothing_is_written(here: Path, monkeypatch: pytest.
     assert not (here / "runs").exists()
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_before_it_is_queued(here: Path) -> None:
     clusters(here, "small: {machine: 1xT4}\nbig: {machine: 8xH100, gpus_per_node: 2}")
     large = here / "large.yaml"
@@ -444,6 +445,7 @@ def test_a_task_whose_supervisor_has_died_ends_its_step(here: Path, monkeypatch:
     assert (here / "canceled").read_text() == "7.0\n"
 
 
+@pytest.mark.slow
 def test_a_stop_that_does_not_fit_into_the_grace_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of 8 billion parameters takes minutes; Slurm waits 30 s, and 90 s at a preemption."""
     config, partition = "KillWait                = 30 sec", "PartitionName=gpu Default=YES GraceTime=60"

@@ -87,6 +87,7 @@ def test_a_slow_first_step_is_no_hang(runs: Runs) -> None:
     assert started.run is not None and not events(started.run, "fault")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "seconds"), [(1, 0), pytest.param(2, 14, marks=pytest.mark.slow)])
 def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_resumes(runs: Runs, count: int, seconds: int) -> None:
     file, run = runs.directory / f"checked-{seconds}", runs.new_directory("run")

@@ -76,6 +76,7 @@ def test_bytes_of_the_processes_that_a_worker_has_started_count() -> None:
             process.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "moves"),
     [

@@ -158,6 +158,7 @@ def test_a_comparison_is_of_the_same_rows(evaluate: Evaluate, model: str, place:
     assert [json.loads(line)["prompt"] for line in lines] == [sample["prompt"] for sample in samples]
 
 
+@pytest.mark.slow
 def test_long_texts_are_split_and_lose_nothing(evaluate: Evaluate, model: str, place: Path) -> None:
     texts = ["ab " * 20, "the quick brown fox", "never twice the same river"]
     data = write(place / "texts.jsonl", [{"text": text} for text in texts])

@@ -318,6 +318,7 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
         tw.report(run, tmp_path / "missing" / "page.html")
 
 
+@pytest.mark.slow
 def test_a_real_run_writes_its_report(runs: Runs) -> None:
     run = runs.new_directory("run")
     fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=3", "logging.observers.tensorboard=false")
@@ -337,6 +338,7 @@ def test_a_real_run_writes_its_report(runs: Runs) -> None:
     assert badge(run) == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "status", "shown"),
     [
@@ -355,6 +357,7 @@ def test_the_page_of_a_failed_run_says_so(runs: Runs, overrides: tuple[str, ...]
     assert shown in (run / "report.html").read_text() and RunFigures.read(run).status == "failed"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_so_on_its_page(runs: Runs) -> None:
     run = runs.new_directory("run")
     fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.observers.tensorboard=false")

@@ -224,6 +224,7 @@ def test_good_runs_are_listed_beside_hostile_ones_as_without_them(root: Path, tm
     assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_live_page_follows_good_runs_beside_hostile_ones(root: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
@@ -273,6 +274,7 @@ def test_good_runs_are_compared_beside_hostile_ones(root: Path, tmp_path: Path) 
     assert "good-0" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_report_of_a_hostile_run_has_a_note(root: Path, tmp_path: Path) -> None:
     noted = set()

@@ -257,6 +257,7 @@ def test_gpus_that_the_environment_hides_are_not_simulated(
         assert simulated_machine("2x4xT4").devices == 2 * count
 
 
+@pytest.mark.slow
 def test_a_simulation_follows_an_accelerate_file(tmp_path: Path) -> None:
     text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 2\nmixed_precision: bf16\n"
     words = ("train", str(TINY), "--simulate", "4xA100-80GB", "--accelerate-config", "accelerate.yaml")

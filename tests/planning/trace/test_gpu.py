@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import sized, traced_as
@@ -10,6 +12,7 @@ _SIZES = {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positi
 _SHAPE = BatchShape(1, 4096, ((1024, 4),), 4092, True, False)
 
 
+@pytest.mark.slow
 def test_dropout_of_attention_keeps_no_scores() -> None:
     kept = {}
     for dropout in (0.0, 0.1):

@@ -39,6 +39,7 @@ def compared(case: Case, **sizes: int) -> tuple[dict[str, int], dict[str, int]]:
     return planned(sized(request, shape)), measured(real_model(request), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
@@ -92,6 +93,7 @@ def test_steps_of_many_architectures() -> None:
     assert max(errors.values()) < 0.03, errors
 
 
+@pytest.mark.slow
 def test_chunks_of_the_loss_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk, block = 2**18, 2**16
     monkeypatch.setattr(linear_losses, "CHUNK_BYTES", chunk)

@@ -49,6 +49,7 @@ def alone(evaluate: Evaluate, place: Path) -> dict[str, Any]:
     return json.loads((place / "alone" / "log.json").read_text())
 
 
+@pytest.mark.slow
 def test_likelihoods_are_those_of_a_plain_loop(alone: dict[str, Any], place: Path) -> None:
     model = model_of("llama", positions=512)
 

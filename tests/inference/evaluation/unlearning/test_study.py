@@ -120,6 +120,7 @@ def test_mistakes_are_named_with_their_place(study: Path, written: str, instead:
     assert said in str(caught.value), str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
