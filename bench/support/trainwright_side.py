@@ -13,7 +13,7 @@ from support.processes import run_measured
 from support.runs import Run
 
 # The command and not `tw.train`: a whole process is measured from outside, as those of others are.
-COMMAND = (sys.executable, "-c", "from trainwright.cli.main import main; main()")
+COMMAND = (sys.executable, "-m", "trainwright")
 
 RECIPE = """\
 task: sft
