@@ -15,7 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OWN, check_sizes
+from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.model import ModelSection
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Keys of transformers 4 that configurations still accept and convert to rope_parameters.
-_OLDER_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the previous dropout values
 
 # Exceptions that module constructors raise for inconsistent values.
@@ -202,7 +200,7 @@ def config_from(directory: Path, model: ModelSection | None = None) -> Pretraine
 def keys_of(config_class: type[PretrainedConfig]) -> set[str]:
     """Return the keys of a kind of configuration, without ``model_type``."""
     keys = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    return keys | _OLDER_ROPE_KEYS if "rope_parameters" in keys else keys
+    return keys | set(OLDER_ROPE_KEYS) if "rope_parameters" in keys else keys
 
 
 def _check_keys(fields: Mapping[str, Any], config_class: type[PretrainedConfig], where: str) -> None:

@@ -388,3 +388,14 @@ def test_a_system_text_is_that_of_each_source(tmp_path: Path) -> None:
     values = recipe(of(tmp_path, files.AXOLOTL + "default_system_message: Be brief.\n"), tmp_path)
     sources = values["data"]["train"]
     assert [source["system"] for source in sources] == ["Be brief."] * 2 and "system" not in values["data"]
+
+
+def test_values_of_the_configuration_are_overrides(tmp_path: Path) -> None:
+    scaling = "rope_scaling: {rope_type: linear, factor: 2.0}\noverrides_of_model_config: {rope_theta: 1.0e5}\n"
+    values = recipe(of(tmp_path, files.AXOLOTL + scaling), tmp_path)
+    assert values["model"]["overrides"] == {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_theta": 1.0e5,
+    }
+    (failure,) = failures(of(tmp_path, files.AXOLOTL + "rope_scaling: linear\n"))
+    assert "rope_scaling: is no mapping of keys" in failure

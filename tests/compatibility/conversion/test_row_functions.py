@@ -135,6 +135,10 @@ def write(examples):
         "text = ''\n    for part in row['parts']:\n        text += part\n    return {'text': text}",
         "row['text'] = open('ran', 'w').name\n    return row",
         "return {'text': other(row['a'])}",
+        "return {'text': ''}",
+        "return {'text': '{'.format(row['a'])}",
+        "return {'text': '{} {}'.format(row['a'])}",
+        "return {'text': str()}",
     ],
 )
 def test_what_no_setting_does_is_unclear(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +146,14 @@ def test_what_no_setting_does_is_unclear(body: str, tmp_path: Path, monkeypatch:
     with pytest.raises(Unclear):
         settings_of(ast.parse(f"def write(row):\n    {body}\nd = d.map(write)\n"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "call", ["d.map(lambda: 1)", "d.rename_columns(names)", "d.rename_columns({**names})", "d.map()"]
+)
+def test_calls_that_only_the_script_understands_are_unclear(call: str) -> None:
+    with pytest.raises(Unclear):
+        settings_of(ast.parse(call))
 
 
 def test_a_script_of_unsloth_with_a_prompt(tmp_path: Path) -> None:

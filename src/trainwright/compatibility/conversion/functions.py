@@ -335,14 +335,19 @@ def chat_template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def model_name(conversion: Conversion, setting: Setting, rule: Rule, revision: str) -> None:
     """Take the name of a model, with its revision."""
     wanted = conversion.value(revision)
-    name = setting.value if wanted in (None, "main") else f"{setting.value}@{wanted}"
-    conversion.take(setting, "model.name", setting.value if isinstance(setting.value, Code) else name)
+    if wanted in (None, "main") or isinstance(setting.value, Code):
+        conversion.take(setting, "model.name", setting.value)
+    else:
+        conversion.take(setting, "model.name", wanted if isinstance(wanted, Code) else f"{setting.value}@{wanted}")
 
 
 def overrides(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Change values of the model's configuration."""
     if not setting.is_on:
         conversion.drop(setting, "asks for nothing")
+        return
+    if not isinstance(setting.value, dict):
+        conversion.refuse(setting, "is no mapping of keys of the model's configuration")
         return
     value = {setting.key: setting.value} if setting.key == "rope_scaling" else setting.value
     earlier = conversion.values.pop("model.overrides", None)

@@ -2,10 +2,9 @@
 
 Nothing in a file is executed. Values that a script computes are ``Code``, which no key accepts.
 
-Compose a configuration of Hydra, and replace interpolations, as documented by Hydra 1.3 and OmegaConf 2.3.
-
-What is supported: defaults lists (groups, ``override``, packages, ``_self_``), ``@package``, and interpolations of
-keys. Resolvers such as ``${oc.env:…}`` are left as they are.
+Configurations of Hydra are composed, and interpolations replaced, as documented by Hydra 1.3 and OmegaConf 2.3: defaults
+lists (groups, ``override``, packages, ``_self_``), ``@package``, and interpolations of keys. Resolvers such as
+``${oc.env:…}`` are left as they are.
 """
 
 from __future__ import annotations

@@ -86,8 +86,11 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
             )
             row[_constant(new)] = row[_constant(old)]
         elif name == "rename_columns":
-            written = ast.literal_eval(_argument(call, "column_mapping"))
-            row.update({new: row[old] for old, new in written.items()})
+            written = _argument(call, "column_mapping")
+            if not isinstance(written, ast.Dict) or None in written.keys:
+                raise Unclear(ast.unparse(written))
+            names = zip(filter(None, written.keys), written.values, strict=True)
+            row.update({_constant(new): row[_constant(old)] for old, new in names})
         elif any(word.arg == "formatting_func" for word in call.keywords):
             function = next(word.value for word in call.keywords if word.arg == "formatting_func")
             text = _Function(module, row).result(function)
@@ -148,7 +151,11 @@ def _of_question(parts: tuple[Any, ...]) -> dict[str, Any]:
 
 def _of_text(parts: tuple[Any, ...]) -> dict[str, Any]:
     """Return the settings for a text that ends with a column: the answer, if there is anything before it."""
-    *before, last = [part for at, part in enumerate(parts) if not (at == len(parts) - 1 and part == EndOfText())]
+    if parts[-1:] == (EndOfText(),):
+        parts = parts[:-1]
+    if not parts:
+        raise Unclear("writes a text without columns")
+    *before, last = parts
     if not before:
         return {"format": "text", "columns.text": _only_column((last,))}
     settings = {"prompt": _prompt(tuple(before)), "columns.answer": _only_column((last,))}
@@ -214,7 +221,7 @@ class _Function:
 
     def result(self, function: ast.expr) -> Any:
         """Return what it returns."""
-        if isinstance(function, ast.Lambda):
+        if isinstance(function, ast.Lambda) and function.args.args:
             self._names[function.args.args[0].arg] = self._row
             return self._value(function.body)
         written = [
@@ -328,7 +335,7 @@ class _Function:
                 return tuple(self._value(argument) for argument in call.args)
             case ast.Name(id="range") if len(call.args) == 1 and ast.unparse(call.args[0]).startswith("len("):
                 return _Index()
-            case ast.Name(id="str"):
+            case ast.Name(id="str") if len(call.args) == 1:
                 return self._value(call.args[0])
             case ast.Attribute(attr="apply_chat_template"):
                 return self._rendered(call)
@@ -360,14 +367,14 @@ class _Function:
         positions = [self._value(argument) for argument in call.args]
         names = {word.arg: self._value(word.value) for word in call.keywords if word.arg}
         total, counted = Joined(()), count()
-        for constant, name, spec, conversion in Formatter().parse(text):
-            total = _plus(total, constant)
-            if name is None:
-                continue
-            if spec or conversion:
-                raise Unclear(ast.unparse(call))
-            try:
-                total = _plus(total, names[name] if name in names else positions[int(name) if name else next(counted)])
-            except (ValueError, IndexError):
-                raise Unclear(ast.unparse(call)) from None
+        try:
+            for constant, name, spec, conversion in Formatter().parse(text):
+                total = _plus(total, constant)
+                if spec or conversion:
+                    raise Unclear(ast.unparse(call))
+                if name is not None:
+                    value = names[name] if name in names else positions[int(name) if name else next(counted)]
+                    total = _plus(total, value)
+        except (ValueError, IndexError):  # no format, or another number of arguments
+            raise Unclear(ast.unparse(call)) from None
         return total

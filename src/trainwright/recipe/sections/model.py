@@ -131,7 +131,8 @@ def _implementation(value: object) -> object:
 _IMPLEMENTATIONS = {"anyOf": [{"enum": ["transformers", "gpt"]}, {"type": "string", "pattern": f"^{_CLASS}$"}]}
 
 
-_OLDER_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")  # written inside rope_parameters now
+# Keys of transformers 4 that configurations still accept and convert to rope_parameters.
+OLDER_ROPE_KEYS = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 # Keys that decide the shapes of the weights, or their names.
 _OF_SHAPES = re.compile(
     r"(^|_)(layers?|experts?|heads?|blocks?|embd|inner|rank)$|(size|dim|d_model|d_ff|model_type|layer_types)$|"
@@ -284,7 +285,7 @@ class ModelSection(Section):
         """
         fields = {**configuration, **self.overrides}
         rope = configuration.get("rope_parameters")
-        older = {key: self.overrides[key] for key in _OLDER_ROPE if key in self.overrides}
+        older = {key: self.overrides[key] for key in OLDER_ROPE_KEYS if key in self.overrides}
         if not older or not isinstance(rope, Mapping):
             return fields
         if any(isinstance(value, Mapping) for value in rope.values()):
@@ -292,7 +293,7 @@ class ModelSection(Section):
             raise RequestError(f"model.overrides: the model has rope_parameters by kind of layer; set them, not {keys}")
         bases = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         scaling = older.pop("rope_scaling", {key: value for key, value in rope.items() if key not in bases})
-        fields = {key: value for key, value in fields.items() if key not in _OLDER_ROPE}
+        fields = {key: value for key, value in fields.items() if key not in OLDER_ROPE_KEYS}
         return {**fields, "rope_parameters": {**bases, **(scaling or {"rope_type": "default"}), **older}}
 
     @property
