@@ -2,8 +2,8 @@
 
 Nothing in a file is executed. Values that a script computes are ``Code``, which no key accepts.
 
-Configurations of Hydra are composed, and interpolations replaced, as documented by Hydra 1.3 and OmegaConf 2.3: defaults
-lists (groups, ``override``, packages, ``_self_``), ``@package``, and interpolations of keys. Resolvers such as
+Configurations of Hydra are composed, and interpolations replaced, as documented by Hydra 1.3 and OmegaConf 2.3:
+defaults lists (groups, ``override``, packages, ``_self_``), ``@package``, and interpolations of keys. Resolvers such as
 ``${oc.env:…}`` are left as they are.
 """
 
