@@ -334,11 +334,11 @@ def chat_template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 def model_name(conversion: Conversion, setting: Setting, rule: Rule, revision: str) -> None:
     """Take the name of a model, with its revision."""
-    wanted = conversion.value(revision)
-    if wanted in (None, "main") or isinstance(setting.value, Code):
+    commit = conversion.value(revision)
+    if commit in (None, "main") or isinstance(setting.value, Code):
         conversion.take(setting, "model.name", setting.value)
     else:
-        conversion.take(setting, "model.name", wanted if isinstance(wanted, Code) else f"{setting.value}@{wanted}")
+        conversion.take(setting, "model.name", commit if isinstance(commit, Code) else f"{setting.value}@{commit}")
 
 
 def overrides(conversion: Conversion, setting: Setting, rule: Rule) -> None:

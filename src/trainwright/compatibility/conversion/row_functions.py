@@ -76,10 +76,10 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
     text = None
     for name, call in calls_of(module):
         if name == "map":
-            made = _Function(module, row).result(_argument(call, "function"))
-            if not isinstance(made, dict):
+            new_row = _Function(module, row).result(_argument(call, "function"))
+            if not isinstance(new_row, dict):
                 raise Unclear("returns no row")
-            row.update(made)
+            row.update(new_row)
         elif name == "rename_column":
             old, new = (
                 _argument(call, word, at) for at, word in enumerate(("original_column_name", "new_column_name"))
@@ -198,10 +198,10 @@ def _plus(left: Any, right: Any) -> Joined:
 
 
 def _argument(call: ast.Call, name: str, at: int = 0) -> ast.expr:
-    given = [word.value for word in call.keywords if word.arg == name] or call.args[at : at + 1]
-    if not given:
+    arguments = [word.value for word in call.keywords if word.arg == name] or call.args[at : at + 1]
+    if not arguments:
         raise Unclear(ast.unparse(call))
-    return given[0]
+    return arguments[0]
 
 
 def _constant(node: ast.expr) -> str:
@@ -313,17 +313,17 @@ class _Function:
 
     def _of_module(self, name: str) -> Any:
         """Return the value that the module gives a name once."""
-        given = [
+        values = [
             node.value
             for node in ast.walk(self._module)
             if isinstance(node, ast.Assign)
             and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
         ]
-        if len({ast.dump(value) for value in given}) != 1 or name in self._following:
+        if len({ast.dump(value) for value in values}) != 1 or name in self._following:
             return _TokenizerValue()
         self._following.append(name)
         try:
-            return self._value(given[0])
+            return self._value(values[0])
         except Unclear:
             return _TokenizerValue()
         finally:
