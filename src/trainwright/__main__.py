@@ -28,12 +28,12 @@ def main() -> None:
 
             command()
     except Interrupted:
-        kept = (
+        unchanged = (
             "the existing run was not changed"
             if any(word.startswith("--resume") for word in sys.argv)
             else "nothing was kept"
         )
-        say(f"stopped before the first step; {kept}; run the same command again", file=sys.stderr)
+        say(f"stopped before the first step; {unchanged}; run the same command again", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
         sys.exit(_interrupted())

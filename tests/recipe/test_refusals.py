@@ -121,6 +121,8 @@ def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
             "train.global_batch_size=99999999999999999999",
             "expected a number of at most 1000000000000000, not 9999999999",
         ),
+        ("data.pack_length=2147483648", "data.pack_length: expected a number of at most 2147483647, not 2147483648"),
+        ("data.max_length=1", "data.max_length: expected a number of at least 2, not 1"),
         ("train.epochs=0", "train.epochs: expected a number above 0, not 0"),
         ("train.epochs=.inf", "train.epochs: expected a finite number, not Infinity"),
         ("train.micro_batch_size=lots", """expected a whole number or 'auto', not "lots\""""),

@@ -20,7 +20,7 @@ from trainwright.faults.drills.damage import (
 )
 from trainwright.faults.drills.kills import started
 from trainwright.faults.drills.kinds import ANY, fault
-from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
+from trainwright.faults.drills.trial_environment import FAILED, FAULT, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 
 _TOO_FEW = r"open files|files open|ulimit -n"
 _SHORT = (FINISHED, REQUEST, MACHINE, FAILED)
@@ -103,5 +103,5 @@ def no_more_time(scene: Scene) -> None:
     limits = (0, resource.RLIM_INFINITY) if scene.variant == "soft" else (0, 0)
     resource.prlimit(workers[rank], resource.RLIMIT_CPU, limits)
     ended = scene.wait(command)
-    scene.expect(ended, (FAILED, STOPPED), f"rank {rank}" if ended.code == FAILED else "resume")
+    scene.expect(ended, (FAILED, FAULT, STOPPED), "resume" if ended.code == STOPPED else f"rank {rank}")
     invariants.none_lost(scene.run)

@@ -286,7 +286,7 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
     loaded = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
-    done = counted(world, "answers", len(about["prompts"]))
+    progress = counted(world, "answers", len(about["prompts"]))
     with loaded.lm.for_generation() as model:
         answers = answer_all(
             model,
@@ -294,7 +294,7 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
             about["prompts"],
             AnswerSettings(request.sampling(), stop, request.batch_size),
             world,
-            done,
+            progress,
         )
     if world.is_main:
         texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]

@@ -321,8 +321,12 @@ def push_finished(run: Path) -> None:
             if pause is not None and isinstance(error, MachineError):
                 time.sleep(pause)
                 continue
-            again = push_command(run, section.repository, section.private)
-            say(f"warning: push: {error}; the run is complete, upload it with {again}", file=sys.stderr, wrap=False)
+            retry_command = push_command(run, section.repository, section.private)
+            say(
+                f"warning: push: {error}; the run is complete, upload it with {retry_command}",
+                file=sys.stderr,
+                wrap=False,
+            )
             return
 
 

@@ -146,7 +146,7 @@ class _StudySteps:
         from trainwright.tasks.unlearn.stream import refuse_overlap
 
         study, training = self._study, benchmark.training
-        finetuned = [name for name, given in self._given().items() if given is None]
+        finetuned = [name for name, model in self._given().items() if model is None]
         texts = {name: study.finetuning(training[name], training["full"]) for name in finetuned}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
         runs = self._directory / _RUNS

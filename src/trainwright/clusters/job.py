@@ -148,11 +148,11 @@ def stop_warning(needed: float) -> str | None:
     Args:
         needed: the seconds from a signal to the end of the run, with a step and a checkpoint.
     """
-    own = os.environ.get(GRACE, "")
-    if not own.isdigit() or needed <= int(own):
+    grace = os.environ.get(GRACE, "")
+    if not grace.isdigit() or needed <= int(grace):
         return None
     return (
-        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and the cluster kills the run {own} s after its "
+        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and the cluster kills the run {grace} s after its "
         "signal: what was done since the last checkpoint is done again; submit with a longer launch.grace, or set "
         "checkpoint.every so that this is little"
     )

@@ -109,17 +109,17 @@ def settings_of(recipe: RecipeSchema, options: Mapping[str, Any], to: str | None
     launch.pop("to", None)
     if name is None:
         raise RequestError("--to: where to submit to is missing; pass --to slurm, or set launch.to in the recipe")
-    given = {key: value for key, value in options.items() if value is not None}
+    options_set = {key: value for key, value in options.items() if value is not None}
     defaults = _cluster(name).model_dump(exclude_none=True)
     try:
-        settings = ClusterSettings.model_validate({**defaults, **launch, **given})
+        settings = ClusterSettings.model_validate({**defaults, **launch, **options_set})
     except ValidationError as error:  # the recipe and the file are valid
         raise RequestError("\n".join(_problems(error, _option))) from None
     for key in _unused(settings):
         why = f"{settings.scheduler} has no such setting"
         if key in _STARTS_AGAIN:
             why = f"a job of {settings.scheduler} starts its run again by itself"
-        location = _option(key) if key in given else f"launch.{key}"
+        location = _option(key) if key in options_set else f"launch.{key}"
         raise RequestError(f"{location}: is for {_names(key)}, and {why}; remove it")
     if (settings.jobs or 1) > 1 and (settings.until_done or settings.array):
         other = (
@@ -170,8 +170,8 @@ def _cluster(name: str) -> ClusterSettings:
     if name not in clusters:
         if name in SCHEDULERS:
             return ClusterSettings.model_validate({"scheduler": name})
-        known = ", ".join([*SCHEDULERS, *map(str, clusters)])
-        raise RequestError(f"--to {name}: no such cluster in {file}; there are: {known}")
+        choices = ", ".join([*SCHEDULERS, *map(str, clusters)])
+        raise RequestError(f"--to {name}: no such cluster in {file}; there are: {choices}")
     try:
         cluster = ClusterSettings.model_validate(clusters[name] or {})
     except ValidationError as error:

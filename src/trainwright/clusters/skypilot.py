@@ -107,8 +107,8 @@ def _run(job: Job, copies: list[str]) -> str:
         lines.append("count=$((SKYPILOT_NUM_GPUS_PER_NODE * SKYPILOT_NUM_NODES))")
         node_options += ' --num-processes "$count"'
     count_in = f" --count-in {shlex.quote(copies[-1])}" if copies else ""
-    own = f"{_directory(job)} --resume auto"
-    lines.append(f'exec python -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {own}{node_options}')
+    arguments = f"{_directory(job)} --resume auto"
+    lines.append(f'exec python -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {arguments}{node_options}')
     return "\n".join(lines) + "\n"
 
 

@@ -134,8 +134,8 @@ def _measured(
             parts[part] += time.monotonic() - started
     if not all(rounds[:fewest]) and world.device.type == "cpu":
         return []
-    own = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
-    ranks = world.gather_floats([value for timed in own for value in timed])
+    local = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
+    ranks = world.gather_floats([value for timed in local for value in timed])
     results = []
     for index, (_, case) in enumerate(cases):
         seconds, waited = ([row[2 * index + part] for row in ranks] for part in (0, 1))

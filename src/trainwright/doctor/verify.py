@@ -66,8 +66,8 @@ def verify(recipe: RecipeSchema, machine: Machine, steps: int, out: TextIO) -> C
             preload_worker(recipe)
             model = _prepared_model(recipe, machine, directory, stopping, out)
             sides = [
-                ComparedRun(_name(each), each.model_copy(update={"model": model}), directory / place)
-                for each, place in ((reference, "reference"), (recipe, "chosen"))
+                ComparedRun(_name(each), each.model_copy(update={"model": model}), directory / name)
+                for each, name in ((reference, "reference"), (recipe, "chosen"))
             ]
             try:
                 for side in sides:

@@ -120,12 +120,12 @@ def card_of_gpu(name: str, memory_bytes: int) -> Card | None:
 
 @cache
 def _by_name() -> dict[str, Card]:
-    named: dict[str, Card] = {}
+    cards: dict[str, Card] = {}
     for entry in _read()["cards"]:
         card = _card(entry)
         for name in (card.name, *card.aliases):
-            named.setdefault(_key(name), card)
-    return named
+            cards.setdefault(_key(name), card)
+    return cards
 
 
 @cache

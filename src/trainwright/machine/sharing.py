@@ -291,12 +291,12 @@ def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]
 
 def _remove_remnants(directory: Path, *, alone: bool, keep: bool) -> None:
     """Remove what calls that were interrupted have left: those of this host if no other process of it is here now."""
-    own = _prefix(directory)
+    prefix = _prefix(directory)
     for remnant in directory.parent.glob(f".*{_literal(directory.name)}.*"):
         # `make` may write its directory by way of one with another dot before the name.
         name = f".{remnant.name.lstrip('.')}"
-        if alone and name.startswith(own):
-            is_left = not (keep and remnant.name == f"{own}{_KEPT}")
+        if alone and name.startswith(prefix):
+            is_left = not (keep and remnant.name == f"{prefix}{_KEPT}")
         else:
             is_left = name.startswith(f".{directory.name}.") and _age(remnant) > _OLD_SECONDS
         if is_left:

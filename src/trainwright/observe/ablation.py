@@ -307,8 +307,8 @@ class VariantRuns:
                 finally:
                     free.put(slot)
 
-            for done in [pool.submit(train_beside, variant) for variant in remaining]:
-                done.result()
+            for future in [pool.submit(train_beside, variant) for variant in remaining]:
+                future.result()
             if requested:
                 raise Stopped("stopped; the same command continues")
 

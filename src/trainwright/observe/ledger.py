@@ -316,13 +316,13 @@ class _Lost(NamedTuple):
         by_start: whether a new launch went back, so that nothing of that launch itself is lost.
     """
 
-    begun: float
+    started: float
     ended: float
     by_start: bool
 
     def within(self, launch: Sequence[LedgerLine]) -> tuple[float, float] | None:
         """Return the part of this time that belongs to a launch, if any does."""
-        start, ended = max(self.begun, launch[0].started), min(self.ended, launch[-1].time)
+        start, ended = max(self.started, launch[0].started), min(self.ended, launch[-1].time)
         is_other = not self.by_start or launch[-1].time <= self.ended
         return (start, ended) if is_other and start < ended else None
 

@@ -47,17 +47,17 @@ def _both_set(one: str, other: str) -> Contradiction:
 
 def _task(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield sections and keys of other tasks, which would have no effect."""
-    own, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
-    others = {name: spec for name, spec in specs.items() if spec != own}
+    own_spec, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
+    others = {name: spec for name, spec in specs.items() if spec != own_spec}
     for name, other in others.items():
         if other.section is not None and getattr(recipe, name) is not None:
             why = f"has no effect with task {recipe.task}; remove it, or set task to {name}"
             yield Contradiction((name, "task"), f"{why}; {name}: null removes an inherited one")
-    if "train" not in own.data_keys:
+    if "train" not in own_spec.data_keys:
         return
     for name, other in others.items():
         for key in other.data_keys:
-            if key not in own.data_keys and getattr(recipe.data, key) is not None:
+            if key not in own_spec.data_keys and getattr(recipe.data, key) is not None:
                 why = f"has no effect with task {recipe.task}, which trains on data.train"
                 yield Contradiction((f"data.{key}", "task"), f"{why}; remove it, or set task to {name}")
     if recipe.data.train is None:
@@ -196,9 +196,9 @@ def _mixture(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if data.mixing == "concatenate" and any(source.weight != 1 for source in data.sources):
         why = "every example is used once, so the sources have no weights; remove them, or set it to weights"
         yield Contradiction(("data.mixing", "data.train"), why)
-    named = data.validation.values() if isinstance(data.validation, dict) else [data.validation]
+    sets = data.validation.values() if isinstance(data.validation, dict) else [data.validation]
     for key, default in RowSettings._field_defaults.items():
-        if getattr(data, key) != default and not any(isinstance(rows, str) for rows in named):
+        if getattr(data, key) != default and not any(isinstance(rows, str) for rows in sets):
             yield _of_one_source(key)
 
 

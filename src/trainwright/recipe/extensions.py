@@ -362,9 +362,9 @@ def _is_place(name: str) -> bool:
     return all(part.isidentifier() for part in parts) and _file_of(module) is not None
 
 
-def _is_there(place: str) -> bool:
+def _is_there(reference: str) -> bool:
     try:
-        return find_spec(_split(place)[0]) is not None
+        return find_spec(_split(reference)[0]) is not None
     except ModuleNotFoundError:  # of a package above it
         return False
 

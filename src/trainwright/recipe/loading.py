@@ -194,18 +194,18 @@ def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
 
 
 def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:
-    own = parse_mapping(read_text(path), str(path))
+    mapping = parse_mapping(read_text(path), str(path))
     read.append(path)
-    _find_beside(own, path.parent)
+    _find_beside(mapping, path.parent)
     merged = Tree()
-    for name, origin in _includes(own):
+    for name, origin in _includes(mapping):
         target = Path(os.path.normpath(path.parent / user_path(name)))
         chain = (*including, path)
         if any(_same_file(target, earlier) for earlier in chain):
             circle = " -> ".join(map(str, (*chain, target)))
-            own.problems.append(Problem(origin, f"include: circular include: {circle}"))
+            mapping.problems.append(Problem(origin, f"include: circular include: {circle}"))
         elif not target.is_file():
-            own.problems.append(Problem(origin, f"include: {missing_file(target)}"))
+            mapping.problems.append(Problem(origin, f"include: {missing_file(target)}"))
         elif len(chain) > _DEEPEST_INCLUDE or len(read) > _MOST_INCLUDED:
             raise RequestError(
                 f"{origin}: include: more than {_MOST_INCLUDED} files, or nested more than {_DEEPEST_INCLUDE} deep; "
@@ -214,11 +214,11 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
         else:
             _merge(merged, _read_file(target, chain, read))
     # A section whose keys are all commented out removes nothing from the included one.
-    merged_values = {**merged.values, **own.values}
-    empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
+    merged_values = {**merged.values, **mapping.values}
+    empty = [key for key, value in mapping.values.items() if value is None and isinstance(merged.values.get(key), dict)]
     for key in [key for key in empty if not _is_of_another_task(key, merged_values)]:
-        del own.values[key], own.origins[(key,)]
-    _merge(merged, own)
+        del mapping.values[key], mapping.origins[(key,)]
+    _merge(merged, mapping)
     return merged
 
 

@@ -80,9 +80,9 @@ def explain_contradictions(contradictions: list[Contradiction], tree: Tree, file
     [(cause, count)] = Counter(key for keys in causes for key in keys).most_common(1) or [("", 0)]
     if count < 2:
         return [_located(item, tree, file) for item in contradictions]
-    own = [item for item, keys in zip(contradictions, causes, strict=True) if cause in keys]
-    others = [item for item in contradictions if item not in own]
-    return [_of_one_cause(cause, own, contradictions, tree, file), *explain_contradictions(others, tree, file)]
+    of_cause = [item for item, keys in zip(contradictions, causes, strict=True) if cause in keys]
+    others = [item for item in contradictions if item not in of_cause]
+    return [_of_one_cause(cause, of_cause, contradictions, tree, file), *explain_contradictions(others, tree, file)]
 
 
 def _written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
@@ -93,23 +93,25 @@ def _written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
 
 
 def _of_one_cause(
-    cause: str, own: list[Contradiction], contradictions: list[Contradiction], tree: Tree, file: Origin
+    cause: str, of_cause: list[Contradiction], contradictions: list[Contradiction], tree: Tree, file: Origin
 ) -> Problem:
     path = tuple(cause.split("."))
     origin, fix = tree.origins[path], ""
-    lines = [str(_located(item, tree, file, origin)) for item in own]
-    if defaults := _defaults_without(own, contradictions, tree):
+    lines = [str(_located(item, tree, file, origin)) for item in of_cause]
+    if defaults := _defaults_without(of_cause, contradictions, tree):
         lines = [line.partition("; ")[0] for line in lines]
         fix = f", or add {' '.join(quoted(f'{key}={value}') for key, value in defaults.items())}"
-    head = f"{cause}: {_shown(_value_at(path, tree))} does not go with {len(own)} values written elsewhere; change it"
+    head = (
+        f"{cause}: {_shown(_value_at(path, tree))} does not go with {len(of_cause)} values written elsewhere; change it"
+    )
     return Problem(origin, "\n  ".join([head + fix, *lines]))
 
 
-def _defaults_without(own: list[Contradiction], contradictions: list[Contradiction], tree: Tree) -> dict[str, str]:
+def _defaults_without(of_cause: list[Contradiction], contradictions: list[Contradiction], tree: Tree) -> dict[str, str]:
     """Return the keys whose defaults leave the recipe with none of its ``own`` contradictions of all that were
     ``contradictions``, and with no others, and these defaults as overrides have them; empty if they do not.
     """
-    model, values, defaults, remaining = _model(tree), deepcopy(tree.values), dict[str, str](), own
+    model, values, defaults, remaining = _model(tree), deepcopy(tree.values), dict[str, str](), of_cause
     while remaining:
         for item in remaining:
             *above, last = item.keys[0].split(".")
@@ -125,7 +127,7 @@ def _defaults_without(own: list[Contradiction], contradictions: list[Contradicti
             model.model_validate(values)
             remaining = []
         except ValidationError as error:
-            remaining = [item for item in contradictions_in(error) if item in own or item not in contradictions]
+            remaining = [item for item in contradictions_in(error) if item in of_cause or item not in contradictions]
     return defaults
 
 
@@ -171,12 +173,12 @@ def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
     model: type[BaseModel] | None = root
     items: type[BaseModel] | None = None  # of the list at `path`, if it is one
     in_mapping = False  # whether `path` is a mapping of somebody's names, or something in it
-    named: type[BaseModel] | None = None  # of the mapping of sections at `path`, if it is one
+    named_sections: type[BaseModel] | None = None  # of the mapping of sections at `path`, if it is one
     members = iter(loc)
     for part in members:
-        if named is not None:  # the part is a union member, and so is the one after the name
+        if named_sections is not None:  # the part is a union member, and so is the one after the name
             name = next(members, None)
-            path, model, named = (path if name is None else (*path, name)), named, None
+            path, model, named_sections = (path if name is None else (*path, name)), named_sections, None
             next(members, None)
             continue
         if items is not None and not isinstance(part, int):
@@ -191,7 +193,7 @@ def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
         else:
             field = model.model_fields.get(part) if model is not None else None
             in_mapping = field is not None and get_origin(field.annotation) is dict
-            model, items, named = _section(model, part), _items(model, part), _named(model, part)
+            model, items, named_sections = _section(model, part), _items(model, part), _named(model, part)
     return path
 
 
@@ -397,12 +399,12 @@ def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
 def _section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = model
     items: type[BaseModel] | None = None
-    named: type[BaseModel] | None = None
+    named_sections: type[BaseModel] | None = None
     for part in path:
-        if named is not None or isinstance(part, int):
-            section, items, named = named or items, None, None
+        if named_sections is not None or isinstance(part, int):
+            section, items, named_sections = named_sections or items, None, None
         else:
-            section, items, named = _section(section, part), _items(section, part), _named(section, part)
+            section, items, named_sections = _section(section, part), _items(section, part), _named(section, part)
     return section
 
 

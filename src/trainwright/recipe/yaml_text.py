@@ -161,19 +161,20 @@ def _in_words(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
 
 def _indentation(lines: list[str], index: int, before: list[int]) -> str:
     """Return what is wrong with the indentation of a line, by those ``before`` it that are in the same block."""
-    what, own = _key(lines[index]), _indent(lines[index])
+    what, indent = _key(lines[index]), _indent(lines[index])
     is_item = what.startswith("-")
     beside = [n for n in before if lines[n].lstrip().startswith("-") == is_item and lines[n].strip() != "---"]
     if is_item and not (beside and beside[-1] == before[-1]):
         return (
-            f"{what}: a list item, with {_spaces(own)} before it, is under no key; indent it below the key of its list"
+            f"{what}: a list item, with {_spaces(indent)} before it, is under no key; indent it below the key of its "
+            "list"
         )
     if not beside:
-        return f"{what}: the indentation, {_spaces(own)}, fits no line above; indent it like the keys beside it"
+        return f"{what}: the indentation, {_spaces(indent)}, fits no line above; indent it like the keys beside it"
     near = beside[-1]
-    than = "more" if own > _indent(lines[near]) else "less"
+    than = "more" if indent > _indent(lines[near]) else "less"
     return (
-        f"{what}: has {than} indentation ({_spaces(own)}) than {_key(lines[near])} on line {near + 1} "
+        f"{what}: has {than} indentation ({_spaces(indent)}) than {_key(lines[near])} on line {near + 1} "
         f"({_spaces(_indent(lines[near]))}); indent both alike"
     )
 

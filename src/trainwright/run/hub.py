@@ -117,8 +117,10 @@ class HubObserver:
                 self._failed(self._step, str(error))
 
     def _failed(self, step: int, why: str) -> None:
-        again = push_command(self._run, self._repository, self._private, step)
-        self._report(f"warning: push: the checkpoint of step {step} was not uploaded: {why}; upload it with {again}")
+        retry_command = push_command(self._run, self._repository, self._private, step)
+        self._report(
+            f"warning: push: the checkpoint of step {step} was not uploaded: {why}; upload it with {retry_command}"
+        )
 
 
 _POINTS = 12  # of the curve
@@ -192,10 +194,10 @@ def _introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: bool, ba
 
 def _usage(recipe: RecipeSchema, name: str, weights: Path) -> str:
     if not recipe.has_texts:
-        own = is_in_code(weights)
+        has_own_code = is_in_code(weights)
         note = "Its environment is code that the recipe below names; save the recipe as `agent/recipe.yaml`.\n\n"
-        download = f"hf download {name} --local-dir {'agent/final' if own else 'agent'}"
-        return note * own + f"```sh\n{download}\n{evaluating(weights, 'agent')}\n```"
+        download = f"hf download {name} --local-dir {'agent/final' if has_own_code else 'agent'}"
+        return note * has_own_code + f"```sh\n{download}\n{evaluating(weights, 'agent')}\n```"
     lines = loading(weights, name, published=True)
     if lines is None:
         return (

@@ -200,12 +200,12 @@ def request_of(
         return _fetched(resume, recipe, overrides, settings)
     run = _run_of(resume, recipe, overrides)
     run_directory.check_files(run)
-    own = run / run_directory.RECIPE
+    recipe_file = run / run_directory.RECIPE
     if settings is not None:
-        overrides, reasons = settings.over(recipe or own, overrides, resumed=recipe is None)
+        overrides, reasons = settings.over(recipe or recipe_file, overrides, resumed=recipe is None)
     resumed = resumed_recipe(run, recipe, overrides)
     everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
-    return RunRequest(resumed.recipe, run_directory.stem_of(own), run, everything, resumed.chosen)
+    return RunRequest(resumed.recipe, run_directory.stem_of(recipe_file), run, everything, resumed.chosen)
 
 
 def _forked(request: RunRequest) -> RunRequest:
@@ -277,8 +277,8 @@ def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Pa
     if recipe is None or resume:
         return run_directory.find(resume, "auto", "")
     loaded, file = load_recipe(recipe, overrides), _file(recipe)
-    own = None if file is None else run_directory.run_of(file)
-    return own or run_directory.find("", loaded.logging.run_directory, _stem_of(recipe))
+    recorded = None if file is None else run_directory.run_of(file)
+    return recorded or run_directory.find("", loaded.logging.run_directory, _stem_of(recipe))
 
 
 def _stem_of(recipe: Path | Tree) -> str:

@@ -67,22 +67,22 @@ def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]
     Raises:
         RequestError: a difference would make it another run; lists every such key, both values, and how to continue.
     """
-    own = run / run_directory.RECIPE
-    before = load_recipe(own)
+    recipe_file = run / run_directory.RECIPE
+    before = load_recipe(recipe_file)
     chosen = run_directory.chosen(run)
     reset = dict(_chosen_again(before, read_merged(path, overrides), chosen))
     anew = [f"{dotted(key)}={json.dumps(value)}" for key, value in reset.items()]
-    changed = load_with_origins(own if path is None else path, [*anew, *overrides])
+    changed = load_with_origins(recipe_file if path is None else path, [*anew, *overrides])
     changes = [each for each in _changes(before, changed) if each.path != _FORK or not is_same(each.new, each.old)]
     _refuse(run, path, [change for change in changes if not change.allowed(run)])
-    tree = read_merged(own, ())
+    tree = read_merged(recipe_file, ())
     for change in changes:
         if change.path != _DIRECTORY:
             tree.values[change.path[0]][change.path[1]] = change.new
             tree.origins[change.path] = change.origin
     for section, key in reset.keys() & set(_LAYOUT):
         del tree.values[section][key]  # a default that is written counts as asked for
-    recipe = checked(tree, Origin(str(own))).recipe
+    recipe = checked(tree, Origin(str(recipe_file))).recipe
     shown = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
     lines = [line for change in shown if change.new != "auto" for line in change.lines()]
     still_true = [line for line in run_directory.reasons(run) if _holds(line, recipe)]

@@ -123,14 +123,14 @@ def train(worker: Worker) -> int:
     for watcher in WATCHERS.present():
         watcher.install(run, rank_info.rank)
     with Activity(console(), "looking at the machine"):
-        own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
-    assert own is not None, "it has begun"
+        heart, gpu = heartbeat.own(), _gpu(detect(), rank_info)
+    assert heart is not None, "it has begun"
     warn = functools.partial(_stop_warning, worker.launcher)
 
     def requests(state_bytes: int) -> StopRequests:
         return StopRequests(run, worker.deadline, state_bytes, request_stop, _say_to_user, warn=warn)
 
-    with beside_rank(ObservedRank(run, rank_info, own, gpu)):
+    with beside_rank(ObservedRank(run, rank_info, heart, gpu)):
         return run_worker(worker, observers=observers_of, requests=requests)
 
 
@@ -302,18 +302,18 @@ def _gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
 
 def _follow_device(world: World) -> None:
     """Count the seconds of phases on the clock of the GPU, if there is one."""
-    own = heartbeat.own()
-    if own is not None and world.device.type == "cuda":
-        own.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
+    heart = heartbeat.own()
+    if heart is not None and world.device.type == "cuda":
+        heart.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
 
 
 def _report_compilation() -> None:
     """Report compilation as a phase of its own; it runs inside the first passes and whenever shapes change."""
     from torch._dynamo.callback import on_compile_end, on_compile_start  # takes seconds
 
-    if (own := heartbeat.own()) is not None:
-        on_compile_start(lambda _: own.begin_within("compilation"))
-        on_compile_end(lambda _: own.end_within())
+    if (heart := heartbeat.own()) is not None:
+        on_compile_start(lambda _: heart.begin_within("compilation"))
+        on_compile_end(lambda _: heart.end_within())
 
 
 def _timed_event() -> torch.cuda.Event:
@@ -323,8 +323,8 @@ def _timed_event() -> torch.cuda.Event:
 def _bind(machine: Machine, rank_info: RankInfo) -> None:
     """Bind this process to the NUMA node of its GPU, if it has one; its log says so."""
     gpu = _gpu(machine, rank_info)
-    if gpu is not None and (done := bind(gpu.address)) is not None:
-        say(f"rank {rank_info.rank}: {done}", file=sys.stderr)
+    if gpu is not None and (binding := bind(gpu.address)) is not None:
+        say(f"rank {rank_info.rank}: {binding}", file=sys.stderr)
 
 
 def _set_precision_of_fp32_products(tf32: bool) -> None:

@@ -120,8 +120,8 @@ def bring_up_to_date(run: Path, places: Sequence[RemoteStore]) -> None:
             restore(store, name, checkpoints)
         append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
 
-    own = max(checkpoints_in(checkpoints), default=0)
-    if not _take_newest(places, run, take, required=required, after=own) and required:
+    newest = max(checkpoints_in(checkpoints), default=0)
+    if not _take_newest(places, run, take, required=required, after=newest) and required:
         raise RequestError(f"--resume: no copy of {run} can be used: there is none")
 
 

@@ -92,8 +92,8 @@ def run_workers(
             if not (workers.have_failed or stopping.killed):
                 if watched is not None:
                     after_workers(watched, ranks)
-                own = [int(code or 0) for code in codes.values()]
-                return _joint_code(own + (nodes.finish(codes) if nodes else []))
+                exit_codes = [int(code or 0) for code in codes.values()]
+                return _joint_code(exit_codes + (nodes.finish(codes) if nodes else []))
         except WatcherVerdict as ended:
             verdict = {ended.rank: {**error_record(FaultError(str(ended))), "cause": ended.cause}}
         except NodesLost:

@@ -200,22 +200,22 @@ class Heartbeat:
             call = self._new_call(name, tensor, line)
         if counted:
             self._entered = entered = self._entered + 1
-            place = COLLECTIVES_AT + 2 * (entered % COLLECTIVES)
-            words[place], words[place + 1], words[ENTERED] = entered, 2 * call + same_shape, entered
+            offset = COLLECTIVES_AT + 2 * (entered % COLLECTIVES)
+            words[offset], words[offset + 1], words[ENTERED] = entered, 2 * call + same_shape, entered
         words[CALL] = call
         self._wait()
 
     def _new_call(self, name: str, tensor: str, line: str) -> int:
         """Write a call, if need be in place of one that none of the last collectives refers to."""
         if len(self._calls) < CALLS:
-            place = len(self._calls)
+            index = len(self._calls)
         else:
             calls = self._words[COLLECTIVES_AT + 1 : COLLECTIVES_AT + 2 * COLLECTIVES : 2].tolist()
             used = {call // 2 for call in calls}
-            place = self._calls.pop(next(key for key, place in self._calls.items() if place not in used))
-        self._calls[name, tensor, line] = place
-        write_call(self._memory, place, name, tensor, line)
-        return place
+            index = self._calls.pop(next(key for key, index in self._calls.items() if index not in used))
+        self._calls[name, tensor, line] = index
+        write_call(self._memory, index, name, tensor, line)
+        return index
 
     def leave(self) -> None:
         """Leave the collective."""

@@ -72,7 +72,7 @@ class Beat:
     """What a rank did when its file was read.
 
     Attributes:
-        begun: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
+        started_at: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
         marks: counts everything the rank has reported; it does not change while the rank is stuck.
         entered: the number of collectives of all ranks that it has entered.
         waiting: whether it is inside a collective.
@@ -82,7 +82,7 @@ class Beat:
     """
 
     pid: int
-    begun: float
+    started_at: float
     marks: int
     entered: int
     waiting: bool
@@ -139,21 +139,21 @@ def read(file: Path) -> Beat | None:
     for _ in range(8):
         try:
             data = file.read_bytes()
-            again = file.read_bytes()
+            second_read = file.read_bytes()
         except OSError:
             return None
-        if len(data) == SIZE and data == again and memoryview(data).cast("q")[MARKS]:
+        if len(data) == SIZE and data == second_read and memoryview(data).cast("q")[MARKS]:
             return _beat(data)
     return None
 
 
 def _beat(data: bytes) -> Beat:
     words = memoryview(data).cast("q")
-    places = (_PHASE.unpack_from(data, _PHASES_AT + place * _PHASE.size) for place in range(PHASES))
+    places = (_PHASE.unpack_from(data, _PHASES_AT + offset * _PHASE.size) for offset in range(PHASES))
     phases = [(_text(name), Times(count, longest)) for count, longest, name in places]
     collectives = {}
-    for place in range(COLLECTIVES_AT, COLLECTIVES_AT + 2 * COLLECTIVES, 2):
-        number, call = words[place], words[place + 1]
+    for offset in range(COLLECTIVES_AT, COLLECTIVES_AT + 2 * COLLECTIVES, 2):
+        number, call = words[offset], words[offset + 1]
         if number:
             collectives[number] = _collective(data, number, call // 2, bool(call % 2))
     call, entered = words[CALL], words[ENTERED]

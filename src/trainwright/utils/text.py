@@ -220,8 +220,8 @@ def encodable(text: str, stream: TextIO) -> str:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        kept = "".join(_PLAIN.get(char, char) if not _has(encoding, char) else char for char in text)
-        return kept.encode(encoding, "backslashreplace").decode(encoding)
+        encoded = "".join(_PLAIN.get(char, char) if not _has(encoding, char) else char for char in text)
+        return encoded.encode(encoding, "backslashreplace").decode(encoding)
     return text
 
 
@@ -269,9 +269,9 @@ def is_terminal(stream: TextIO) -> bool:
 
 def columns(stream: TextIO, otherwise: int = 100) -> int:
     """Return the width of the terminal of ``stream``; ``otherwise`` if it is not one. COLUMNS overrides it."""
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isascii() and asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    width = os.environ.get("COLUMNS", "")
+    if width.isascii() and width.isdigit() and int(width) > 0:
+        return int(width)
     try:
         return os.get_terminal_size(stream.fileno()).columns or otherwise
     except (OSError, ValueError):  # not a terminal, or not a file

@@ -227,7 +227,7 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
     )
     began = time.time()
     try:
-        done = subprocess.run(
+        probe = subprocess.run(
             [*ssh(host), in_shell(script)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -238,9 +238,9 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
         return MachineError(f"{error.filename}: no such program; --hosts needs ssh (apt-get install openssh-client)")
     except subprocess.TimeoutExpired:
         return MachineError(f"{host.name}: no answer over ssh within {_PROBE_SECONDS} s")
-    if done.returncode:
-        return _problem(host, done)
-    clock, port, unknown = json.loads(done.stdout.splitlines()[-1])
+    if probe.returncode:
+        return _problem(host, probe)
+    clock, port, unknown = json.loads(probe.stdout.splitlines()[-1])
     if unknown:
         return RequestError(
             f"{host.name}: does not know the name {meeting} of the first host ({unknown}); use a name or an address "
@@ -249,22 +249,23 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
     return HostAnswer(clock - (began + time.time()) / 2, port)
 
 
-def _problem(host: Host, done: subprocess.CompletedProcess[str]) -> TrainwrightError:
-    said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    if done.returncode == _NO_DIRECTORY:
+def _problem(host: Host, probe: subprocess.CompletedProcess[str]) -> TrainwrightError:
+    message = (probe.stderr.strip().splitlines() or ["no message"])[-1]
+    if probe.returncode == _NO_DIRECTORY:
         return MachineError(
             f"{host.name}: no directory {os.getcwd()}; start from one on a file system that all hosts share"
         )
-    if done.returncode == _NO_PYTHON:
+    if probe.returncode == _NO_PYTHON:
         return MachineError(f"{host.name}: no {sys.executable}; install Trainwright at the same place on every host")
-    if done.returncode != SSH_FAILED:
-        return MachineError(f"{host.name}: {sys.executable} cannot import trainwright there: {said}")
-    if "resolve hostname" in said:
-        return RequestError(f"{host.name}: unknown host; correct --hosts or --hostfile ({said})")
-    if "Permission denied" in said:
+    if probe.returncode != SSH_FAILED:
+        return MachineError(f"{host.name}: {sys.executable} cannot import trainwright there: {message}")
+    if "resolve hostname" in message:
+        return RequestError(f"{host.name}: unknown host; correct --hosts or --hostfile ({message})")
+    if "Permission denied" in message:
         return MachineError(
-            f"{host.name}: ssh refuses the login without a password; set up a key with ssh-copy-id {host.name} ({said})"
+            f"{host.name}: ssh refuses the login without a password; set up a key with ssh-copy-id {host.name} "
+            f"({message})"
         )
-    if "Host key verification failed" in said:
-        return MachineError(f"{host.name}: its host key is not known; log in once with ssh {host.name} ({said})")
-    return MachineError(f"{host.name}: ssh failed: {said}")
+    if "Host key verification failed" in message:
+        return MachineError(f"{host.name}: its host key is not known; log in once with ssh {host.name} ({message})")
+    return MachineError(f"{host.name}: ssh failed: {message}")

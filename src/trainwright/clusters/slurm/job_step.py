@@ -137,10 +137,10 @@ def main() -> None:
             say(f"job {job} is not requeued: {options.run / STOP_FILE} asked the run to stop", file=sys.stderr)
         elif may_continue(options.code):
             reason = _why_not(_answered(lambda: scheduler.shown(job)), anyway)
-            said = (
+            message = (
                 _requeued(job, options.run, options.code) if reason is None else f"job {job} is not requeued: {reason}"
             )
-            say(said, file=sys.stderr)
+            say(message, file=sys.stderr)
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
     sys.exit(options.code)
@@ -183,9 +183,9 @@ def _requeued(job: str, run: Path, code: int) -> str:
     failures = failures_in_a_row(run, run / SUBMITTED / _STATE)
     if failures > MOST_FAILURES:
         raise RequestError(f"{MOST_FAILURES} times in a row there was no new checkpoint of {run}")
-    again = f", {failures} of at most {MOST_FAILURES} times without a new checkpoint" if failures else ""
+    retries = f", {failures} of at most {MOST_FAILURES} times without a new checkpoint" if failures else ""
     _answered(lambda: scheduler.requeue(job))
-    return f"job {job} is requeued, as the run ended with exit code {code}{again}"
+    return f"job {job} is requeued, as the run ended with exit code {code}{retries}"
 
 
 def _answered(ask: Callable[[], T]) -> T:
@@ -238,6 +238,6 @@ def stop_jobs(directory: Path, seconds: float) -> str | None:
             return "stopping"
         time.sleep(_ASK_SECONDS)
         jobs = scheduler.jobs_of(directory)
-    statuses = [said or Run(run).status for run, said in ends.items()]
-    counts = ", ".join(f"{count} {said}" for said, count in Counter(statuses).most_common())
+    statuses = [status or Run(run).status for run, status in ends.items()]
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(statuses).most_common())
     return statuses[0] if [*ends] == [directory.absolute()] else counts

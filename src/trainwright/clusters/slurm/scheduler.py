@@ -99,11 +99,11 @@ def submit(file: Path, after: str | None = None) -> str:
         say(f"note: sbatch is run without {overrides}, which would override what {file} asks for", file=sys.stderr)
     variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
-    done = _run("sbatch", "--parsable", *dependency, str(file), variables=variables, seconds=_SUBMIT_SECONDS)
-    _check_reachable(done)
-    if done.returncode:
-        raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
-    return done.stdout.strip().partition(";")[0]
+    result = _run("sbatch", "--parsable", *dependency, str(file), variables=variables, seconds=_SUBMIT_SECONDS)
+    _check_reachable(result)
+    if result.returncode:
+        raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(result.stderr)}{_there()}")
+    return result.stdout.strip().partition(";")[0]
 
 
 def queue(*, each: bool = False) -> list[QueuedJob]:
@@ -112,10 +112,10 @@ def queue(*, each: bool = False) -> list[QueuedJob]:
     Args:
         each: have the elements of an array that wait one by one, and not together.
     """
-    done = _run("squeue", "--me", "--noheader", *(["--array"] if each else []), f"--format={_FIELDS}")
-    if done.returncode:
-        raise RequestError(f"squeue does not answer: {_words(done.stderr)}")
-    lines = (line.split("|", 7) for line in done.stdout.splitlines())
+    result = _run("squeue", "--me", "--noheader", *(["--array"] if each else []), f"--format={_FIELDS}")
+    if result.returncode:
+        raise RequestError(f"squeue does not answer: {_words(result.stderr)}")
+    lines = (line.split("|", 7) for line in result.stdout.splitlines())
     return [_queued(fields) for fields in lines if len(fields) == 8 and fields[7].startswith(COMMENT)]
 
 
@@ -124,9 +124,9 @@ def shown(job: str) -> dict[str, str]:
 
     Raises SchedulerUnreachable.
     """
-    done = _run("scontrol", "show", "job", "--oneliner", job)
-    _check_reachable(done)
-    return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
+    result = _run("scontrol", "show", "job", "--oneliner", job)
+    _check_reachable(result)
+    return dict(re.findall(r"(\w+)=(\S*)", result.stdout)) if result.returncode == 0 else {}
 
 
 def requeue(job: str) -> None:
@@ -134,10 +134,10 @@ def requeue(job: str) -> None:
 
     Raises RequestError with Slurm's words, SchedulerUnreachable if there is no answer.
     """
-    done = _run("scontrol", "requeue", job)
-    _check_reachable(done)
-    if done.returncode and not _PENDING.search(done.stderr):
-        raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
+    result = _run("scontrol", "requeue", job)
+    _check_reachable(result)
+    if result.returncode and not _PENDING.search(result.stderr):
+        raise RequestError(f"scontrol refuses: {_words(result.stderr)}")
 
 
 def jobs_of(run: Path) -> list[QueuedJob]:
@@ -174,17 +174,17 @@ def grace(partition: str | None) -> Grace | None:
     match = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
     if match is None:
         return None
-    own = (line for line in partitions if partition is not None or re.search(r"\bDefault=YES\b", line))
-    preempted = re.search(r"\bGraceTime=(\d+)", next(own, ""))
+    default_lines = (line for line in partitions if partition is not None or re.search(r"\bDefault=YES\b", line))
+    preempted = re.search(r"\bGraceTime=(\d+)", next(default_lines, ""))
     wait = float(match[1])
     return Grace(wait, wait + (0.0 if preempted is None else float(preempted[1])))
 
 
 def job_warning(needed: float) -> str | None:
     """Return a warning if the job of this process is killed before a run that needs ``needed`` seconds has stopped."""
-    if "SLURM_JOB_ID" not in os.environ or (given := grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
+    if "SLURM_JOB_ID" not in os.environ or (grace_period := grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
         return None
-    return given.warning(needed)
+    return grace_period.warning(needed)
 
 
 def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
@@ -249,10 +249,10 @@ def _queued(fields: Sequence[str]) -> QueuedJob:
 
 
 def _change(jobs: Sequence[QueuedJob], *command: str) -> None:
-    done = _run(*command) if jobs else None
-    if done is None or done.returncode == 0:
+    result = _run(*command) if jobs else None
+    if result is None or result.returncode == 0:
         return
-    wrong = [line for line in done.stderr.splitlines() if line.strip() and not _OVER.search(line)]
+    wrong = [line for line in result.stderr.splitlines() if line.strip() and not _OVER.search(line)]
     if wrong:
         raise RequestError(f"{command[0]} refuses: {_words(chr(10).join(wrong))}")
 
@@ -266,14 +266,14 @@ def _elements_together(jobs: Sequence[QueuedJob]) -> list[str]:
     return [each[0].name if len(each) == 1 else f"{number}_[{several[number]}]" for number, each in arrays.items()]
 
 
-def _check_reachable(done: subprocess.CompletedProcess[str]) -> None:
-    if done.returncode and _AWAY.search(done.stderr):
-        raise SchedulerUnreachable(f"{done.args[0]} does not answer: {_words(done.stderr)}")
+def _check_reachable(result: subprocess.CompletedProcess[str]) -> None:
+    if result.returncode and _AWAY.search(result.stderr):
+        raise SchedulerUnreachable(f"{result.args[0]} does not answer: {_words(result.stderr)}")
 
 
 def _there() -> str:
-    done = _run("sinfo", "--noheader", "--format=%R")
-    names = sorted(set(done.stdout.split()))
+    result = _run("sinfo", "--noheader", "--format=%R")
+    names = sorted(set(result.stdout.split()))
     return f"; partitions here: {', '.join(names)}" if names else ""
 
 
@@ -285,8 +285,8 @@ def _run(
     *command: str, variables: Mapping[str, str] | None = None, seconds: float = _SECONDS
 ) -> subprocess.CompletedProcess[str]:
     if variables is None:  # without SQUEUE_STATES, SCANCEL_INTERACTIVE and so on, which change what is asked and done
-        own = (f"{command[0].upper()}_", "SLURM_TIME_FORMAT")
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        prefixes = (f"{command[0].upper()}_", "SLURM_TIME_FORMAT")
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables)
     except FileNotFoundError:

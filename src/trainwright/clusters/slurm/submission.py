@@ -134,8 +134,8 @@ def _undo(job: Job, before: bytes | None) -> None:
 def stop_warning(job: Job, plan: RunPlan) -> str | None:
     """Return a warning if Slurm kills the job before the planned run can stop after a checkpoint; otherwise None."""
     step, workload = plan.predicted().get("step_time"), plan.workload
-    if step is None or (given := scheduler.grace(job.settings.partition)) is None:
+    if step is None or (grace_period := scheduler.grace(job.settings.partition)) is None:
         return None
     # Of an adapter, a checkpoint is small.
     parameters = 0 if workload.model.is_partly_trained else workload.facts.total
-    return given.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES, directory_of(job))))
+    return grace_period.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES, directory_of(job))))

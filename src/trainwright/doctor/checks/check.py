@@ -150,11 +150,11 @@ def _failed(what: str, message: str, log: Path) -> Finding:
 
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     cause = explain(f"{message}\n{text}").cause
-    said = message.splitlines()[0].removeprefix("preparation failed: ").removesuffix(f"; see {log}")
-    said = said.replace("preparation ended", "its process ended")
+    reason = message.splitlines()[0].removeprefix("preparation failed: ").removesuffix(f"; see {log}")
+    reason = reason.replace("preparation ended", "its process ended")
     return Finding(
         Severity.BROKEN,
-        f"{what}: {said}",
+        f"{what}: {reason}",
         cause.error.cause if cause is not None else "torch may be built for another processor or driver, or be damaged",
         "; ".join(cause.error.fixes)
         if cause is not None

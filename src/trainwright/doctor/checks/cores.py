@@ -61,12 +61,12 @@ def _rates(cores: list[int]) -> dict[int, float]:
 
 
 def _rate() -> float:
-    done, end = 0, time.perf_counter() + _SECONDS
+    count, end = 0, time.perf_counter() + _SECONDS
     started = time.thread_time()
     while time.perf_counter() < end:
         hashlib.sha256(_BLOCK).digest()
-        done += len(_BLOCK)
-    return done / max(time.thread_time() - started, 1e-6)
+        count += len(_BLOCK)
+    return count / max(time.thread_time() - started, 1e-6)
 
 
 def _slow(rates: Mapping[int, float]) -> Iterator[Finding]:

@@ -214,16 +214,16 @@ class MachineReport:
         counts = {severity: sum(f.severity is severity for f in self.findings) for severity in Severity}
         ran = sum(outcome.skipped is None for outcome in self.outcomes)
         skipped = len(self.outcomes) - ran
-        said = f"{plural(ran, 'check')} in {span(self.seconds)}"
-        said += f", {skipped} skipped" if skipped else ""
+        verdict = f"{plural(ran, 'check')} in {span(self.seconds)}"
+        verdict += f", {skipped} skipped" if skipped else ""
         if not self.findings:
-            return f"nothing found: {said}"
+            return f"nothing found: {verdict}"
         parts = [
             f"{counts[Severity.BROKEN]} broken" if counts[Severity.BROKEN] else "",
             plural(counts[Severity.WARNING], "warning") if counts[Severity.WARNING] else "",
             plural(counts[Severity.NOTE], "note") if counts[Severity.NOTE] else "",
         ]
-        return f"{', '.join(filter(None, parts))}: {said}"
+        return f"{', '.join(filter(None, parts))}: {verdict}"
 
 
 def _outcome_lines(outcome: Outcome, width: int) -> Iterator[str]:

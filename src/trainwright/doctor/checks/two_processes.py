@@ -159,10 +159,12 @@ def _failed(what: str, message: str) -> Finding:
 
     cause = explain(message).cause
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(("log:", "- "))]
-    said = next((line for line in reversed(lines) if "Error" in line.partition(":")[0]), lines[0] if lines else message)
+    reason = next(
+        (line for line in reversed(lines) if "Error" in line.partition(":")[0]), lines[0] if lines else message
+    )
     return Finding(
         Severity.BROKEN,
-        f"{what} cannot train: {said[:300]}",
+        f"{what} cannot train: {reason[:300]}",
         cause.error.cause if cause is not None else "runs with this strategy will fail in the same way",
         "; ".join(cause.error.fixes)
         if cause is not None

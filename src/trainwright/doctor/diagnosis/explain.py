@@ -130,8 +130,8 @@ def explain(text: str) -> Diagnosis:
         cause = next((sign for sign in signs if sign.error.role is Role.SIGN), None)
         signs = [sign for sign in signs if sign is not cause]
     details = details_of(cause.error.name, log.lines) if cause is not None else []
-    own = _OWN.search(text) is not None
-    return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, own, skipped)
+    is_ours = _OWN.search(text) is not None
+    return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, is_ours, skipped)
 
 
 def shortened(text: str) -> str:
@@ -222,8 +222,8 @@ def _memory(lines: Sequence[Line]) -> list[str]:
     amounts = {"requested": _ASKED, "free": _FREE, "total": _CAPACITY}
     listed = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _first(pattern, line.text))]
     statements.append(f"{', '.join(listed)} on the GPU")
-    unused, asked = _bytes(_UNUSED, line.text), _bytes(_ASKED, line.text)
-    if unused is not None and asked is not None and unused >= asked:
+    unused, requested = _bytes(_UNUSED, line.text), _bytes(_ASKED, line.text)
+    if unused is not None and requested is not None and unused >= requested:
         statements.append(
             f"{_first(_UNUSED, line.text)} are reserved but unused, in blocks that are too small: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids this fragmentation"
@@ -276,25 +276,27 @@ def _waiting(lines: Sequence[Line]) -> list[str]:
 
 def _where(waited: dict[int, _Waited]) -> str:
     places: dict[_Waited, list[int]] = {}
-    for rank, place in sorted(waited.items()):
-        places.setdefault(place, []).append(rank)
+    for rank, call in sorted(waited.items()):
+        places.setdefault(call, []).append(rank)
     listed = [
-        f"{ranks_in_words(ranks)} in collective {place.number} ({place.kind}{place.sizes})"
-        for place, ranks in sorted(places.items(), key=lambda item: item[0].number)
+        f"{ranks_in_words(ranks)} in collective {call.number} ({call.kind}{call.sizes})"
+        for call, ranks in sorted(places.items(), key=lambda item: item[0].number)
     ]
-    same_number = len({place.number for place in places}) < len(places)
+    same_number = len({call.number for call in places}) < len(places)
     disagree = "; ranks ran different operations as the same collective" if same_number else ""
     return f"waited: {'; '.join(listed)}{disagree}"
 
 
 def _behind(waited: dict[int, _Waited], enqueued: dict[int, int]) -> list[str]:
     """Return which ranks had called fewer collectives than the others."""
-    calls = enqueued if len(enqueued) > 1 else {rank: place.number for rank, place in waited.items()}
-    most, fewest = max(calls.values()), min(calls.values())
-    if most == fewest:
+    calls = enqueued if len(enqueued) > 1 else {rank: call.number for rank, call in waited.items()}
+    highest, fewest = max(calls.values()), min(calls.values())
+    if highest == fewest:
         return []
     last = sorted(rank for rank, number in calls.items() if number == fewest)
-    return [f"{ranks_in_words(last)} had called {fewest} collectives, others up to {most}: check what it did instead"]
+    return [
+        f"{ranks_in_words(last)} had called {fewest} collectives, others up to {highest}: check what it did instead"
+    ]
 
 
 def _absent(waited: dict[int, _Waited], lines: Sequence[Line]) -> list[str]:

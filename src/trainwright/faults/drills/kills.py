@@ -50,8 +50,8 @@ def kill_worker(scene: Scene) -> None:
         raise Missed("the run had finished when the signal came")
     if scene.variant == "restarted":
         scene.stays_undisturbed(ended)
-        named = [event for event in restarts if f"rank {rank} " in event["detail"]]
-        require(len(restarts) == len(named) == 1, f"rank {rank} was killed, restarts are {restarts}")
+        matching = [event for event in restarts if f"rank {rank} " in event["detail"]]
+        require(len(restarts) == len(matching) == 1, f"rank {rank} was killed, restarts are {restarts}")
         return
     scene.expect(ended, _LOST, rf"rank {rank}\b.*kill")
     invariants.none_lost(scene.run)

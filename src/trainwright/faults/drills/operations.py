@@ -526,13 +526,13 @@ def _perform(
 
     stream = sys.stderr if progress else None
     refused: Mapping[Spread, Undisturbed] = {}
-    done: set[tuple[str, str]] = set()
+    finished: set[tuple[str, str]] = set()
     of = ""
 
     def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _possible(trials, recipe, setting)
-        return [trial for trial in _remaining(possible, results) if (trial.name, str(trial.case)) not in done]
+        return [trial for trial in _remaining(possible, results) if (trial.name, str(trial.case)) not in finished]
 
     if not (remaining := still_left()):
         return
@@ -548,19 +548,19 @@ def _perform(
         # Drawn from the loop, as processes are forked from this one: a thread could hold a lock meanwhile.
         if stream and text.is_terminal(stream):
             names = ", ".join(trial.name for trial in trials)
-            text.draw(f"[{len(done) + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
+            text.draw(f"[{len(finished) + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
 
     # That the recipe cannot be trained with a strategy is only known once it has failed: its trials are moved then.
     while (remaining := still_left()) and not over():
-        of = "" if request.minutes else f"/{len(done) + len(remaining)}"
+        of = "" if request.minutes else f"/{len(finished) + len(remaining)}"
         work = request.directory / "trials"
         for line in run_trials(remaining, setting, work, request.jobs, until=over_or_refused, waiting=waiting):
             results.add(line)
-            done.add((line["trial"], line["case"]))
+            finished.add((line["trial"], line["case"]))
             if stream:
                 why = line["why"].splitlines()[0][:200] if line["why"] else ""
                 about = f"{line['trial']} ({line['case']}): {line['verdict']}"
-                say(f"[{len(done)}{of}] {about}  {why}".rstrip(), file=stream)
+                say(f"[{len(finished)}{of}] {about}  {why}".rstrip(), file=stream)
 
 
 def _undisturbed_seconds(setting: TrialSettings, trials: Sequence[DrillTrial], stream: TextIO | None) -> float:

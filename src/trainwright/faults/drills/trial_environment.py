@@ -254,13 +254,13 @@ class Scene:
 
         A home is the trial's own only if the campaign has none.
         """
-        own = {
+        variables = {
             "TMPDIR": str(self.temporary),
             "TRAINWRIGHT_CACHE": str(cache),
             "PYTHONUNBUFFERED": "1",
             "NO_COLOR": "1",
         }
-        return {"HOME": str(self.home), **self.setting.variables, **own}
+        return {"HOME": str(self.home), **self.setting.variables, **variables}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
         arguments = with_directory(self.asked(), run)

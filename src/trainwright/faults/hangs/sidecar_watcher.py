@@ -61,7 +61,7 @@ def watching(run: Path, rank_info: RankInfo, terminal: TextIO, heard: Callable[[
         yield
     except Exception as error:
         # Also of workers that have ended. All of this launch wait for each other before they begin.
-        beats = {rank: beat for rank, beat in _beats(run, rank_info.size).items() if beat.begun > started}
+        beats = {rank: beat for rank, beat in _beats(run, rank_info.size).items() if beat.started_at > started}
         conflict = conflict_of(beats)
         if conflict is None:
             raise
@@ -147,7 +147,7 @@ def _beats(run: Path, size: int) -> dict[int, Beat]:
 def _is_of(beat: Beat) -> bool:
     """Return whether the process that has the pid of a heartbeat is the one that writes it: not younger."""
     try:
-        return time.monotonic() - process_age(beat.pid) < beat.begun + _TICK_SECONDS
+        return time.monotonic() - process_age(beat.pid) < beat.started_at + _TICK_SECONDS
     except psutil.Error:
         return False
 

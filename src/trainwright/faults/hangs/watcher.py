@@ -260,15 +260,15 @@ class HangWatcher:
     def _look(self, passed: float) -> None:
         pids = self._processes()
         self._ever |= pids
-        quiet = {rank for rank, known in self._ranks.items() if known.quiet > _QUIET}
+        quiet = {rank for rank, observed in self._ranks.items() if observed.quiet > _QUIET}
         looked = {rank: state_of(pid, closely=rank in quiet) for rank, pid in pids.items()}
         states = {rank: state for rank, state in looked.items() if state is not None}
         beats = self._beats({rank: pids[rank] for rank in states})
-        known = {rank: self._ranks[rank] for rank in beats if rank in self._ranks}
-        starved = max([0.0, *(states[rank].starved(each.state) for rank, each in known.items())])
+        observed = {rank: self._ranks[rank] for rank in beats if rank in self._ranks}
+        starved = max([0.0, *(states[rank].starved(each.state) for rank, each in observed.items())])
         asleep, self._asleep = seconds_asleep() - self._asleep, seconds_asleep()
         for rank, beat in beats.items():
-            before, state = known.get(rank), states[rank]
+            before, state = observed.get(rank), states[rank]
             if before is None or before.beat.marks != beat.marks:
                 self._ranks[rank] = _Rank(beat, state, state.used)
                 continue

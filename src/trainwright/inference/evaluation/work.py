@@ -71,15 +71,15 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
             raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
         judged = {}
     everything = request.full or request.quick or request.limit is not None
-    asked = rows.conversations if judged else []
-    questions = [asked[index] for index in drawn(len(asked), None if everything else USUAL_ANSWERS)]
+    conversations = rows.conversations if judged else []
+    questions = [conversations[index] for index in drawn(len(conversations), None if everything else USUAL_ANSWERS)]
     _check_references(rows, judged, questions, key)
     for side, unloaded in sides.items():
-        own = min((n for n in (longest, max_positions(unloaded.section)) if n is not None), default=None)
+        limit = min((n for n in (longest, max_positions(unloaded.section)) if n is not None), default=None)
         encoded = encode(
             rows,
             load_tokenizer(unloaded.section),
-            max_length=own,
+            max_length=limit,
             long_documents=long_documents,
             questions=questions,
             key=key,
@@ -191,9 +191,9 @@ def _rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationR
 
 def _lengths(request: EvaluationRequest, model: UnloadedModel) -> tuple[int | None, str]:
     """Return the maximum row length, if limited, and how longer rows are handled, like ``data.long_documents``."""
-    own = model.recipe.data if request.data is None and model.recipe is not None else None
-    longest = request.max_length if own is None or request.max_length is not None else own.max_length
-    return longest, "auto" if own is None else own.long_documents
+    defaults = model.recipe.data if request.data is None and model.recipe is not None else None
+    longest = request.max_length if defaults is None or request.max_length is not None else defaults.max_length
+    return longest, "auto" if defaults is None else defaults.long_documents
 
 
 def _rows_of_run(model: UnloadedModel) -> EvaluationRows:
@@ -315,9 +315,9 @@ class _Shared:
     def _answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
         tokenizer, lm = self.loaded.tokenizer, self.loaded.lm
         stop = stop_of(lm.model, tokenizer, chat=False).with_texts(until)
-        settings, done = AnswerSettings(Sampling(**sampling), stop), self._stage("answers", len(prompts))
+        settings, progress = AnswerSettings(Sampling(**sampling), stop), self._stage("answers", len(prompts))
         with lm.for_generation() as model:
-            answers = answer_all(model, tokenizer, prompts, settings, self._world, done)
+            answers = answer_all(model, tokenizer, prompts, settings, self._world, progress)
         return [answer.text for answer in answers]
 
 

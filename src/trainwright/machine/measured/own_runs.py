@@ -65,13 +65,13 @@ class OwnRuns:
         It is from runs in that way, or else from other ways of running the same model, which share the error of the
         machine's rates.
         """
-        known = [run for run in self.runs if run.model == model and run.basis == basis]
-        same = [run.seconds for run in known if run.way == way]
+        runs = [run for run in self.runs if run.model == model and run.basis == basis]
+        same = [run.seconds for run in runs if run.way == way]
         if same:
             return _of(same, exact=True)
         # One value per way, so that many runs in one way do not dominate.
         ways: dict[str, list[float]] = {}
-        for run in known:
+        for run in runs:
             ways.setdefault(run.way, []).append(run.seconds)
         others = [statistics.median(ratios[-_LAST:]) for ratios in ways.values()]
         return _of(others, exact=False) if others else Correction()
@@ -102,10 +102,10 @@ def remember(machine: Machine, run: OwnRun) -> None:
     try_write(_file(machine), json.dumps({"form": _FORM, "runs": [asdict(one) for one in runs]}) + "\n")
 
 
-def run_of(known: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:
+def run_of(record: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:
     """Return a run from a plan's description of its prediction; None if that lacks a value."""
     names = {field.name for field in fields(OwnRun)}
-    texts = {name: str(value) for name, value in known.items() if name in names}
+    texts = {name: str(value) for name, value in record.items() if name in names}
     if not {"model", "way", "basis"} <= texts.keys():
         return None
     return OwnRun(texts["model"], texts["way"], texts["basis"], seconds, memory)

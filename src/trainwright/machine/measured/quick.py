@@ -91,29 +91,29 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
     if not machine.is_here:
         return QuickMeasurement()
     bounded, file = shapes.bounded(machine.device), measured_file(machine)
-    known = load_calibration(file)
-    if known is not None and covers(known, bounded) and not (known.is_disturbed and _is_old(file)):
-        return QuickMeasurement(known)
+    calibration = load_calibration(file)
+    if calibration is not None and covers(calibration, bounded) and not (calibration.is_disturbed and _is_old(file)):
+        return QuickMeasurement(calibration)
     before = _measured_here.get(file)
     if before is not None and (before.calibration is None or covers(before.calibration, bounded)):
         return replace(before, message=None)
     say("measuring this machine")
-    _measured_here[file] = _measured_now(machine, bounded, file, known)
+    _measured_here[file] = _measured_now(machine, bounded, file, calibration)
     return _measured_here[file]
 
 
-def _measured_now(machine: Machine, shapes: Shapes, file: Path, known: Calibration | None) -> QuickMeasurement:
+def _measured_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibration | None) -> QuickMeasurement:
     started = time.monotonic()
     try:
-        calibration = _measure(machine, shapes, known)
+        calibration = _measure(machine, shapes, previous)
     except _Failed as failed:
         return QuickMeasurement(
             None, None, f"this machine could not be measured ({failed}), so times are from datasheets"
         )
     if why := next(contradictions(calibration), None):
         return QuickMeasurement(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
-    if known is not None and covers(known, shapes) and known.disturbance < calibration.disturbance:
-        calibration = known  # both were disturbed, this one less
+    if previous is not None and covers(previous, shapes) and previous.disturbance < calibration.disturbance:
+        calibration = previous  # both were disturbed, this one less
     try_write(file, json.dumps(as_json(calibration)) + "\n")
     saved = f"saved in {file}" if load_calibration(file) == calibration else f"cannot be saved in {file.parent}"
     what = "this machine's first GPU" if machine.gpus else "this processor"
@@ -142,10 +142,10 @@ def _is_old(file: Path) -> bool:
 
 def covers(calibration: Calibration, shapes: Shapes) -> bool:
     """Return whether the measurement covers the ``shapes`` shapes."""
-    known = [
+    shapes_measured = [
         sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(calibration, f"product/{name}/forward")
     ]
-    near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in shapes.widths)
+    near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in shapes_measured) for n, k in shapes.widths)
     return near and (shapes.block is None or any(shapes.block.ratio(sizes) <= _FAR for sizes in _blocks(calibration)))
 
 
@@ -187,7 +187,7 @@ class _Failed(Exception):
     pass
 
 
-def _measure(machine: Machine, shapes: Shapes, known: Calibration | None) -> Calibration:
+def _measure(machine: Machine, shapes: Shapes, previous: Calibration | None) -> Calibration:
     started = time.monotonic()
     request = {
         "device": machine.device,
@@ -201,7 +201,7 @@ def _measure(machine: Machine, shapes: Shapes, known: Calibration | None) -> Cal
         else [(name, one.sizes) for name, one in blocks_to_measure(shapes.block, shapes.length)],
         "begun": started,
         "seconds": SECONDS,
-        "before": [] if known is None else list(_before(known)),
+        "before": [] if previous is None else list(_before(previous)),
     }
     package = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -226,9 +226,9 @@ def _measure(machine: Machine, shapes: Shapes, known: Calibration | None) -> Cal
         raise _Failed("its process gave no figures") from None
 
 
-def _before(known: Calibration) -> Iterator[dict[str, Any]]:
+def _before(calibration: Calibration) -> Iterator[dict[str, Any]]:
     """Yield earlier measurements of products and blocks of other shapes."""
-    for setting in known.settings:
+    for setting in calibration.settings:
         rows = [
             {"curve": name, "sizes": sample.sizes, "seconds": sample.seconds}
             for name, curve in setting.curves.items()

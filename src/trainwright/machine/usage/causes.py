@@ -54,8 +54,8 @@ def causes_of(
         causes.append(Slowdown("threads", 1 - usage["threads"] / planned_threads, f"{fewer}: {why}"))
     if not sleeps and "asleep" in usage:
         # What the hypervisor takes from a running process looks like sleep.
-        known = usage.get("stolen", 0.0) + sum(cause.share for cause in causes if cause.kind in ("disk", "memory"))
-        if (still := usage["asleep"] - elsewhere - known) >= ASLEEP:
+        explained = usage.get("stolen", 0.0) + sum(cause.share for cause in causes if cause.kind in ("disk", "memory"))
+        if (still := usage["asleep"] - elsewhere - explained) >= ASLEEP:
             words = f"the process did not run for {still:.0%} of the time: it was stopped, or waited for a device"
             causes.append(Slowdown("stopped", still, words))
     return sorted(causes, key=lambda cause: -cause.share)
@@ -94,10 +94,10 @@ def _of_load(usage: Mapping[str, float], waited: float, quota: bool) -> Iterator
         used = "" if others is None else f", {others:.1f} cores on average"
         yield Slowdown("load", waited * part, f"{for_a_core}: other programs use this machine{used}")
     if excess:
-        own = (
+        shortage = (
             f"{plural(processes, 'process', 'processes')} of {plural(threads, 'thread')} share {plural(cores, 'core')}"
         )
-        words = f"{for_a_core}: {own}; lower OMP_NUM_THREADS or parallel.num_processes"
+        words = f"{for_a_core}: {shortage}; lower OMP_NUM_THREADS or parallel.num_processes"
         yield Slowdown("own threads", waited * (1 - part if foreign else 1.0), words)
     elif not foreign and not quota:  # which makes it wait, too
         yield Slowdown("load", waited, for_a_core)

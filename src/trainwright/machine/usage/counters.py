@@ -87,8 +87,8 @@ class Counters:
         if more.get("all"):
             usage["host_cpu"] = more["busy"] / more["all"]
         if "busy" in more and self.processes:
-            own = sum(max(0.0, spent - before.processes.get(name, 0.0)) for name, spent in self.processes.items())
-            usage["other_cores"] = max(0.0, more["busy"] - own) / wall
+            local = sum(max(0.0, spent - before.processes.get(name, 0.0)) for name, spent in self.processes.items())
+            usage["other_cores"] = max(0.0, more["busy"] - local) / wall
         if {"ran", "queued"} <= more.keys():
             usage["asleep"] = max(0.0, 1 - (more["ran"] + more["queued"]) / wall)
         for name in ("faults", "swap_in", "swap_out", "read", "written"):

@@ -196,8 +196,8 @@ class OwnProcess:
 
     def since(self, before: Counters) -> dict[str, float]:
         """Return what happened since then: see `Counters.since`, with what `causes_of` wants to know beside it."""
-        known = {"threads": self.threads, "processes": self.processes, "cores": usable_cores()}
-        return {**known, **self.counters().since(before)}
+        fields = {"threads": self.threads, "processes": self.processes, "cores": usable_cores()}
+        return {**fields, **self.counters().since(before)}
 
     def causes(
         self, before: Counters, *, elsewhere: float, planned_threads: float | None = None, sleeps: bool = True

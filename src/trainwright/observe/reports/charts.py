@@ -212,7 +212,7 @@ def _lines(
 def _near(places: Mapping[int, float], step: int) -> float:
     """Return the place of a step: of the last one before it if its own is missing, 0 before the first."""
     if step not in places:
-        step = max((known for known in places if known < step), default=0)
+        step = max((earlier for earlier in places if earlier < step), default=0)
     return places.get(step, 0.0)
 
 

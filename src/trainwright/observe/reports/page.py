@@ -261,8 +261,8 @@ def _metric(event: EventRecord, metric: str) -> str:
 def _hyperparameters(run: RunFigures) -> str:
     """Return what decides the result, of the recipe as it was resolved: what is set, by key."""
     values = {key: value for key, value in values_by_key(run.recipe) if value not in (None, "none", [], {})}
-    own = [key for key in values if run.task and key.startswith(f"{run.task}.")]
-    rows: list[tuple[str, object]] = [(key, values[key]) for key in (*_DECIDE, *own) if key in values]
+    task_keys = [key for key in values if run.task and key.startswith(f"{run.task}.")]
+    rows: list[tuple[str, object]] = [(key, values[key]) for key in (*_DECIDE, *task_keys) if key in values]
     if (every := run.start.get("trainable_parameters")) and (of := run.start.get("parameters")):
         rows.insert(0, ("trainable parameters", f"{every:,.0f} of {of:,.0f}"))
     return table(["Key", "Value"], rows)
@@ -519,10 +519,10 @@ def _clock_limits(ledger: Sequence[RankLedger]) -> Iterator[str]:
     rows = []
     for rank in ledger:
         samples = [gpu.get("limited") for line in rank.lines if isinstance(gpu := line.system.get("gpu"), dict)]
-        known = [words for words in samples if isinstance(words, list)]
-        counts = Counter(str(word) for words in known for word in words)
+        limits = [words for words in samples if isinstance(words, list)]
+        counts = Counter(str(word) for words in limits for word in words)
         for word, count in counts.most_common():
-            rows.append((f"Rank {rank.rank}", word, f"{count / len(known):.0%}"))
+            rows.append((f"Rank {rank.rank}", word, f"{count / len(limits):.0%}"))
     if rows:
         yield "<h3>What lowered the clocks of GPUs</h3>"
         yield table(["", "Because of", "Share of the samples"], rows[:_MAX_CLOCK_LIMITS])

@@ -221,10 +221,10 @@ class Board:
         self._kept[name] = keep(follower, self._kept[name])
 
     def _row(self, name: str, follower: RunFollower, damage: str) -> dict[str, Any]:
-        figures, known = RunFigures.followed(follower), self._recipes[name]
+        figures, recipe = RunFigures.followed(follower), self._recipes[name]
         # Of hundreds of large recipes, each look reads some.
-        reads = known.recipe_is_read or time.monotonic() < self._until
-        problem = known.recipe_problem if reads else "recipe.yaml is still to be read"
+        reads = recipe.recipe_is_read or time.monotonic() < self._until
+        problem = recipe.recipe_problem if reads else "recipe.yaml is still to be read"
         notes = [note for note in (figures.parent, damage, *figures.damage, problem, figures.newer) if note]
         last, remarks = follower.last_step or {}, read_remarks(follower.directory)
         return {
@@ -233,8 +233,8 @@ class Board:
             "tags": remarks.tags,
             "remark": remarks.note,
             "name": name if name != "." else follower.directory.resolve().name,
-            "task": known.task if reads else "",
-            "model": known.model if reads else "",
+            "task": recipe.task if reads else "",
+            "model": recipe.model if reads else "",
             "status": figures.status,
             "step": follower.step,
             "steps": (follower.start or {}).get("max_steps"),
@@ -261,7 +261,7 @@ def _curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list
     if axis == "flops":
         per_token = FLOPS * float((follower.start or {}).get("parameters", 0))
         for columns in columns_by_name.values():
-            columns[0] = [None if place is None else place * per_token for place in columns[0]]
+            columns[0] = [None if step is None else step * per_token for step in columns[0]]
     return {
         name: columns for name, columns in columns_by_name.items() if any(value is not None for value in columns[1])
     }
@@ -288,10 +288,10 @@ def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float
         value = event["metrics"].get(metric) if event["event"] == "evaluate" else None
         if isinstance(value, int | float) and value - value == 0:
             index = bisect_left(at, event["step"])
-            place = 0.0 if event["step"] == 0 or not at else places[min(index, len(at) - 1)]
-            points.append((place, float(value)))
+            step = 0.0 if event["step"] == 0 or not at else places[min(index, len(at) - 1)]
+            points.append((step, float(value)))
     values: list[float | None] = [value for _, value in points]
-    return [[place for place, _ in points], values, values, values]
+    return [[step for step, _ in points], values, values, values]
 
 
 def _logs(directory: Path) -> list[str]:

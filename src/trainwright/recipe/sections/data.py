@@ -22,11 +22,11 @@ from trainwright.recipe.registries import SOURCES
 from trainwright.recipe.sections.fields import (
     Count,
     HeldOutRows,
+    Length,
     Positive,
     Section,
     Text,
     ValidationRows,
-    reject_bool,
 )
 
 DataFormat = Literal[
@@ -217,7 +217,7 @@ class DataSection(Section):
         "by default. /regular expression/: what it matches in the text that the chat template writes, or its first "
         "group.",
     )
-    max_length: Annotated[int, Field(ge=2), BeforeValidator(reject_bool)] = Field(
+    max_length: Annotated[Length, Field(ge=2)] = Field(
         1024,
         description="Maximum length of an example in tokens; for pairs, of each answer with its prompt. Longer "
         "examples are truncated, counted and reported, or split according to long_documents.",
@@ -228,7 +228,7 @@ class DataSection(Section):
         "examples, each starting with the last token of the previous one, so that every token is a target once. "
         "drop: leave them out. auto: split plain text, truncate conversations.",
     )
-    pack_length: Count | None = Field(
+    pack_length: Length | None = Field(
         None,
         description="Pack several examples into one row of at most this many tokens; examples do not attend to each "
         "other. At least max_length, or twice that for pairs. null: one example per row.",
@@ -266,11 +266,11 @@ class DataSection(Section):
 
     def weights(self, sizes: Sequence[int]) -> list[float]:
         """Return the shares of sources with ``sizes`` examples in an epoch, in any unit."""
-        own = [source.weight for source in self.sources]
+        weights_set = [source.weight for source in self.sources]
         if self.mixing == "weights":
-            return own
+            return weights_set
         power = 1.0 if self.mixing == "concatenate" else 1 / float(self.mixing)
-        return [weight * size**power for weight, size in zip(own, sizes, strict=True)]
+        return [weight * size**power for weight, size in zip(weights_set, sizes, strict=True)]
 
     @property
     def source_keys(self) -> tuple[str, ...]:

@@ -47,6 +47,8 @@ def is_count(value: object, least: int) -> TypeGuard[int]:
 Text = Annotated[str, StringConstraints(min_length=1)]
 # More tokens than exist; a plan or a stream far beyond that would not finish.
 Count = Annotated[int, Field(ge=1, le=10**15), BeforeValidator(reject_bool)]
+# Tokens of a row: kernels count its positions in int32.
+Length = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(reject_bool)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]

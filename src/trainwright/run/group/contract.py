@@ -131,8 +131,8 @@ def agree(recipe: RecipeSchema, task: Task, world: World) -> None:
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
         planned["batches", "micro-batches per step"] = steps
-    own = (View.of(values, planned), _gpu(world.device), _with_targets(share))
-    gathered: list[Any] = [own] if world.alone else world.gather(own, View)
+    local = (View.of(values, planned), _gpu(world.device), _with_targets(share))
+    gathered: list[Any] = [local] if world.alone else world.gather(local, View)
     views, gpus, deals = ([rank[part] for rank in gathered] for part in range(3))
     dealt = _wrongly_dealt(
         itertools.chain.from_iterable(deals), _with_targets(share if world.alone else first.micro_batches)
@@ -151,8 +151,8 @@ def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -
     """
     world = strategy.world
     planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type))
-    own = strategy.layout()
-    gathered: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own), ModelLayout)
+    local = strategy.layout()
+    gathered: list[tuple[str, ModelLayout]] = world.gather((strategy.name, local), ModelLayout)
     layouts = [layout for _, layout in gathered]
     held_copies = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
     updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
@@ -164,7 +164,7 @@ def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -
         values |= {} if world.alone else {"held_copies": held_copies, "updated_copies": updated}
         views.append(View.of(_layout_keys(values), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
     _refuse(_differences(views), world)
-    return own
+    return local
 
 
 def _layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:

@@ -90,16 +90,16 @@ def _read(file: Path) -> bytes:
 
 def reply(secret: bytes, nonce: bytes, purpose: int) -> tuple[bytes, bytes]:
     """Return what a member answers to a listener's nonce, and what the listener has to answer to that."""
-    said = secrets.token_bytes(BYTES) + purpose.to_bytes(2, "big")
-    return said + _mac(secret, b"member", nonce + said), _mac(secret, b"listener", nonce + said)
+    header = secrets.token_bytes(BYTES) + purpose.to_bytes(2, "big")
+    return header + _mac(secret, b"member", nonce + header), _mac(secret, b"listener", nonce + header)
 
 
 def answer(secret: bytes, nonce: bytes, received: bytes) -> tuple[int, bytes] | None:
     """Return the purpose of a member's reply to the nonce and the listener's answer; None if it is no member's."""
-    said = received[: BYTES + 2]
-    if not hmac.compare_digest(received[BYTES + 2 :], _mac(secret, b"member", nonce + said)):
+    header = received[: BYTES + 2]
+    if not hmac.compare_digest(received[BYTES + 2 :], _mac(secret, b"member", nonce + header)):
         return None
-    return int.from_bytes(said[BYTES:], "big"), _mac(secret, b"listener", nonce + said)
+    return int.from_bytes(header[BYTES:], "big"), _mac(secret, b"listener", nonce + header)
 
 
 def prove(connection: socket.socket, secret: bytes, purpose: int, until: float, meanwhile: Callable[[], None]) -> None:
@@ -114,8 +114,8 @@ def prove(connection: socket.socket, secret: bytes, purpose: int, until: float, 
     nonce = _receive(connection, until, meanwhile)
     if len(nonce) < BYTES:
         raise ConnectionError("no nonce")
-    said, expected = reply(secret, nonce, purpose)
-    connection.sendall(said)
+    answer_bytes, expected = reply(secret, nonce, purpose)
+    connection.sendall(answer_bytes)
     received = _receive(connection, until, meanwhile)
     if not received and time.monotonic() < until:
         raise Unproven
@@ -332,8 +332,8 @@ class Relay(_Loop):
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_PROOF_SECONDS):
                 remote.append(await self._connected(self._family, self._address))
-                said, expected = reply(self._secret, await self._receive(remote[0], BYTES), port)
-                await self._loop.sock_sendall(remote[0], said)
+                answer_bytes, expected = reply(self._secret, await self._receive(remote[0], BYTES), port)
+                await self._loop.sock_sendall(remote[0], answer_bytes)
                 proved = hmac.compare_digest(await self._receive(remote[0], BYTES), expected)
             if proved:
                 await self._join(local, remote[0])

@@ -212,12 +212,12 @@ class ConsoleObserver:
             if (Path(model) / "agent.json").is_file():
                 rows.append(("use it", evaluating(Path(model), str(self._run))))
             else:
-                own = class_in(Path(model)) is not None
-                trust = " --trust-code" if own else ""
+                has_own_class = class_in(Path(model)) is not None
+                trust = " --trust-code" if has_own_class else ""
                 rows.append(("use it", f"trainwright generate {text.quoted(self._run)}{trust}"))
                 if (Path(model) / "config.json").is_file():
                     rows.append(("saved in", _saved_in(Path(model))))
-                if not own and not (Path(model) / "adapter_config.json").is_file():
+                if not has_own_class and not (Path(model) / "adapter_config.json").is_file():
                     rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
             rows.append(("curves", f"tensorboard --logdir {text.quoted(self._run / 'tensorboard')}"))
@@ -270,8 +270,8 @@ def _banner(event: EventRecord) -> list[tuple[str, str]]:
     if "epoch_examples" in event and (remark := repeated(examples, event["epoch_examples"])):
         rows.append(("", remark))
     if event.get("max_steps"):
-        done = (resumed_step(event) or 0) >= event["max_steps"]
-        why = ", which the run has already trained; a higher train.max_steps trains it further" if done else ""
+        finished = (resumed_step(event) or 0) >= event["max_steps"]
+        why = ", which the run has already trained; a higher train.max_steps trains it further" if finished else ""
         rows.append(("steps", f"{event['max_steps']:,}{why}"))
     rows += [("chosen" if i == 0 else "", line) for i, line in enumerate(event.get("reasons", []))]
     return rows

@@ -128,8 +128,8 @@ class Bar:
         if self._task is None:
             return
         self._console.width = width = text.columns(self._stream, 80)
-        done = f"step {self._done}/{self._remaining.total}"
-        columns_left = width - len(done) - 2
+        count = f"step {self._done}/{self._remaining.total}"
+        columns_left = width - len(count) - 2
         shown = ""
         for figure in figures:
             longer = f"{shown}  {figure}" if shown else figure
@@ -137,7 +137,7 @@ class Bar:
                 break
             shown = longer
         self._bar.bar_width = max(0, min(_BAR, columns_left - len(shown)))
-        self._progress.update(self._task, completed=self._done, done=done, figures=text.encodable(shown, self._stream))
+        self._progress.update(self._task, completed=self._done, done=count, figures=text.encodable(shown, self._stream))
         self._progress.refresh()
 
     def write(self, line: str, *, warns: bool = False) -> None:
@@ -227,8 +227,8 @@ class Remaining:
 
     def _by_rate(self, step: int) -> float:
         """Return the number of checkpoints to come at the rate so far: by time, or for being the best."""
-        done = step - self._first + 1 if self._first is not None else 0
-        return self._saved / done * (self.total - step) if done > 0 else 0.0
+        steps = step - self._first + 1 if self._first is not None else 0
+        return self._saved / steps * (self.total - step) if steps > 0 else 0.0
 
     def _add(self, kind: str, seconds: float, *, count: bool = True) -> None:
         self._seconds[kind] += seconds

@@ -46,13 +46,13 @@ def recorded_code(file: Path, launcher: int) -> int:
         return launcher
     lines = [words for line in file.read_text(encoding="ascii").splitlines() if len(words := line.split()) == 2]
     last = max((int(attempt) for attempt, _ in lines), default=0)
-    said = [word for attempt, word in lines if int(attempt) == last]
-    recorded = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word != _BEGUN]
-    if said and not recorded:  # nothing that a process does itself ends it without a word
+    codes = [word for attempt, word in lines if int(attempt) == last]
+    recorded = [int(word.removesuffix(_OUTWEIGHS)) for word in codes if word != _BEGUN]
+    if codes and not recorded:  # nothing that a process does itself ends it without a word
         return EXIT_FAULT
     # Of a failure, processes that are stopped because of it may report the stop.
     failures = [each for each in recorded if each != EXIT_STOPPED]
-    final_codes = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word.endswith(_OUTWEIGHS)]
+    final_codes = [int(word.removesuffix(_OUTWEIGHS)) for word in codes if word.endswith(_OUTWEIGHS)]
     return [launcher, *recorded, *failures, *final_codes][-1]
 
 
@@ -99,11 +99,11 @@ def torchrun_warning(needed: float, launcher: str) -> str | None:
     Args:
         needed: the seconds from a signal to the end of the run, with a step and a checkpoint.
     """
-    own = os.environ.get(SHUTDOWN_TIMEOUT, _SHUTDOWN_SECONDS)
-    if launcher not in ("torchrun", "accelerate launch") or not own.isdigit() or needed <= int(own):
+    limit = os.environ.get(SHUTDOWN_TIMEOUT, _SHUTDOWN_SECONDS)
+    if launcher not in ("torchrun", "accelerate launch") or not limit.isdigit() or needed <= int(limit):
         return None
     return (
-        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and {launcher} kills the processes {own} s after "
-        f"a signal, before the last checkpoint is written; start it with trainwright under, or set {SHUTDOWN_TIMEOUT} "
-        "to more seconds"
+        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and {launcher} kills the processes {limit} s "
+        "after a signal, before the last checkpoint is written; start it with trainwright under, or set "
+        f"{SHUTDOWN_TIMEOUT} to more seconds"
     )
