@@ -72,7 +72,7 @@ class Beat:
     """What a rank did when its file was read.
 
     Attributes:
-        started_at: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
+        started_at: when the heartbeat began, on the clock of ``time.monotonic``, the same in all processes of a machine.
         marks: counts everything the rank has reported; it does not change while the rank is stuck.
         entered: the number of collectives of all ranks that it has entered.
         waiting: whether it is inside a collective.
