@@ -72,7 +72,7 @@ class Beat:
     """What a rank did when its file was read.
 
     Attributes:
-        started_at: when the heartbeat began, on the clock of ``time.monotonic``, the same in all processes of a machine.
+        started_at: when the heartbeat began, on the clock of ``time.monotonic``, one for all processes of a machine.
         marks: counts everything the rank has reported; it does not change while the rank is stuck.
         entered: the number of collectives of all ranks that it has entered.
         waiting: whether it is inside a collective.
@@ -159,7 +159,7 @@ def _beat(data: bytes) -> Beat:
     call, entered = words[CALL], words[ENTERED]
     return Beat(
         pid=words[PID],
-        begun=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
+        started_at=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
         marks=words[MARKS],
         entered=entered,
         waiting=bool(words[IS_WAITING]),
