@@ -20,6 +20,8 @@ from pathlib import Path
 from support import fault_tables, gpu_tables, watching_tables
 from support.tables import HEADER, Row, as_code, markdown, read, table
 
+from trainwright.planning.errors import SHARE, interval_of
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 WARM_UP = 20  # steps of pretrain_vs_nanogpt that do not count, as there
@@ -171,7 +173,18 @@ def plan_memory() -> str:
         for tool, name in (("accelerate", "`accelerate estimate-memory`"), ("deepspeed", "DeepSpeed's estimators")):
             errors = [case["others"][tool]["error"] for case in cases if tool in case["others"]]
             rows.append((f"{name} on {len(errors)} of these runs", "-", _errors(errors), command))
-    return table(rows, *both)
+    whole = [read(f"plan_memory_cpu_{seed}") for seed in (0, 1)]
+    interval = interval_of(case["measured"] / case["predicted"] for case in whole[0]["cases"])
+    assert interval is not None
+    for seed, results in enumerate(whole):
+        cases, command = results["cases"], f"python bench/plan_memory.py --seed {seed}"
+        half = "that plans' interval is made from" if seed == 0 else "that set nothing of the plan"
+        ratios = [case["measured"] / case["predicted"] for case in cases]
+        inside = sum(interval.low <= ratio <= interval.high for ratio in ratios) / len(ratios)
+        title = f"Resident memory of a process on a CPU, predicted against measured, {len(cases)} small runs {half}"
+        figures = f"{_errors([1 / ratio - 1 for ratio in ratios])}; {inside:.0%} lie in the interval"
+        rows.append((title, f"{SHARE:.0%} in the interval", figures, command))
+    return table(rows, *both, *whole)
 
 
 def plan_time() -> str:

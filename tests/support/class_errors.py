@@ -37,8 +37,8 @@ def _of(found: Sequence[Compared]) -> dict[str, Any]:
 
 
 def _of_cpu() -> dict[str, Any]:
-    """Memory: peaks of tensors (bench/plan_accuracy.py); speed: by datasheets (bench/plan_time.py)."""
-    memory = [case for file in _RESULTS.glob("plan_accuracy_cpu_*.json") for case in _cases(file)]
+    """Memory: resident, of processes (bench/plan_memory.py); speed: by datasheets (bench/plan_time.py)."""
+    memory = _cases(_RESULTS / "plan_memory_cpu_0.json")
     times = _cases(_RESULTS / "plan_time.json")
     return {
         "memory": _told(interval_of(case["measured"] / case["predicted"] for case in memory)),

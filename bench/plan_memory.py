@@ -1,0 +1,111 @@
+"""How right a plan is about the memory of processes on a CPU, as every run reports it at its end.
+
+    python bench/plan_memory.py                  cases of seed 0, which the plan's interval on CPUs is made from
+    python bench/plan_memory.py --seed 1         others: how many of them lie in that interval
+    python bench/plan_memory.py --seconds 600    as many as begin in that time; the next call goes on
+
+Every case is `trainwright train` of the cases of plan_accuracy.py, four steps long, half of them with evaluations and
+written answers. Measured is the largest resident memory of a process up to its last step, as in the run's events;
+predicted is what its plan said. plan_accuracy.py counts tensors alone: here are the interpreter, the libraries, the
+buffers of the processes' exchange, and what the allocator keeps. `python bench/plan_published.py --write` makes the
+interval of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from support.machine import describe, use_cores
+from support.plan_cases import Case, draw
+from support.results import results_directory
+from support.trainwright_side import COMMAND
+
+from trainwright.machine.detect import detect
+from trainwright.planning.errors import SHARE, Interval, interval_of
+
+STEPS = 4
+CASES = 32
+EVALUATED = {"every": 2, "prompts": ["What is a list?"], "max_new_tokens": 16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="which cases are drawn (0)")
+    parser.add_argument("--cases", type=int, default=CASES, help=f"how many ({CASES})")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
+    options = parser.parse_args()
+    started, output = time.monotonic(), results_directory() / f"plan_memory_cpu_{options.seed}.json"
+    results = json.loads(output.read_text())["cases"] if output.exists() else []
+    measured_ids = {result["id"] for result in results}
+    machine = describe(use_cores(2))
+    with tempfile.TemporaryDirectory(prefix="plan-memory-") as work:
+        for number, case in enumerate(draw(options.seed, options.cases, detect())):
+            if case.id in measured_ids or time.monotonic() - started > options.seconds:
+                continue
+            result = measure(case, Path(work), evaluates=number % 2 == 1)
+            if result is None:
+                print(f"   did not run  {case.name}", flush=True)
+                continue
+            results.append(result)
+            ratio = result["measured"] / result["predicted"]
+            print(f"{ratio - 1:+7.1%}  {result['measured'] / 2**20:8.1f} MiB  {case.name}", flush=True)
+            values = {"machine": machine, "seed": options.seed, "cases": results}
+            output.write_text(json.dumps(values, indent=1) + "\n")
+    report(results)
+    print(f"All numbers: {output}")
+
+
+def measure(case: Case, work: Path, *, evaluates: bool) -> dict[str, Any] | None:
+    """Return the bytes that a run took and was planned to take; None if the model does not run so."""
+    recipe = case.recipe(work)
+    recipe["train"]["max_steps"] = STEPS
+    if evaluates:
+        recipe["data"]["validation"] = recipe["data"]["train"]
+        recipe["evaluate"] = EVALUATED
+    run = work / case.id
+    recipe["logging"] = {"run_directory": str(run), "observers": {"tensorboard": False}}
+    file = work / f"{case.id}.json"  # JSON is YAML
+    file.write_text(json.dumps(recipe))
+    if subprocess.run([*COMMAND, "train", str(file)], check=False, capture_output=True).returncode:
+        return None
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    start = next(event for event in events if event["event"] == "start")
+    return {
+        "id": case.id,
+        "case": f"{case.name}{', evaluated' if evaluates else ''}",
+        "measured": max(event["memory_bytes"] for event in events if event["event"] == "step"),
+        "predicted": start["predicted"]["memory_bytes"],
+        "interval": [start["predicted"]["memory_low"], start["predicted"]["memory_high"]],
+    }
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    """Print the errors, the interval of these runs, and how many lie in the interval that their plans gave."""
+    ratios = [result["measured"] / result["predicted"] for result in results]
+    interval = interval_of(ratios)
+    if interval is None:
+        return
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    inside = sum(_lies_in(result) for result in results) / len(results)
+    print(f"\n{len(results)} runs: median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
+    print(f"in the plan's interval: {inside:.0%} ({SHARE:.0%} wanted); of these runs it is {_words(interval)}")
+
+
+def _lies_in(result: dict[str, Any]) -> bool:
+    low, high = result["interval"]
+    return bool(low <= result["measured"] / result["predicted"] <= high)
+
+
+def _words(interval: Interval) -> str:
+    return f"{interval.low:.3f} to {interval.high:.3f}"
+
+
+if __name__ == "__main__":
+    main()
