@@ -97,6 +97,13 @@ def test_the_capability_of_an_amd_gpu_is_not_one_of_nvidia() -> None:
     assert taken(Platform("AMD", (12, 0)), size=200, value_size=200) == "varlen"
 
 
+def test_an_intel_gpu_has_the_kernels_that_torch_has_on_it() -> None:
+    intel = Platform("Intel", (20, 1))
+    assert (taken(intel), taken(intel, dropout=True), taken(intel, sinks=True)) == ("sdpa_each", "sdpa_each", "scores")
+    with pytest.raises(RequestError, match=r"varlen flash attention does not run on GPUs of Intel"):
+        choose(PLAIN, replace(intel, attention="varlen"))
+
+
 @pytest.mark.parametrize(
     ("size", "capability", "kernel"),
     [
@@ -179,7 +186,7 @@ def test_a_kernel_and_its_limits_are_data() -> None:
     assert len({kernel.name for kernel in kernels()}) == len(kernels())
     for packed in (True, False):
         last = [kernel for kernel in kernels() if kernel.packed is packed][-1]
-        assert last.vendors == {"CPU", "NVIDIA", "AMD"} and last.largest is None  # computes what no other does
+        assert last.vendors == {"CPU", "NVIDIA", "AMD", "Intel"} and last.largest is None  # computes what no other does
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ from typing import Literal
 
 from trainwright.errors import RequestError
 from trainwright.machine.processor import why_no_triton
+from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.recipe.registries import ATTENTION_KERNELS
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-Vendor = Literal["CPU", "NVIDIA", "AMD"]
 Capability = tuple[int, int]
 
 _HALVES: frozenset[Dtype] = frozenset({"bf16", "fp16"})
@@ -137,10 +137,11 @@ class AttentionKernel:
         return -(-size // self.multiple) * self.multiple, -(-value_size // self.multiple) * self.multiple
 
 
-_GPU: frozenset[Vendor] = frozenset({"NVIDIA", "AMD"})
+_GPU: frozenset[Vendor] = frozenset(vendor.name for vendor in VENDORS.values())
+_CUDA_OR_ROCM: frozenset[Vendor] = frozenset({"NVIDIA", "AMD"})
 _NVIDIA: frozenset[Vendor] = frozenset({"NVIDIA"})
 _ONLY_CPU: frozenset[Vendor] = frozenset({"CPU"})
-_EVERYWHERE: frozenset[Vendor] = frozenset({"CPU", "NVIDIA", "AMD"})
+_EVERYWHERE: frozenset[Vendor] = _GPU | _ONLY_CPU
 _EVERYTHING = frozenset({"softcap", "sinks", "dropout", "window"})
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in sdp_utils.cpp.
 _CONSUMER_GAPS = (Gap((193, 224), ((8, 6), (8, 9))), Gap((193, 224), ((12, 0), (12, 1))))
@@ -169,7 +170,7 @@ VARLEN = AttentionKernel(
     title="torch's varlen flash attention",
     packed=True,
     memory="flash",
-    vendors=_GPU,
+    vendors=_CUDA_OR_ROCM,
     implementation="trainwright.models.attention.packs:varlen",
     dtypes=_HALVES,
     min_capability=(8, 0),
