@@ -131,7 +131,7 @@ class _Device:
         torch.accelerator.current_device_index = self._current
         self._resizing()
         _exchange_by_gloo()
-        missing = tuple((name, _NOT_HERE) for name in ("flash_attn_3", "varlen", "flash_attn", "flex"))
+        missing = tuple((name, _NOT_HERE) for name in ("flash_attn_4", "flash_attn_3", "varlen", "flash_attn", "flex"))
         packs.missing_kernels = lambda: missing  # type: ignore[assignment]
 
     def _current(self) -> int:

@@ -242,6 +242,22 @@ def varlen(call: Call, sequences: Sequences | None) -> torch.Tensor:
     return output.unsqueeze(0)
 
 
+def flash_attn_4(call: Call, sequences: Sequences | None) -> torch.Tensor:
+    """Run FlashAttention-4, by torch's switch, which replaces the kernels of its flash attention in the whole process.
+
+    So other layers of the process can have no heads that it does not compute; torch raises an error for them.
+    """
+    _switch_to("FA4")
+    return varlen(call, sequences)
+
+
+@cache
+def _switch_to(name: str) -> None:
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl(name)
+
+
 def flash_attn_2(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run flash-attn 2."""
     from flash_attn import flash_attn_varlen_func
