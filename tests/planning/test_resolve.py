@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.describe import Cluster, cluster_of
+from trainwright.machine.accelerators import Build
+from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.run.resolve import Resolved, resolve
+from trainwright.run.resolve import Resolved, possible, resolve, without_bitsandbytes
 
 GIB = 2**30
 
@@ -237,3 +238,32 @@ def test_a_layout_key_of_the_recipe_is_kept_also_with_its_default_value(written:
     asked = recipe(parallel={"reshard_after_forward": written})
     assert constraints_of(asked).fixed["reshard_after_forward"] is written
     assert "reshard_after_forward" not in constraints_of(recipe()).fixed
+
+
+@pytest.mark.parametrize(
+    ("device", "train", "parallel", "said"),
+    [
+        (
+            "2xB580",
+            {},
+            {"strategy": "zero2"},
+            r"^parallel\.strategy: zero2 is not possible on GPUs of Intel: DeepSpeed",
+        ),
+        ("2xB580", {"tf32": True}, {}, r"^train\.tf32 is not possible on GPUs of Intel: "),
+        ("8xMI300X", {"tf32": True}, {}, r"^train\.tf32 is not possible on GPUs of AMD: "),
+    ],
+)
+def test_what_gpus_of_another_vendor_lack_is_refused_by_name(
+    device: str, train: dict[str, Any], parallel: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(MachineError, match=said):
+        possible(recipe(train, parallel), parse_machine(device))
+    possible(recipe(), parse_machine(device))
+    possible(recipe(parallel={"strategy": "zero2"}), parse_machine("8xMI300X"))
+
+
+def test_bitsandbytes_has_kernels_for_the_versions_of_rocm_that_its_wheels_name() -> None:
+    assert without_bitsandbytes("AMD", Build("2.13.0", None, "7.2.53211")) is None
+    said = without_bitsandbytes("AMD", Build("2.13.0", None, "9.9.1"))
+    assert said == "the installed bitsandbytes has no kernels for ROCm 9.9.1"
+    assert without_bitsandbytes("NVIDIA", Build("2.13.0", "13.0")) is None

@@ -347,7 +347,7 @@ def _check_libraries(recipe: RecipeSchema, cluster: Cluster) -> None:
     library = None if strategy == "auto" else spec_of(strategy).library
     if library is not None and (why := why_not_on(cluster.card.vendor, library.module)) is not None:
         raise MachineError(f"parallel.strategy: {strategy} {why}")
-    missing = _without_bitsandbytes(cluster.card.vendor, installed_build()) if cluster.is_here else None
+    missing = without_bitsandbytes(cluster.card.vendor, installed_build()) if cluster.is_here else None
     quantization, optimizer = recipe.model.adapter.quantization, OPTIMIZERS.get(recipe.optimizer.name).library
     if missing is not None and quantization != "none":
         raise MachineError(f"model.adapter.quantization: {quantization} is not possible here: {missing}")
@@ -355,7 +355,7 @@ def _check_libraries(recipe: RecipeSchema, cluster: Cluster) -> None:
         raise MachineError(f"optimizer.name: {recipe.optimizer.name} is not possible here: {missing}")
 
 
-def _without_bitsandbytes(vendor: str, build: Build) -> str | None:
+def without_bitsandbytes(vendor: str, build: Build) -> str | None:
     """Return why bitsandbytes has no kernels for the GPUs of a vendor here, or None: its wheels have some for ROCm."""
     if vendor == "Intel" and (why := why_no_triton()) is not None:
         return f"bitsandbytes {why}"  # its kernels that quantize are Triton's
