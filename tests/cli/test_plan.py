@@ -132,8 +132,8 @@ def test_a_model_that_cannot_be_packed_is_planned_on_padded_rows() -> None:
 
 
 def test_what_training_does_not_run_on_is_planned_only() -> None:
-    text = shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "8xMI300X")
-    assert text.splitlines()[1].strip().startswith("planning only: training runs on NVIDIA GPUs and on CPUs")
+    text = shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "8xGaudi3")
+    assert text.splitlines()[1].strip().startswith("planning only: training runs on NVIDIA, AMD and Intel GPUs")
     found = json.loads(shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "8xH100", "--json"))
     assert found["planned_only"] is None
 

@@ -9,11 +9,13 @@ import pynvml
 import pytest
 
 from trainwright.errors import MachineError
-from trainwright.machine.accelerators import Build, Nvml, refuse_unusable, unusable, with_device
-from trainwright.machine.detect import _gpu_memory
+from trainwright.machine.accelerators import Build, Nvml, other_vendor, refuse_unusable, unusable, with_device
+from trainwright.machine.describe import cluster_of
+from trainwright.machine.detect import _gpu_memory, listed_gpus
 from trainwright.machine.machine import Gpu, Machine
 
 CUDA, CPU, ROCM = Build("2.13.0", "12.8"), Build("2.13.0+cpu", None), Build("2.13.0", None, "6.4")
+XPU = Build("2.13.0+xpu", None, None, "20250302")
 PLAIN = Machine("node", "a processor", 8, 2**34, ())
 WITH_GPU = replace(PLAIN, gpus=(Gpu("NVIDIA H100", 80 * 2**30, (9, 0)),))
 
@@ -92,9 +94,11 @@ def test_accelerators_of_others(tmp_path: Path) -> None:
     pci(tmp_path, "0000:9b:00.0", "0x1da3", "0x120000")
     (tmp_path / "dev/neuron0").touch()
     found = reasons(tmp_path)
-    for name in ("2 AMD GPUs (ROCm)", "1 Intel GPU (XPU)", "1 Gaudi (Intel)", "1 AWS Neuron device"):
+    for name in ("2 AMD GPUs (ROCm), and torch 2.13.0 is a CUDA build: install one for ROCm", "1 Intel GPU (XPU), and"):
         assert name in found
-    assert "training runs on NVIDIA GPUs and on CPUs" in found
+    assert (
+        "1 Gaudi (Intel) and 1 AWS Neuron device cannot be used: training runs on NVIDIA, AMD and Intel GPUs" in found
+    )
     assert reasons(tmp_path, CUDA_VISIBLE_DEVICES="") == ""
     assert reasons(tmp_path, 1, Nvml(1, None, 12)) == ""  # there is a better one, which is used
 
@@ -104,7 +108,39 @@ def test_amd_gpus_that_were_not_given_to_a_container(tmp_path: Path) -> None:
     assert reasons(tmp_path) == ""
     pci(tmp_path, "0000:c1:00.0", "0x1002", "0x120000")
     pci(tmp_path, "0000:c2:00.0", "0x1002", "0x038000")
-    assert "2 AMD GPUs (ROCm) cannot be used" in reasons(tmp_path)
+    assert "there are 2 AMD GPUs (ROCm), and torch 2.13.0+cpu is a build for CPUs" in reasons(tmp_path, build=CPU)
+
+
+def test_gpus_of_other_vendors_are_those_that_a_torch_of_theirs_lists(tmp_path: Path) -> None:
+    kfd(tmp_path, (64, 0), (0, 304), (0, 304))
+    assert [other_vendor(build, tmp_path) for build in (ROCM, XPU, CUDA)] == ["AMD", None, None]
+    found = reasons(tmp_path, build=ROCM)
+    assert "torch 2.13.0 does not list the 2 AMD GPUs (ROCm) (it finds none): give this process /dev/kfd" in found
+    assert reasons(tmp_path, 2, build=ROCM) == ""
+    row = {"name": "AMD Instinct MI300X", "memory_bytes": 191 * 2**30, "capability": [9, 4], "free_bytes": 2**30}
+    gpus = listed_gpus("AMD", [{**row, "uuid": f"GPU-{index}"} for index in range(2)])
+    machine = replace(PLAIN, gpus=gpus, is_here=True)
+    cluster = cluster_of(machine)
+    assert (machine.device, machine.has_bf16, cluster.planned_only) == ("cuda", True, None)
+    assert (cluster.card.name, cluster.card.vendor, cluster.device_free_bytes) == ("MI300X", "AMD", 2**30)
+    assert cluster.link.kind == "infinity_fabric"
+
+
+def test_an_intel_gpu_is_an_xpu(tmp_path: Path) -> None:
+    pci(tmp_path, "0000:9a:00.0", "0x8086", "0x038000")
+    assert other_vendor(XPU, tmp_path) == "Intel"
+    row = {"memory_bytes": 11 * 2**30, "capability": [0, 0], "free_bytes": None, "uuid": "86"}
+    (known,) = listed_gpus("Intel", [{**row, "name": "Intel(R) Arc(TM) B580 Graphics"}])
+    (unknown,) = listed_gpus("Intel", [{**row, "name": "Intel(R) Arc(TM) B999 Graphics"}])
+    machine = replace(PLAIN, gpus=(known,))
+    assert (machine.device, known.capability, cluster_of(machine).card.name) == ("xpu", (20, 1), "B580")
+    assumed = cluster_of(replace(PLAIN, gpus=(unknown,)))
+    assert (assumed.device, assumed.card.vendor) == ("xpu", "Intel") and "not in the catalog" in assumed.assumptions[0]
+    assert with_device(machine, "xpu") is machine
+    with pytest.raises(
+        MachineError, match=r"cuda, but the GPUs are of Intel, whose type in torch is xpu .*set it to xpu"
+    ):
+        with_device(machine, "cuda")
 
 
 @pytest.mark.parametrize("name", ["nvhost-gpu", "nvgpu"])

@@ -80,10 +80,17 @@ def test_what_was_not_said_is_listed() -> None:
 
 
 def test_what_training_does_not_run_on_is_planned_only() -> None:
-    assert parse_machine("8xH100").planned_only is None
-    for text, vendor in (("8xMI300X", "AMD"), ("8xGaudi3", "Intel")):
-        said = "planning only: training runs on NVIDIA GPUs and on CPUs, not on those of " + vendor
-        assert parse_machine(text).planned_only == said
+    for text, device in (
+        ("8xH100", "cuda"),
+        ("8xMI300X", "cuda"),
+        ("8xMI250", "cuda"),
+        ("2xB580", "xpu"),
+        ("12xPVC", "xpu"),
+    ):
+        machine = parse_machine(text)
+        assert (machine.planned_only, machine.device, machine.has_gpus) == (None, device, True)
+    said = "planning only: training runs on NVIDIA, AMD and Intel GPUs and on CPUs, not on Gaudi3"
+    assert parse_machine("8xGaudi3").planned_only == said
 
 
 def test_a_die_that_is_a_device_is_said_to_be_one() -> None:

@@ -63,7 +63,8 @@ def test_layers_need_what_the_start_of_a_run_says(kind: str, monkeypatch: pytest
 def test_it_names_the_kernel_the_reasons_and_what_repeats() -> None:
     gpu = Platform("NVIDIA", (9, 0), (("flash_attn_3", "is not installed"), ("flash_attn", "is not installed")))
     (line,) = describe_attention(model("llama"), torch.bfloat16, 512, gpu)
-    assert line.startswith("torch's varlen flash attention (FlashAttention-3: is not installed)")
+    assert line.startswith("torch's varlen flash attention (FlashAttention-4: needs compute capability 10.0 to 10.3")
+    assert "; FlashAttention-3: is not installed)" in line
     assert "equal up to rounding; train.deterministic: true makes them bit-identical" in line
     (line,) = describe_attention(model("gemma2"), torch.bfloat16, 512, gpu)
     assert line.startswith("torch's flex_attention (") and "bit-identical" not in line

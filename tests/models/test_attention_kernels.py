@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.models.attention.kernels import CPU, AttentionNeeds, Platform, choose, in_words, kernels
+from trainwright.models.attention.kernels import (
+    CPU,
+    AttentionNeeds,
+    Platform,
+    choose,
+    in_words,
+    kernels,
+    missing_kernels,
+)
 
-NO_PACKAGES = (("flash_attn_3", "is not installed"), ("flash_attn", "is not installed"))
+NO_PACKAGES = (
+    ("flash_attn_4", "is not installed"),
+    ("flash_attn_3", "is not installed"),
+    ("flash_attn", "is not installed"),
+)
 PLAIN = AttentionNeeds(128, 128, "bf16")
 
 
@@ -68,7 +81,14 @@ def test_with_torch_alone(needs: dict[str, object], capability: tuple[int, int],
     [
         ({}, (9, 0), "flash_attn_3"),
         ({}, (8, 9), "varlen"),
-        ({}, (10, 0), "varlen"),
+        ({}, (10, 0), "flash_attn_4"),
+        ({"window": True}, (10, 3), "flash_attn_4"),
+        ({"size": 20, "value_size": 20}, (10, 0), "flash_attn_4"),
+        ({"size": 136, "value_size": 136}, (10, 0), "varlen"),
+        ({"size": 192, "value_size": 128}, (10, 0), "varlen"),
+        ({"softcap": True}, (10, 0), "flash_attn"),
+        ({"dropout": True}, (10, 0), "flash_attn"),
+        ({}, (12, 0), "varlen"),
         ({"dtype": "fp32"}, (9, 0), "sdpa_each"),
         ({"softcap": True}, (9, 0), "flash_attn_3"),
         ({"softcap": True}, (8, 0), "flash_attn"),
@@ -95,6 +115,13 @@ def test_the_capability_of_an_amd_gpu_is_not_one_of_nvidia() -> None:
     assert taken(Platform("AMD", (9, 0))) == "varlen"
     assert taken(Platform("AMD", (9, 0)), softcap=True) == "scores"
     assert taken(Platform("AMD", (12, 0)), size=200, value_size=200) == "varlen"
+
+
+def test_an_intel_gpu_has_the_kernels_that_torch_has_on_it() -> None:
+    intel = Platform("Intel", (20, 1))
+    assert (taken(intel), taken(intel, dropout=True), taken(intel, sinks=True)) == ("sdpa_each", "sdpa_each", "scores")
+    with pytest.raises(RequestError, match=r"varlen flash attention does not run on GPUs of Intel"):
+        choose(PLAIN, replace(intel, attention="varlen"))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +182,8 @@ def test_packs_have_no_biases() -> None:
 def test_the_reasons_name_every_faster_kernel() -> None:
     words = choose(replace(PLAIN, softcap=True), gpu((8, 0))).words()
     assert words == (
-        "torch's flex_attention (FlashAttention-3: needs compute capability 9.0, this GPU has 8.0; "
+        "torch's flex_attention (FlashAttention-4: needs compute capability 10.0 to 10.3, this GPU has 8.0; "
+        "FlashAttention-3: needs compute capability 9.0, this GPU has 8.0; "
         "torch's varlen flash attention: has no soft caps; flash-attn 2: is not installed; "
         "torch's SDPA, sequence by sequence: has no soft caps)"
     )
@@ -179,7 +207,7 @@ def test_a_kernel_and_its_limits_are_data() -> None:
     assert len({kernel.name for kernel in kernels()}) == len(kernels())
     for packed in (True, False):
         last = [kernel for kernel in kernels() if kernel.packed is packed][-1]
-        assert last.vendors == {"CPU", "NVIDIA", "AMD"} and last.largest is None  # computes what no other does
+        assert last.vendors == {"CPU", "NVIDIA", "AMD", "Intel"} and last.largest is None  # computes what no other does
 
 
 @pytest.mark.parametrize(
@@ -192,6 +220,7 @@ def test_a_kernel_and_its_limits_are_data() -> None:
         ("flash_attention_2", Platform(), AttentionNeeds(64, 64, "bf16"), "varlen"),
         ("flash_attention_2", Platform(), AttentionNeeds(64, 64, "bf16", softcap=True), "flash_attn"),
         ("flash_attention_3", Platform(capability=(9, 0)), AttentionNeeds(64, 64, "bf16"), "flash_attn_3"),
+        ("flash_attention_4", Platform(capability=(10, 0)), AttentionNeeds(64, 64, "bf16"), "flash_attn_4"),
         ("flex", Platform(), AttentionNeeds(64, 64, "bf16"), "flex"),
     ],
 )
@@ -221,6 +250,12 @@ def test_the_kernel_that_a_recipe_names_is_taken(
             AttentionNeeds(64, 64, "bf16"),
             "needs compute capability 9.0, this GPU has 8.0",
         ),
+        (
+            "flash_attention_4",
+            Platform(capability=(10, 0)),
+            AttentionNeeds(192, 128, "bf16"),
+            "FlashAttention-4 needs heads of at most 128 channels, these have 192; set it to auto or eager or sdpa",
+        ),
         ("flash_attention_2", Platform(), AttentionNeeds(64, 64, "bf16", sinks=True), "has no sinks"),
         ("flex", Platform(), AttentionNeeds(64, 64, "bf16", packed=False), "is for packs, see data.pack_length"),
         (
@@ -237,3 +272,24 @@ def test_a_kernel_that_cannot_be_is_refused_by_name(
     with pytest.raises(RequestError, match=f"^model.attention: {attention} is not possible here") as refusal:
         choose(needs, replace(platform, attention=attention))
     assert said in str(refusal.value)
+
+
+def test_flash_attn_4_alone_is_no_flash_attn_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills a folder of the name of flash-attn, without the rest of it."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for there in (False, True):
+        if there:
+            (tmp_path / "flash_attn" / "cute" / "interface.py").touch()
+        missing_kernels.cache_clear()
+        missing = dict(missing_kernels())
+        assert missing["flash_attn"] == "is not installed"
+        assert ("flash_attn_4" in missing) is not there
+    missing_kernels.cache_clear()
+
+
+def test_torch_has_the_switch_and_the_module_that_it_looks_for() -> None:
+    """Of torch's own code: the names that selection relies on."""
+    from torch.nn.attention import list_flash_attention_impls
+
+    assert {"FA3", "FA4"} <= set(list_flash_attention_impls())

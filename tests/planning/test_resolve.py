@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.describe import Cluster, cluster_of
+from trainwright.machine.accelerators import Build
+from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.run.resolve import Resolved, resolve
+from trainwright.run.resolve import Resolved, possible, resolve, without_bitsandbytes
 
 GIB = 2**30
 
@@ -160,10 +161,11 @@ def test_a_plan_names_the_attention_kernel_and_why_no_faster_one() -> None:
         return tuple(resolve(recipe(train, **data), here).plan.document["attention"])
 
     (line,) = lines(machine(1), {"mixed_precision": "bf16"}, pack_length=1024)
-    assert line.startswith("torch's varlen flash attention (FlashAttention-3: is not assumed to be installed); ")
+    assert line.startswith("torch's varlen flash attention (FlashAttention-4: needs compute capability 10.0 to 10.3")
+    assert "; FlashAttention-3: is not assumed to be installed); " in line
     assert line.endswith("train.deterministic: true makes them bit-identical")
     (line,) = lines(machine(1), {"mixed_precision": "bf16", "deterministic": True}, pack_length=1024)
-    assert line == "torch's varlen flash attention (FlashAttention-3: is not assumed to be installed)"
+    assert line.endswith("; FlashAttention-3: is not assumed to be installed)")
     old = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Tesla T4", 16 * GIB, (7, 5)),) * 2)
     (line,) = lines(old, {"mixed_precision": "fp16"}, pack_length=1024)
     assert "torch's varlen flash attention: needs compute capability 8.0 or higher, this GPU has 7.5" in line
@@ -236,3 +238,32 @@ def test_a_layout_key_of_the_recipe_is_kept_also_with_its_default_value(written:
     asked = recipe(parallel={"reshard_after_forward": written})
     assert constraints_of(asked).fixed["reshard_after_forward"] is written
     assert "reshard_after_forward" not in constraints_of(recipe()).fixed
+
+
+@pytest.mark.parametrize(
+    ("device", "train", "parallel", "said"),
+    [
+        (
+            "2xB580",
+            {},
+            {"strategy": "zero2"},
+            r"^parallel\.strategy: zero2 is not possible on GPUs of Intel: DeepSpeed",
+        ),
+        ("2xB580", {"tf32": True}, {}, r"^train\.tf32 is not possible on GPUs of Intel: "),
+        ("8xMI300X", {"tf32": True}, {}, r"^train\.tf32 is not possible on GPUs of AMD: "),
+    ],
+)
+def test_what_gpus_of_another_vendor_lack_is_refused_by_name(
+    device: str, train: dict[str, Any], parallel: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(MachineError, match=said):
+        possible(recipe(train, parallel), parse_machine(device))
+    possible(recipe(), parse_machine(device))
+    possible(recipe(parallel={"strategy": "zero2"}), parse_machine("8xMI300X"))
+
+
+def test_bitsandbytes_has_kernels_for_the_versions_of_rocm_that_its_wheels_name() -> None:
+    assert without_bitsandbytes("AMD", Build("2.13.0", None, "7.2.53211")) is None
+    said = without_bitsandbytes("AMD", Build("2.13.0", None, "9.9.1"))
+    assert said == "the installed bitsandbytes has no kernels for ROCm 9.9.1"
+    assert without_bitsandbytes("NVIDIA", Build("2.13.0", "13.0")) is None

@@ -72,7 +72,7 @@ MACHINES: dict[str, Machine] = {
     "amd-gpus-unused": Machine(
         *("described", "AMD EPYC 9554 64-Core Processor", 64, 1024 * GIB, (), 900 * GIB, 2000 * GIB),
         processor=Processor("AuthenticAMD", 25, _BF16, 3.1e9),
-        unusable=("8 AMD GPUs (ROCm) cannot be used: training runs on NVIDIA GPUs and on CPUs",),
+        unusable=("there are 8 AMD GPUs (ROCm), and torch 2.13.0+cpu is a build for CPUs",),
     ),
 }
 

@@ -92,7 +92,7 @@ def _lines(cluster: Cluster) -> list[tuple[str, str]]:
     card = cluster.card
     lines = [("machine", cluster.name), ("device", _device(cluster))]
     lines += [("", cluster.planned_only)] if cluster.planned_only else []
-    if cluster.device == "cuda":
+    if cluster.has_gpus:
         lines.append(("memory", _device_memory(cluster)))
     if card.memory_bandwidth:
         lines.append(("bandwidth", f"{card.memory_bandwidth / 1e9:,.0f} GB/s"))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from trainwright.machine.vendors import processor_of
 from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Run = Callable[[], object]
 Shape = tuple[int, int, int]
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp16", "tf32", "fp32")}
+PRECISIONS = {"cpu": ("fp32", "bf16"), "gpu": ("bf16", "fp16", "tf32", "fp32")}
 
 # Sizes that are measured, and sizes that are held out, by operation.
 # "product": (m, n, k): tokens, output width, input width. Few tokens, narrow and wide matrices, and some sizes that are
@@ -48,7 +49,7 @@ _SIZES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "loss": ([2**18, 2**22], [2**20]),
         "data": ([(1, 64), (8, 1024), (2, 2048), (32, 4096)], [(4, 1024), (16, 2048)]),
     },
-    "cuda": {
+    "gpu": {
         "product": (_GPU_PRODUCTS, [(4096, 1536, 576), (4096, 2560, 2560), (8192, 8192, 4096), (4096, 11008, 4096)]),
         "traffic": ([2**16, 2**20, 2**23, 2**25, 2**27], [2**22, 2**26]),
         "attention": ([128, 512, 2048, 8192, 16384], [1024, 4096]),
@@ -58,7 +59,7 @@ _SIZES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "host": ([2**20, 2**24, 2**28], [2**26]),
     },
 }
-_ATTENTION_SHAPE = {"cpu": (512, 8, 64), "cuda": (16384, 32, 128)}  # tokens, heads, head size
+_ATTENTION_SHAPE = {"cpu": (512, 8, 64), "gpu": (16384, 32, 128)}  # tokens, heads, head size
 _LOSS_ROW, _LEAST_WIDTH, _ROW = 2**13, 8, 512
 # Kernels that are timed together, and the elements that they read and write per element.
 KINDS = {"copy": (1, 2), "elementwise": (2, 6), "reduction": (1, 1)}
@@ -88,14 +89,14 @@ def operation_cases(device: torch.device) -> dict[str, list[CalibrationCase]]:
     """Return the operations of a calibration by part, in every precision."""
 
     def over(name: str) -> Iterator[tuple[Any, bool]]:
-        used, held_out = _SIZES[device.type][name]
+        used, held_out = _SIZES[processor_of(device.type)][name]
         return itertools.chain(((size, False) for size in used), ((size, True) for size in held_out))
 
     precisions = ("fp32", "bf16")
     others = [optimizer_of(elements, device, out) for elements, out in over("optimizer")]
     others += [loss_of(precision, logits, device, out) for logits, out in over("loss") for precision in precisions]
     others += [CalibrationCase("data", size, partial(_data, size, device), out) for size, out in over("data")]
-    if device.type == "cuda":
+    if device.type != "cpu":
         used, held_out = _SIZES["cpu"]["optimizer"]
         for elements in (*used, *held_out):
             others.append(optimizer_of(elements, torch.device("cpu"), elements in held_out, "host_optimizer"))
@@ -107,7 +108,7 @@ def operation_cases(device: torch.device) -> dict[str, list[CalibrationCase]]:
         "products": [
             case
             for shape, out in over("product")
-            for precision in PRECISIONS[device.type]
+            for precision in PRECISIONS[processor_of(device.type)]
             for case in products_of(shape, precision, device, out)
         ],
         "traffic": [
@@ -120,7 +121,7 @@ def operation_cases(device: torch.device) -> dict[str, list[CalibrationCase]]:
             case
             for length, out in over("attention")
             for precision in precisions
-            for case in attention_of(precision, length, device, _ATTENTION_SHAPE[device.type], out)
+            for case in attention_of(precision, length, device, _ATTENTION_SHAPE[processor_of(device.type)], out)
         ],
         "others": others,
     }
@@ -165,7 +166,7 @@ def attention_of(
     """
     tokens, heads, channels = shape
     count = max(1, tokens // length)
-    lengths = (length,) * count if dense and device.type == "cuda" else unequal_lengths(count, length)
+    lengths = (length,) * count if dense and device.type != "cpu" else unequal_lengths(count, length)
     amount = sum(lengths) * heads * channels
 
     def case(direction: str) -> CalibrationCase:

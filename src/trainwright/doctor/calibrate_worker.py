@@ -18,6 +18,7 @@ import torch.distributed as dist
 from trainwright.doctor.calibrate_cases import CalibrationCase, Run
 from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
+from trainwright.machine.vendors import processor_of
 from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.world import World, join, leave
 from trainwright.run.process import keep_freed_memory
@@ -156,8 +157,8 @@ _NOT_TIMED = Timed(math.nan, 0.0)
 def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot: float) -> Timed:
     """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
-    if world.device.type == "cuda":
-        return Timed(_on_gpu(run, _calls(case, slot, _on_gpu(run, 1))), 0.0)
+    if world.device.type != "cpu":
+        return Timed(_on_gpu(world.device, run, _calls(case, slot, _on_gpu(world.device, run, 1))), 0.0)
     clock.start()
     others = torch.ones(_CACHE // 4) if case.cold else None
 
@@ -190,16 +191,16 @@ def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
     ]
 
 
-def _on_gpu(run: Callable[[], object], count: int) -> float:
+def _on_gpu(device: torch.device, run: Callable[[], object], count: int) -> float:
     """Return the mean seconds of ``count`` calls by the GPU's own clock."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
+    begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    torch.accelerator.synchronize()
     begin.record()
     for _ in range(count):
         run()
     end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / count
+    torch.accelerator.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 def _launch_seconds(device: torch.device) -> float:
@@ -213,21 +214,21 @@ def _launch_seconds(device: torch.device) -> float:
             y = y * scale  # one kernel forward, one backward
         torch.autograd.grad(y.sum(), x)
         times.append((time.perf_counter() - started) / (2 * _LAUNCHES))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
     return min(times)
 
 
-_BYTES = {"cpu": (2**16, 2**19, 2**22, 2**24, 2**26), "cuda": (2**14, 2**18, 2**22, 2**26, 2**29)}
-_HELD_OUT_BYTES = {"cpu": (2**18, 2**21, 2**25), "cuda": (2**20, 2**24, 2**28)}
-_OVERLAP_BYTES = {"cpu": 2**24, "cuda": 2**28}
-_WIDTH = {"cpu": 512, "cuda": 4096}
+_BYTES = {"cpu": (2**16, 2**19, 2**22, 2**24, 2**26), "gpu": (2**14, 2**18, 2**22, 2**26, 2**29)}
+_HELD_OUT_BYTES = {"cpu": (2**18, 2**21, 2**25), "gpu": (2**20, 2**24, 2**28)}
+_OVERLAP_BYTES = {"cpu": 2**24, "gpu": 2**28}
+_WIDTH = {"cpu": 512, "gpu": 4096}
 _ROUNDS = 3
 
 
 def collective_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield the collectives that strategies use, by the bytes of the full tensor."""
-    used, held_out = _BYTES[world.device.type], _HELD_OUT_BYTES[world.device.type]
+    used, held_out = _BYTES[processor_of(world.device.type)], _HELD_OUT_BYTES[processor_of(world.device.type)]
     for count in (*used, *held_out) if world.size > 1 else ():
         for name in _BUILDERS:
             yield collective_of(world, name, count, count in held_out)
@@ -243,8 +244,8 @@ def measure_overlap(world: World) -> float:
     """Return the share of an all-reduce that overlaps with matrix products of the same duration, from 0 to 1."""
     if world.size == 1:
         return 0.0
-    reduce = _all_reduce(world, _OVERLAP_BYTES[world.device.type])
-    width = _WIDTH[world.device.type]
+    reduce = _all_reduce(world, _OVERLAP_BYTES[processor_of(world.device.type)])
+    width = _WIDTH[processor_of(world.device.type)]
     left = torch.randn(width, width, device=world.device)
     alone = min(_seconds(world, reduce) for _ in range(_ROUNDS))
     once = min(_seconds(world, lambda: torch.mm(left, left)) for _ in range(_ROUNDS))
@@ -254,7 +255,7 @@ def measure_overlap(world: World) -> float:
         for _ in range(count):
             torch.mm(left, left)
 
-    tensor = torch.zeros(_OVERLAP_BYTES[world.device.type] // 4, device=world.device)
+    tensor = torch.zeros(_OVERLAP_BYTES[processor_of(world.device.type)] // 4, device=world.device)
 
     def both() -> None:
         work = dist.all_reduce(tensor, async_op=True)
@@ -278,8 +279,8 @@ def _seconds(world: World, run: Callable[[], object]) -> float:
 
 
 def _finish(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
+    if world.device.type != "cpu":
+        torch.accelerator.synchronize()
     world.barrier()
 
 

@@ -30,6 +30,7 @@ from trainwright.doctor.calibrate_worker import Cases, Effort, collective_of
 from trainwright.doctor.replay import block_case
 from trainwright.errors import TrainwrightError
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
+from trainwright.machine.vendors import processor_of
 from trainwright.models.linear_losses import linear_cross_entropy  # noqa: F401  (imported once for all)
 from trainwright.parallel.world import World
 from trainwright.run.shutdown.stop import Stopping
@@ -37,12 +38,12 @@ from trainwright.run.shutdown.stop import Stopping
 _LEAST_SECONDS = 0.7  # minimum time of measuring, regardless of imports
 _AFTERWARDS = 0.2  # seconds for curves at the end
 _LIMIT = 25.0  # seconds of measuring after which the machine is too busy
-_OPERATIONS = {"cpu": 5e8, "cuda": 2e11}  # FLOPs of the largest product
-_FEWEST, _MOST = {"cpu": 16, "cuda": 512}, {"cpu": 512, "cuda": 8192}  # tokens of a product
-_ELEMENTS = {"cpu": (2**18, 2**22), "cuda": (2**22, 2**26)}
-_UPDATED = {"cpu": 2**23, "cuda": 2**26}
-_ATTENTION = {"cpu": (512, 4, 64), "cuda": (16384, 16, 128)}  # tokens, heads, head size
-_LOGITS = {"cpu": 2**19, "cuda": 2**26}
+_OPERATIONS = {"cpu": 5e8, "gpu": 2e11}  # FLOPs of the largest product
+_FEWEST, _MOST = {"cpu": 16, "gpu": 512}, {"cpu": 512, "gpu": 8192}  # tokens of a product
+_ELEMENTS = {"cpu": (2**18, 2**22), "gpu": (2**22, 2**26)}
+_UPDATED = {"cpu": 2**23, "gpu": 2**26}
+_ATTENTION = {"cpu": (512, 4, 64), "gpu": (16384, 16, 128)}  # tokens, heads, head size
+_LOGITS = {"cpu": 2**19, "gpu": 2**26}
 _MESSAGES = (2**14, 2**22)  # bytes that are reduced over processes
 _EFFORT = Effort(slot=0.004, fewest=12)  # the products of one matrix in two precisions
 
@@ -53,7 +54,7 @@ def main() -> None:
     started = time.monotonic()
     imported = started - request["begun"]
     end = started + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - imported)
-    settings = [ProcessSetting(1, None)] if request["device"] == "cuda" else settings_of(request["cores"])
+    settings = [ProcessSetting(1, None)] if request["device"] != "cpu" else settings_of(request["cores"])
     with Stopping("stopping") as stopping:
         try:
             measuring = Measuring(request["device"], partial(_cases, request), _EFFORT, stopping)
@@ -108,7 +109,7 @@ def _cases(request: Mapping[str, Any], setting: ProcessSetting, world: World) ->
     They are the model's own products, its block, and one or two sizes of the other operations of a step.
     """
     device = world.device
-    kind = device.type
+    kind = processor_of(device.type)
     cases: list[CalibrationCase] = []
     for number, (wide, narrow) in enumerate(request["widths"]):
         for precision in PRECISIONS[kind]:

@@ -81,8 +81,9 @@ def release() -> None:
     import torch
 
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and torch.get_device_module(device).is_initialized():
+        torch.accelerator.empty_cache()
     return_freed_memory()
 
 
@@ -90,8 +91,8 @@ def peak_memory(device: torch.device) -> float:
     """Return the peak bytes of this process: allocated on a GPU, resident on a CPU."""
     import torch
 
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        return float(torch.accelerator.max_memory_allocated(device))
     return float(peak_resident(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 
 

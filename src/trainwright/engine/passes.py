@@ -256,5 +256,5 @@ def _seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) 
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
     dropout_seed = int.from_bytes(digest[:8], "little") >> 1
     torch.default_generator.manual_seed(dropout_seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(dropout_seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(dropout_seed)

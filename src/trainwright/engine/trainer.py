@@ -578,7 +578,7 @@ class RunMeasurements:
             return {}
         before, waited = self._before
         summary: dict[str, float] = {"memory_bytes": self._memory_bytes}
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             summary["tensors_bytes"] = self._memory_bytes
         seconds, rates = (values[_WARM_UP_STEPS:] or values for values in (self._seconds, self._rates))
         tokens, rate = mean(time * rate for time, rate in zip(seconds, rates, strict=True)), median(rates)

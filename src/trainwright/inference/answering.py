@@ -17,6 +17,7 @@ from trainwright.data.sources.row_files import Row
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.errors import MachineError, RequestError
 from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, new_token_limit
+from trainwright.machine.vendors import processor_of
 from trainwright.parallel.available_memory import free_bytes
 from trainwright.parallel.world import World
 from trainwright.utils import heartbeat
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # Maximum prompts per batch. A constant, so that batches are the same on any machine.
-_ROWS = {"cpu": 16, "cuda": 128}
+_ROWS = {"cpu": 16, "gpu": 128}
 # Fraction of the free memory for keys, values and logits.
 _USABLE = 0.6
 
@@ -93,7 +94,7 @@ def batches_of(
     token = 2 * cache_bytes(config, element)
     free = min(free for (free,) in world.gather_floats([float(free_bytes(world))])) * _USABLE
     tokens = max(1, int(free / (token + fixed / max(lengths, default=1))))
-    return by_length(lengths, tokens=tokens, rows=rows or _ROWS[world.device.type])
+    return by_length(lengths, tokens=tokens, rows=rows or _ROWS[processor_of(world.device.type)])
 
 
 def cache_bytes(config: Any, element_bytes: int) -> int:

@@ -13,13 +13,14 @@ import torch
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.inference.answering import Done, by_length, over_ranks
+from trainwright.machine.vendors import processor_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 
 T = TypeVar("T")
 
 # Tokens per batch: enough to keep a processor or a GPU busy.
-_TOKENS = {"cpu": 2048, "cuda": 16384}
+_TOKENS = {"cpu": 2048, "gpu": 16384}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _over_sequences(
     order.
     """
     lengths = [dataset.length(index) for index in range(len(dataset))]
-    batches = by_length(lengths, tokens=tokens or _TOKENS[world.device.type], rows=len(lengths) or 1)
+    batches = by_length(lengths, tokens=tokens or _TOKENS[processor_of(world.device.type)], rows=len(lengths) or 1)
     costs = [float(sum(lengths[index] for index in batch)) for batch in batches]
 
     def on(indices: Sequence[int]) -> list[T]:

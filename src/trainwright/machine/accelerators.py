@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError
 from trainwright.machine.cgroups import read
+from trainwright.machine.vendors import GPU_TYPES, TRAINING_RUNS_ON, VENDORS, Vendor
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
 
 ON_PURPOSE = "set parallel.device=cpu to train on the CPU"
 HIDE = "hide it with CUDA_VISIBLE_DEVICES= to use the CPU"  # for commands without a recipe
-TRAINED_ON = ("NVIDIA", "CPU")  # vendors of cards
-TRAINING_RUNS_ON = "training runs on NVIDIA GPUs and on CPUs"
 
 # Vendors and classes of PCI devices (pci.ids): display controllers, and processing accelerators.
 _NVIDIA, _AMD, _INTEL = "0x10de", "0x1002", "0x8086"
@@ -43,11 +42,21 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Build:
-    """The build of the installed torch; ``cuda`` is None for a build without CUDA."""
+    """The build of the installed torch; ``cuda``, ``hip`` and ``xpu`` are None for a build without that software."""
 
     version: str
     cuda: str | None
     hip: str | None = None
+    xpu: str | None = None
+
+    def drives(self, vendor: Vendor) -> bool:
+        """Return whether it is for the GPUs of a vendor."""
+        return {"NVIDIA": self.cuda, "AMD": self.hip, "Intel": self.xpu}.get(vendor) is not None
+
+    def describe(self) -> str:
+        """Return what it is for, in words."""
+        software = next((VENDORS[name].software for name in VENDORS if self.drives(VENDORS[name].name)), None)
+        return "a build for CPUs" if software is None else f"a {software} build"
 
 
 def with_device(machine: Machine, device: str) -> Machine:
@@ -62,10 +71,15 @@ def with_device(machine: Machine, device: str) -> Machine:
     if machine.unusable:
         reasons = "; ".join(machine.unusable)
         raise MachineError(f"parallel.device: {device}, but {reasons}. Fix that, or {ON_PURPOSE}")
-    if device == "cuda" and not machine.gpus:
+    if device in GPU_TYPES and not machine.gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if hidden is None else f"; CUDA_VISIBLE_DEVICES is {hidden!r}, which hides them"
-        raise MachineError(f"parallel.device: cuda, but no GPU was found ({machine.describe()}){why}; {ON_PURPOSE}")
+        raise MachineError(f"parallel.device: {device}, but no GPU was found ({machine.describe()}){why}; {ON_PURPOSE}")
+    if device in GPU_TYPES and device != machine.device:
+        raise MachineError(
+            f"parallel.device: {device}, but the GPUs are of {machine.gpus[0].vendor}, whose type in torch is "
+            f"{machine.device} ({machine.describe()}); set it to {machine.device} or auto"
+        )
     return machine
 
 
@@ -75,20 +89,35 @@ def refuse_unusable(machine: Machine) -> None:
         raise MachineError(f"{'; '.join(machine.unusable)}. Fix that, or {HIDE}")
 
 
+def other_vendor(build: Build, root: Path = Path("/")) -> Vendor | None:
+    """Return the vendor other than NVIDIA whose GPUs are in this machine and whose software torch is built with."""
+    present: dict[Vendor, int] = {"AMD": _amd_gpus(root), "Intel": _intel_gpus(root)}
+    return next((vendor for vendor, count in present.items() if count and build.drives(vendor)), None)
+
+
 def unusable(
-    chosen: int, nvml: Nvml, build: Build, root: Path = Path("/"), variables: Mapping[str, str] | None = None
+    chosen: int,
+    nvml: Nvml,
+    build: Build,
+    root: Path = Path("/"),
+    variables: Mapping[str, str] | None = None,
+    unlisted: str | None = None,
 ) -> tuple[str, ...]:
     """Return the reasons why accelerators of this machine cannot be trained on; empty if all can, or are hidden.
 
     Args:
-        chosen: number of GPUs known to NVML that ``CUDA_VISIBLE_DEVICES`` leaves visible.
+        chosen: number of GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible: known to NVML, or else to torch.
+        unlisted: why torch, built for GPUs of another vendor than NVIDIA, lists none of them.
         root: the directory of /proc, /sys and /dev.
     """
     variables = os.environ if variables is None else variables
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()  # the documented way to train on the CPU
-    reasons = [*_nvidia(chosen, nvml, build, root, visible), *(_other(root) if not chosen else ())]
+    reasons = [
+        *_nvidia(chosen, nvml, build, root, visible),
+        *(_other(build, unlisted, root) if not chosen else ()),
+    ]
     return tuple(reasons or ([] if chosen else _reserved(variables)))
 
 
@@ -102,7 +131,7 @@ def installed_build() -> Build:
         match = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
         return match[1] if match else None
 
-    return Build(value("__version__") or "unknown", value("cuda"), value("hip"))
+    return Build(value("__version__") or "unknown", value("cuda"), value("hip"), value("xpu"))
 
 
 def ask_nvml(pynvml: Any) -> Nvml:
@@ -151,11 +180,7 @@ def _nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | No
         which = ", ".join(map(str, nvml.mig))
         yield f"GPU {which} is split by MIG, and a process can use only one slice; {_whole_gpu()}"
     if build.cuda is None:
-        kind = "a ROCm build" if build.hip else "a build for CPUs"
-        yield (
-            f"there {'are' if there > 1 else 'is'} {gpus}, and torch {build.version} is {kind}: install one for CUDA "
-            "(https://pytorch.org/get-started/locally)"
-        )
+        yield _other_build(there, gpus, build, "CUDA")
     elif nvml.driver_cuda is not None and nvml.driver_cuda < int(build.cuda.partition(".")[0]):
         yield (
             f"the NVIDIA driver runs CUDA {nvml.driver_cuda}, and torch {build.version} needs CUDA {build.cuda}: "
@@ -186,25 +211,46 @@ def _reserved(variables: Mapping[str, str]) -> Iterator[str]:
             return
 
 
-def _other(root: Path) -> Iterator[str]:
+def _other_build(count: int, gpus: str, build: Build, software: str) -> str:
+    return (
+        f"there {'are' if count > 1 else 'is'} {gpus}, and torch {build.version} is {build.describe()}: install one "
+        f"for {software} (https://pytorch.org/get-started/locally)"
+    )
+
+
+_ACCESS: Mapping[Vendor, str] = {
+    "AMD": "give this process /dev/kfd and /dev/dri (groups render and video), and look at HIP_VISIBLE_DEVICES",
+    "Intel": "give this process /dev/dri (group render), install Intel's compute runtime, and look at ZE_AFFINITY_MASK",
+}
+
+
+def _other(build: Build, unlisted: str | None, root: Path) -> Iterator[str]:
     devices = []
-    if amd := _amd_gpus(root):
-        devices.append(f"{amd} AMD GPU{'s' * (amd > 1)} (ROCm)")
-    # Intel's integrated graphics are on the processor's bus; cards are behind a bridge.
-    cards = [
-        address
-        for address, vendor, kind in _pci(root)
-        if vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not address.startswith("0000:00:")
-    ]
-    if cards:
-        devices.append(f"{len(cards)} Intel GPU{'s' * (len(cards) > 1)} (XPU)")
-    for vendor, name in _OTHERS.items():
-        if count := sum(other == vendor and kind.startswith(_ACCELERATOR) for _, other, kind in _pci(root)):
+    counts: dict[Vendor, int] = {"AMD": _amd_gpus(root), "Intel": _intel_gpus(root)}
+    for vendor, count in counts.items():
+        if not count:
+            continue
+        software = VENDORS[vendor].software
+        gpus = f"{count} {vendor} GPU{'s' * (count > 1)} ({software})"
+        if build.drives(vendor):
+            yield f"torch {build.version} does not list the {gpus} ({unlisted or 'it finds none'}): {_ACCESS[vendor]}"
+        else:
+            yield _other_build(count, gpus, build, software)
+    for number, name in _OTHERS.items():
+        if count := sum(other == number and kind.startswith(_ACCELERATOR) for _, other, kind in _pci(root)):
             devices.append(f"{count} {name}")
     if neuron := _entries(root / "dev", r"neuron\d+"):
         devices.append(f"{neuron} AWS Neuron device{'s' * (neuron > 1)}")
     if devices:
         yield f"{' and '.join(devices)} cannot be used: {TRAINING_RUNS_ON}"
+
+
+def _intel_gpus(root: Path) -> int:
+    """Return the number of Intel's cards: its integrated graphics are on the processor's bus, cards behind a bridge."""
+    return sum(
+        vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not address.startswith("0000:00:")
+        for address, vendor, kind in _pci(root)
+    )
 
 
 def _amd_gpus(root: Path) -> int:

@@ -45,6 +45,7 @@ class Card:
     if there are any; missing precisions have no units. ``link``: to the other devices of a node. ``host_link``: to the
     node's memory. ``watts``: board power. ``network_adapters``: (count, bits per second each) of the vendor's reference
     server. ``device``: the part of the card that programs see as one device, if not the whole card.
+    ``planned_only``: torch alone does not train on it.
     """
 
     __pydantic_config__ = STRICT
@@ -65,6 +66,7 @@ class Card:
     note: str | None = None
     device: str | None = None
     source: Publication | None = None
+    planned_only: bool = False
 
     def rate(self, precision: Precision) -> float | None:
         """Return the dense operations per second in ``precision``; None if the card has no units for it."""
@@ -159,6 +161,7 @@ def _card(entry: Mapping[str, Any]) -> Card:
         note=entry.get("note"),
         device=entry.get("device"),
         source=Publication(**entry["source"]),
+        planned_only=entry.get("planned_only", False),
     )
 
 

@@ -11,11 +11,11 @@ import re
 from dataclasses import dataclass, replace
 
 from trainwright.errors import RequestError
-from trainwright.machine.accelerators import TRAINED_ON, TRAINING_RUNS_ON
 from trainwright.machine.catalog import Card, card_of_gpu, cards, find_card
 from trainwright.machine.links import STRICT, Link, network, pcie
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import cpu_card
+from trainwright.machine.vendors import TRAINING_RUNS_ON, VENDORS, Vendor, device_type
 
 FORM = "[NODES x] DEVICES x CARD [@ NETWORK], such as 8xH100, 2xRTX4090 or 4x8xA100-40GB@8x200Gb"
 
@@ -64,14 +64,18 @@ class Cluster:
 
     @property
     def device(self) -> str:
-        """The device type, `cuda` or `cpu`, as in torch."""
-        return "cpu" if self.card.vendor == "CPU" else "cuda"
+        """The device type, as in torch: `cuda`, also for AMD's GPUs, `xpu` for Intel's, or `cpu`."""
+        return device_type(self.card.vendor)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the devices are GPUs."""
+        return self.card.vendor != "CPU"
 
     @property
     def planned_only(self) -> str | None:
         """Why the machine can only be planned, not trained on; None if it can be trained on."""
-        vendor = self.card.vendor
-        return None if vendor in TRAINED_ON else f"planning only: {TRAINING_RUNS_ON}, not on those of {vendor}"
+        return f"planning only: {TRAINING_RUNS_ON}, not on {self.card.name}" if self.card.planned_only else None
 
     @property
     def usable_bytes(self) -> int:
@@ -153,15 +157,22 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
 def node_of(cluster: Cluster) -> Machine:
     """Return one node of a cluster of GPUs or CPUs as the machine that a run starts on, to stand in for this one."""
     card, link = cluster.card, cluster.link if cluster.devices_per_node > 1 else None
+    vendor: Vendor = VENDORS[card.vendor].name if cluster.has_gpus else "CPU"
     gpu = Gpu(
-        card.name, card.memory_bytes, card.capability or (0, 0), None, link, card.host_link, None, cluster.unified
+        card.name,
+        card.memory_bytes,
+        card.capability or (0, 0),
+        link=link,
+        host_link=card.host_link,
+        unified=cluster.unified,
+        vendor=vendor,
     )
     return Machine(
         hostname=cluster.name,
         cpu_name=card.name if cluster.device == "cpu" else "unknown",
         cpu_cores=cluster.cpu_cores,
         memory_bytes=cluster.host_memory_bytes,
-        gpus=(gpu,) * cluster.devices_per_node if cluster.device == "cuda" else (),
+        gpus=(gpu,) * cluster.devices_per_node if cluster.has_gpus else (),
     )
 
 
@@ -233,7 +244,7 @@ def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
     if known is not None:
         return replace(known, memory_bytes=gpu.memory_bytes, host_link=host_link)
     like = min(
-        (card for card in cards() if card.vendor == "NVIDIA"),
+        (card for card in cards() if card.vendor == gpu.vendor and not card.planned_only),
         key=lambda card: (
             _distance(card.capability, gpu.capability),
             abs(math.log(card.memory_bytes / gpu.memory_bytes)),

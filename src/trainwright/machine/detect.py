@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trainwright.machine import cgroups
-from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, unusable
+from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, other_vendor, unusable
+from trainwright.machine.catalog import known_card
 from trainwright.machine.cgroups import read
 from trainwright.machine.links import detect_links
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.processor import detect_processor
+from trainwright.machine.vendors import Vendor
 
 
 def detect() -> Machine:
@@ -31,7 +37,10 @@ def detect() -> Machine:
 
 def _inspect() -> Machine:
     memory_bytes = _memory_bytes()
-    gpus, nvml = _gpus()
+    gpus, nvml = _nvidia_gpus()
+    build, unlisted = installed_build(), None
+    if not gpus and not _are_hidden() and (vendor := other_vendor(build)) is not None:
+        gpus, unlisted = gpus_of_torch(vendor)
     return Machine(
         hostname=platform.node(),
         cpu_name=_cpu_name(),
@@ -41,7 +50,7 @@ def _inspect() -> Machine:
         memory_free_bytes=_memory_free_bytes(memory_bytes),
         disk_free_bytes=shutil.disk_usage(".").free,
         processor=detect_processor(),
-        unusable=unusable(len(gpus), nvml, installed_build()),
+        unusable=unusable(len(gpus), nvml, build, unlisted=unlisted),
         is_here=True,
     )
 
@@ -72,10 +81,77 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], Nvml]:
+# The devices of torch's accelerator as JSON. It runs in a process of its own: torch takes seconds to import, and its
+# first question of a device creates a context there.
+_LIST = """
+import json, torch
+device = torch.accelerator.current_accelerator()
+module = torch.get_device_module(device)
+gpus = []
+for index in range(module.device_count()):
+    values = module.get_device_properties(index)
+    if getattr(values, "is_integrated_gpu", False):
+        continue
+    try:
+        free = module.mem_get_info(index)[0]
+    except RuntimeError:
+        free = None
+    gpus.append({
+        "name": values.name,
+        "memory_bytes": values.total_memory,
+        "capability": [getattr(values, "major", 0), getattr(values, "minor", 0)],
+        "free_bytes": free,
+        "uuid": str(values.uuid),
+    })
+print(json.dumps(gpus))
+"""
+_LIST_SECONDS = 120.0
+
+
+@cache
+def gpus_of_torch(vendor: Vendor) -> tuple[tuple[Gpu, ...], str | None]:
+    """Return the GPUs that the installed torch lists, all of one vendor other than NVIDIA, and why there are none."""
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-P", "-c", _LIST], capture_output=True, text=True, errors="replace", timeout=_LIST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return (), f"it did not answer within {_LIST_SECONDS:.0f} s"
+    if ended.returncode:
+        return (), next((line for line in reversed(ended.stderr.splitlines()) if line.strip()), "it ended").strip()
+    return listed_gpus(vendor, json.loads(ended.stdout.splitlines()[-1])), None
+
+
+def listed_gpus(vendor: Vendor, rows: list[dict[str, Any]]) -> tuple[Gpu, ...]:
+    """Return the GPUs of torch's list. Intel's have no compute capability; known cards have that of the catalog."""
+    gpus = []
+    for row in rows:
+        card = known_card(row["name"])
+        capability = row["capability"] if card is None or vendor != "Intel" else card.capability
+        gpus.append(
+            Gpu(
+                row["name"],
+                row["memory_bytes"],
+                (capability[0], capability[1]),
+                free_bytes=row["free_bytes"],
+                link=None if card is None else card.link,
+                host_link=None if card is None else card.host_link,
+                vendor=vendor,
+                uuid=row["uuid"],
+            )
+        )
+    return tuple(gpus)
+
+
+def _are_hidden() -> bool:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and visible.strip() in ("", "-1")
+
+
+def _nvidia_gpus() -> tuple[tuple[Gpu, ...], Nvml]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, from NVML, without creating a CUDA context."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
+    if _are_hidden():
         return (), Nvml()
     try:
         import pynvml

@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 
 from trainwright.machine.links import Link
 from trainwright.machine.processor import Processor
+from trainwright.machine.vendors import Vendor, device_type
 from trainwright.utils.text import plural
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU as its driver describes it.
+    """One GPU as its driver describes it.
 
     ``memory_bytes``: memory for programs, without the driver's own; ``free_bytes``: free memory now. ``link``: to the
     other GPUs of this machine. ``host_link``: to the machine's memory. ``address``: on the PCI bus, as in sysfs.
-    ``unified``: its memory is the machine's.
+    ``unified``: its memory is the machine's. ``uuid``: None for NVIDIA's, whose library is asked for it.
     """
 
     name: str
@@ -26,6 +27,8 @@ class Gpu:
     host_link: Link | None = None
     address: str | None = None
     unified: bool = False
+    vendor: Vendor = "NVIDIA"
+    uuid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """The type of the device to compute on."""
-        return "cuda" if self.gpus else "cpu"
+        """The type of the device to compute on, as in torch."""
+        return device_type(self.gpus[0].vendor if self.gpus else "CPU")
 
     @property
     def usable_bytes(self) -> int:
@@ -63,7 +66,7 @@ class Machine:
     def has_bf16(self) -> bool:
         """Whether bf16 matrix products are computed by the hardware rather than emulated."""
         if self.gpus:
-            return all(gpu.capability >= (8, 0) for gpu in self.gpus)
+            return all(gpu.vendor != "NVIDIA" or gpu.capability >= (8, 0) for gpu in self.gpus)
         return self.processor.has_bf16
 
     def describe(self) -> str:

@@ -293,8 +293,8 @@ class HeadGradients:
 
 
 def has_wide_products(tensor: torch.Tensor) -> bool:
-    """Return whether products of the tensor's dtype can have fp32 results, as torch has them on GPUs."""
-    return tensor.is_cuda
+    """Return whether products of the tensor's dtype can have fp32 results, as torch has them under CUDA."""
+    return tensor.is_cuda and torch.version.hip is None
 
 
 def padded_logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
@@ -398,12 +398,12 @@ def chunks(count: int, hidden: torch.Tensor, weight: torch.Tensor | None, *, fus
     """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
     vocabulary, width = (hidden.shape[1], 0) if weight is None else weight.shape
     rows = (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES) // (hidden.element_size() * vocabulary)
-    return _slices(count, max(rows, count * width // vocabulary) if hidden.is_cuda else rows)
+    return _slices(count, max(rows, count * width // vocabulary) if hidden.is_cuda or hidden.is_xpu else rows)
 
 
 def row_blocks(logits: torch.Tensor) -> list[slice]:
     """Divide rows into slices whose fp32 logits fit a CPU's cache; a single slice on a GPU."""
-    if logits.is_cuda:
+    if logits.is_cuda or logits.is_xpu:
         return [slice(None)]
     return _slices(len(logits), BLOCK_BYTES // (4 * logits.shape[1]))
 

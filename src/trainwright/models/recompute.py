@@ -205,16 +205,16 @@ class _Run:
 class _OnHost:
     """A GPU tensor in pinned memory. It lives until no operation needs it any more, and its copy on the GPU as long."""
 
-    _streams: ClassVar[dict[tuple[torch.device, str], torch.cuda.Stream]] = {}
+    _streams: ClassVar[dict[tuple[torch.device, str], torch.Stream]] = {}
 
     def __init__(self, tensor: torch.Tensor, run: _Run) -> None:
         self._device, self._run = tensor.device, run
-        self._fetched: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._fetched: tuple[torch.Tensor, torch.Event] | None = None
         self._waited = False
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         copying = self._stream("to the host")
-        copying.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(copying):
+        copying.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with copying:
             self._host.copy_(tensor, non_blocking=True)
         tensor.record_stream(copying)  # keeps its memory until the copy is done
         self._copied = copying.record_event()
@@ -226,9 +226,9 @@ class _OnHost:
         # Allocated by the computing stream, which waits for the copy and may then free it as any other tensor.
         tensor = torch.empty_like(self._host, device=self._device)
         copying = self._stream("to the device")
-        copying.wait_stream(torch.cuda.current_stream(self._device))  # earlier work may still use the memory
+        copying.wait_stream(torch.accelerator.current_stream(self._device))  # earlier work may still use the memory
         copying.wait_event(self._copied)
-        with torch.cuda.stream(copying):
+        with copying:
             tensor.copy_(self._host, non_blocking=True)
         self._fetched = tensor, copying.record_event()
 
@@ -238,7 +238,7 @@ class _OnHost:
         self.fetch()
         assert self._fetched is not None
         tensor, copied = self._fetched
-        torch.cuda.current_stream(self._device).wait_event(copied)
+        torch.accelerator.current_stream(self._device).wait_event(copied)
         self._waited = True
         return tensor
 
@@ -246,8 +246,8 @@ class _OnHost:
         if self._fetched is not None and not self._waited:
             self._fetched[0].record_stream(self._stream("to the device"))
 
-    def _stream(self, direction: str) -> torch.cuda.Stream:
+    def _stream(self, direction: str) -> torch.Stream:
         key = self._device, direction
         if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self._device)
+            self._streams[key] = torch.Stream(self._device)
         return self._streams[key]

@@ -31,9 +31,10 @@ def memory_shortage(world: World, required: int, available: int | None) -> str |
 
 def free_bytes(world: World) -> int:
     """Return the free bytes on this rank's device, or its share of a host's memory."""
-    if world.device.type == "cuda":
-        unused = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-        return int(torch.cuda.mem_get_info(world.device)[0]) + unused
+    if world.device.type != "cpu":
+        memory = torch.accelerator
+        unused = memory.memory_reserved(world.device) - memory.memory_allocated(world.device)
+        return memory.get_memory_info(world.device)[0] + unused
     return _share_of_host(world)
 
 

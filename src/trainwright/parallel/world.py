@@ -183,9 +183,9 @@ def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta
     Without a ``rank_info`` the environment variables are read.
     """
     rank_info = rank_info or RankInfo.from_variables()
-    device = torch.device(device_type, rank_info.gpu) if device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank_info.gpu)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     hosts = None
     if rank_info.size > 1:
         if rank_info.alone:
@@ -217,7 +217,8 @@ def backends(device: torch.device) -> str:
 
     Without a bound device: NCCL would connect at once, and fail with its own message if two ranks share a GPU.
     """
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    own = dist.get_default_backend_for_device(device)  # nccl, also for RCCL; xccl; gloo
+    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
 def ensure_process_group(world: World) -> None:

@@ -47,7 +47,7 @@ def cost(plan: RunPlan, tokens: float, price: float | None) -> dict[str, float]:
         return {}
     assert plan.workload.steps is not None
     hours = plan.workload.steps * time.seconds / 3600
-    devices = plan.chosen.choice.num_processes if plan.cluster.device == "cuda" else 1
+    devices = plan.chosen.choice.num_processes if plan.cluster.has_gpus else 1
     figures = {
         "tokens": tokens,
         "tokens_per_parameter": tokens / size,
@@ -64,7 +64,7 @@ def words(plan: RunPlan, tokens: float, price: float | None) -> Iterator[str]:
     if not figures:
         return
     size, steps = plan.workload.facts.total, plan.workload.steps
-    unit = "GPU hours" if plan.cluster.device == "cuda" else "hours of the machine"
+    unit = "GPU hours" if plan.cluster.has_gpus else "hours of the machine"
     each = figures["tokens_per_parameter"]
     yield f"{tokens:.3g} tokens, {each:.3g} per parameter ({size:,} parameters), in {steps:,} steps"
     line = f"{figures['hours']:,.3g} hours, {figures['device_hours']:,.3g} {unit}"

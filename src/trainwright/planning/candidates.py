@@ -105,12 +105,12 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
         return (1,)
     rows = max(1, math.ceil(workload.global_batch_rows))
     usual = _usual_worlds(rows, cluster)
-    limit = cluster.devices if cluster.device == "cuda" else cluster.cpu_cores
+    limit = cluster.devices if cluster.has_gpus else cluster.cpu_cores
     largest = next(
         (n for n in range(min(limit, usual[0]), 0, -1) if constraints.allows_world(n, constraints.given_up)), None
     )
     node = cluster.devices_per_node
-    idle = {n for n in (node, cluster.devices) if n > usual[0]} if cluster.device == "cuda" else set()
+    idle = {n for n in (node, cluster.devices) if n > usual[0]} if cluster.has_gpus else set()
     counts = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
     return tuple(n for n in counts if constraints.allows_world(n, constraints.given_up))
 
@@ -167,7 +167,7 @@ def _all_layouts(processes: int, cluster: Cluster, strategy: str | None) -> Iter
             yield from on_device
             for replicas in _replica_counts(processes, cluster) if "replicate_size" in spec.keys else ():
                 yield from (replace(layout, replicate_size=replicas) for layout in on_device)
-    if cluster.device == "cuda":
+    if cluster.has_gpus:
         yield from offloading
 
 
@@ -235,7 +235,7 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
     rates = cluster.card.rates
     if "bf16" in rates or cluster.card.capability >= (8, 0):
         return "bf16", "supported by the hardware"
-    if cluster.device == "cuda" and rates.get("fp16", 0.0) > 2 * rates.get("fp32", 1.0):
+    if cluster.has_gpus and rates.get("fp16", 0.0) > 2 * rates.get("fp32", 1.0):
         return "fp16", "no hardware support for bf16; fp16 with loss scaling is several times as fast as fp32"
     return "no", "no hardware support for bf16, so fp32"
 

@@ -94,7 +94,7 @@ def words(plan: RunPlan) -> Iterator[str]:
     yield from _labelled("memory", [*_memory_lines(chosen), *_phases(chosen)])
     yield from _labelled("step", [_time_line(time.parts, time.seconds)])
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
-    if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
+    if chosen.choice.num_processes > 1 and plan.cluster.has_gpus:
         speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} per device"
     if time.mfu is not None:
         speed += f", {time.mfu:.0%} of the {_peak(time)}"

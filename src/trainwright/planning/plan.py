@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
 from trainwright.machine.processor import why_not_compiled
+from trainwright.machine.vendors import why_not_on
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.reasons import attention_of, reasons_of, shortage
@@ -167,7 +169,8 @@ def make_plan(
         raise MachineError(f"train.compile: torch.compile {why}; install it, or set train.compile to false")
     corrections = corrections_of(basis.runs, workload, basis.kind)
     rates = rates_of(cluster, basis.calibration, basis.measurement)
-    evaluator = Evaluator(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
+    possible = partial(_possible, cluster, available)
+    evaluator = Evaluator(workload, cluster, rates, possible, own or corrections.errors(), corrections=corrections)
     result, precision, rivals = _in_precision(evaluator, constraints)
     if not result.candidates:
         raise RequestError(_impossible(constraints, workload, cluster))
@@ -321,6 +324,12 @@ def _perhaps_compiled(evaluator: Evaluator, constraints: Constraints, chosen: Ca
 def _why_not_compiled(cluster: Cluster) -> str | None:
     """Return why blocks cannot be compiled; a described machine is assumed to have compilers."""
     return why_not_compiled(cluster.device, cluster.card.capability) if cluster.is_here else None
+
+
+def _possible(cluster: Cluster, available: Callable[[str], str | None], strategy: str) -> str | None:
+    """Return why a strategy cannot run with these packages and on these devices, or None if it can."""
+    library = spec_of(strategy).library
+    return available(strategy) or (None if library is None else why_not_on(cluster.card.vendor, library.module))
 
 
 def installed(strategy: str) -> str | None:

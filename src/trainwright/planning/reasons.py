@@ -149,12 +149,12 @@ def _why_processes(chosen: Candidate, result: SearchResult, workload: Workload, 
         ratio = seconds / chosen.time.seconds
         return f"with {nearest_count} a step would take {ratio:.2f} times as long even at the peak rate"
     if not others or chosen.time is None:
-        if count == 1 and cluster.devices == 1 and cluster.device == "cuda":
+        if count == 1 and cluster.devices == 1 and cluster.has_gpus:
             return "only one GPU"
         if count >= workload.global_batch_rows:
             idle = f"; the other {cluster.devices - count} GPUs would only hold shards" * (count < cluster.devices)
-            return f"the global batch has no more rows{idle if cluster.device == 'cuda' else ''}"
-        if cluster.device == "cuda":
+            return f"the global batch has no more rows{idle if cluster.has_gpus else ''}"
+        if cluster.has_gpus:
             return "one per GPU" if count == cluster.devices else "the most that the set values allow"
         return "as many as fit"
     nearest = min(others, key=lambda one: one.time.seconds if one.time else float("inf"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainwright.machine.describe import Cluster
+from trainwright.machine.vendors import processor_of
 from trainwright.planning.candidates import (
     Constraints,
     ParallelLayout,
@@ -33,7 +34,7 @@ LEFT_ALONE = 0.15
 _AS_FAST = 0.02
 # Within that layout, the simplest candidate is chosen whose step is within this share of the fastest of all. It is
 # larger on a CPU, where every further micro-batch takes more time than predicted.
-AS_FAST = {"cpu": 0.05, "cuda": _AS_FAST}
+AS_FAST = {"cpu": 0.05, "gpu": _AS_FAST}
 # Keys of the recipe's section ``train`` whose values a strategy may restrict.
 _LIMITED = ("mixed_precision", "compile", "activation_checkpointing", "activation_offload")
 # If memory exceeds the limit by more than this factor with full recomputation, less recomputation is not tried.
@@ -305,7 +306,7 @@ def _best_of(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate:
     if not one.fitting:
         return one.least
     compared = fastest if one.runs and _is_as_fast(one, fastest) else one.fastest
-    limit = compared * (1 + AS_FAST[evaluator.cluster.device])
+    limit = compared * (1 + AS_FAST[processor_of(evaluator.cluster.device)])
     chosen = min((choice for choice in one.fitting if evaluator.seconds(choice) <= limit), key=_simplicity)
     return evaluator.timed(evaluator.fit(chosen))
 
@@ -348,7 +349,7 @@ def _with_threads(
         least = min((_least(evaluator, rows[option]) for option in options), key=lambda one: one.shortfall)
     if not least.fits:
         return _Tried((), least)
-    timed = _PER_ROW if evaluator.workload.packed and evaluator.cluster.device == "cuda" else len(sizes)
+    timed = _PER_ROW if evaluator.workload.packed and evaluator.cluster.has_gpus else len(sizes)
     fits = _fitting(evaluator, rows[options[0]])
     fitting = fits[:timed]
     done = {choice.micro_batch_size for choice in fits}  # recomputation would only make these slower

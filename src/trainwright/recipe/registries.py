@@ -353,6 +353,7 @@ HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
 ATTENTION_KERNELS: Registry[AttentionKernel] = Registry(
     "trainwright.attention_kernels",
     {
+        "flash_attn_4": "trainwright.models.attention.kernels:FLASH_ATTN_4",
         "flash_attn_3": "trainwright.models.attention.kernels:FLASH_ATTN_3",
         "varlen": "trainwright.models.attention.kernels:VARLEN",
         "flash_attn": "trainwright.models.attention.kernels:FLASH_ATTN",

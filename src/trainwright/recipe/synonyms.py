@@ -298,7 +298,14 @@ _VALUES: dict[str, dict[str, str]] = {
         "none": "single",
     },
     "model.adapter.targets": {"all": "all-linear"},
-    "parallel.device": {"gpu": "cuda", "nvidia": "cuda", "cuda:0": "cuda"},
+    "parallel.device": {
+        "gpu": "cuda",
+        "nvidia": "cuda",
+        "amd": "cuda",
+        "rocm": "cuda",
+        "cuda:0": "cuda",
+        "intel": "xpu",
+    },
 }
 
 # Mappings of other tools, of which each key is answered for itself, and our section that is tried first.

@@ -10,26 +10,29 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import chain, takewhile
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainwright.engine.checkpoints.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.accelerators import with_device
+from trainwright.machine.accelerators import Build, installed_build, with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.processor import why_no_triton
+from trainwright.machine.vendors import why_not_on
 from trainwright.models.fused.choice import is_fused, refuse_missing
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.process_range import in_words, usable_processes, with_processes
-from trainwright.recipe.registries import PLANNERS
+from trainwright.recipe.registries import OPTIMIZERS, PLANNERS
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.recipe.strategy_spec import all_specs
+from trainwright.recipe.strategy_spec import all_specs, spec_of
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,7 @@ def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) ->
         )
     recipe = _with_implied_strategy(recipe, remarks)
     _check_offload(recipe, cluster)
+    _check_libraries(recipe, cluster)
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
     _check_tf32(recipe, cluster, remarks)
@@ -279,7 +283,7 @@ def _check_processes(recipe: RecipeSchema, cluster: Cluster, remarks: list[str],
     processes, rows = recipe.parallel.num_processes, recipe.batch_rows
     if not isinstance(processes, int):  # a range begins with those that are there
         return
-    if cluster.device == "cuda":
+    if cluster.has_gpus:
         gpus = cluster.devices
         if check_gpus and processes > gpus:
             raise RequestError(
@@ -299,7 +303,7 @@ def _check_processes(recipe: RecipeSchema, cluster: Cluster, remarks: list[str],
 def _check_precision(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
     precision, card = recipe.train.mixed_precision, cluster.card
     if precision == "bf16" and "bf16" not in card.rates:
-        if cluster.device == "cuda" and card.capability < (8, 0):
+        if cluster.has_gpus and card.capability < (8, 0):
             raise MachineError(
                 f"train.mixed_precision: {card.name} does not compute in bf16; set it to auto, fp16 or no"
             )
@@ -315,6 +319,8 @@ def _check_tf32(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> N
     if cluster.device == "cpu":
         raise MachineError("train.tf32: there is no GPU, and a CPU does not compute in TF32; set it to false")
     card = cluster.card
+    if (why := why_not_on(card.vendor, "tf32")) is not None:
+        raise MachineError(f"train.tf32 {why}")
     if "tf32" not in card.rates and card.capability < (8, 0):
         raise MachineError(
             f"train.tf32: {card.name} does not compute in TF32, which needs compute capability 8.0 or higher; set it "
@@ -333,6 +339,33 @@ def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -
             "model.kernels triton: the loss is one kernel, and so are norms, rotary positions and gated activations "
             "where their formula is the kernel's"
         )
+
+
+def _check_libraries(recipe: RecipeSchema, cluster: Cluster) -> None:
+    """Refuse what needs a library that has no kernels for the devices."""
+    strategy = recipe.parallel.strategy
+    library = None if strategy == "auto" else spec_of(strategy).library
+    if library is not None and (why := why_not_on(cluster.card.vendor, library.module)) is not None:
+        raise MachineError(f"parallel.strategy: {strategy} {why}")
+    missing = without_bitsandbytes(cluster.card.vendor, installed_build()) if cluster.is_here else None
+    quantization, optimizer = recipe.model.adapter.quantization, OPTIMIZERS.get(recipe.optimizer.name).library
+    if missing is not None and quantization != "none":
+        raise MachineError(f"model.adapter.quantization: {quantization} is not possible here: {missing}")
+    if missing is not None and optimizer is not None and optimizer.module == "bitsandbytes":
+        raise MachineError(f"optimizer.name: {recipe.optimizer.name} is not possible here: {missing}")
+
+
+def without_bitsandbytes(vendor: str, build: Build) -> str | None:
+    """Return why bitsandbytes has no kernels for the GPUs of a vendor here, or None: its wheels have some for ROCm."""
+    if vendor == "Intel" and (why := why_no_triton()) is not None:
+        return f"bitsandbytes {why}"  # its kernels that quantize are Triton's
+    spec = find_spec("bitsandbytes")
+    if vendor != "AMD" or build.hip is None or spec is None or spec.origin is None:
+        return None
+    release = "".join(build.hip.split(".")[:2])
+    if (Path(spec.origin).parent / f"libbitsandbytes_rocm{release}.so").is_file():
+        return None
+    return f"the installed bitsandbytes has no kernels for ROCm {build.hip}"
 
 
 def _check_offload(recipe: RecipeSchema, cluster: Cluster) -> None:

@@ -303,8 +303,8 @@ def _gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
 def _follow_device(world: World) -> None:
     """Count the seconds of phases on the clock of the GPU, if there is one."""
     heart = heartbeat.own()
-    if heart is not None and world.device.type == "cuda":
-        heart.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
+    if heart is not None and world.device.type != "cpu":
+        heart.follow_device(lambda: _timed_event(world.device))
 
 
 def _report_compilation() -> None:
@@ -316,8 +316,9 @@ def _report_compilation() -> None:
         on_compile_end(lambda _: heart.end_within())
 
 
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def _timed_event(device: torch.device) -> torch.Event:
+    """Return the point that the device's work has reached, on its own clock."""
+    return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
 def _bind(machine: Machine, rank_info: RankInfo) -> None:
@@ -415,7 +416,7 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         launcher=launcher,
         job=scheduler_job(),
         nodes=list(dict.fromkeys(hosts)),
-        gpus=world.size if world.device.type == "cuda" else 0,
+        gpus=0 if world.device.type == "cpu" else world.size,
         attention=_attention(recipe, task, world),
         fingerprints={
             split: stream.dataset.fingerprint
@@ -446,6 +447,6 @@ def _attention(recipe: RecipeSchema, task: Task, world: World) -> list[str]:
 
 
 def _device_name(world: World) -> str:
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_name(world.device)
-    return detect().cpu_name
+    if world.device.type == "cpu":
+        return detect().cpu_name
+    return str(torch.get_device_module(world.device).get_device_name(world.device))

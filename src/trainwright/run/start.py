@@ -296,6 +296,8 @@ class LocalRun:
 
     def _devices(self) -> Callable[[], int | None]:
         """Return what counts the devices that work now; a CPU has room for any number of processes."""
+        if any(gpu.vendor != "NVIDIA" for gpu in self.machine.gpus):  # whose libraries are not asked
+            return lambda: len(self.machine.gpus)
         return show_answering_gpus if self.machine.gpus else lambda: None
 
 

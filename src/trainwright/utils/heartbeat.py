@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trainwright.utils.heartbeat_file import (
     CALL,
@@ -377,12 +377,12 @@ class Use(NamedTuple):
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a device, such as ``torch.cuda.Event``."""
+    """A point in the work of a device, such as ``torch.Event``."""
 
     def query(self) -> bool:
         """Return whether the device has reached it."""
 
-    def elapsed_time(self, end: DeviceEvent) -> float:
+    def elapsed_time(self, end: Any, /) -> float:
         """Return the milliseconds from this point to a later one."""
 
 

@@ -38,8 +38,15 @@ def check_golden(directory: Path, machine: str, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_golden_losses_on_a_gpu(tmp_path: Path) -> None:
-    check_golden(tmp_path, "1xT4")
+@pytest.mark.parametrize("machine", ["1xT4", "1xMI300X", "1xB580"])
+def test_the_golden_losses_on_a_gpu(tmp_path: Path, machine: str) -> None:
+    """Of NVIDIA, of AMD, and of Intel, which is no cuda device."""
+    check_golden(tmp_path, machine, "train.mixed_precision=no")
+
+
+@pytest.mark.slow
+def test_the_golden_losses_on_several_gpus_of_intel(tmp_path: Path) -> None:
+    check_golden(tmp_path, "2xB580", "train.mixed_precision=no", "parallel.num_processes=2", "parallel.strategy=fsdp")
 
 
 @pytest.mark.slow

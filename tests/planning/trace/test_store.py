@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT
+from trainwright.errors import RequestError
 from trainwright.planning.trace import bound, store
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.bound import trace_or_bound
 from trainwright.planning.trace.catalog import known_model
 from trainwright.planning.trace.regenerate import REGIME, requests
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.traced import key_of, sized
+from trainwright.planning.trace.traced import _in_child, key_of, sized
 
 MODEL = "meta-llama/Llama-3.1-8B"
 CONFIGURATION = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -84,3 +85,17 @@ def test_a_model_that_cannot_be_traced_has_a_bound(tmp_path: Path, monkeypatch: 
     assert [len(unit.parameters) for unit in limited.in_order()] == [len(unit.parameters) for unit in exact.in_order()]
     for wide, narrow in zip(limited.in_order()[1:-1], exact.in_order()[1:-1], strict=True):
         assert wide.forward.moments[-1].after > narrow.forward.moments[-1].after
+
+
+def test_a_trace_in_a_process_of_its_own_gives_its_values_or_its_error() -> None:
+    """As it is where torch has a device; see also tests/planning/simulation/test_computing.py."""
+    here = os.getpid()
+    assert _in_child(lambda: {"sizes": [1, 2.5], "apart": os.getpid() != here}) == {"sizes": [1, 2.5], "apart": True}
+
+    def refused() -> object:
+        raise RequestError("model.config: no such thing")
+
+    with pytest.raises(RequestError, match=r"^model\.config: no such thing$"):
+        _in_child(refused)
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        _in_child(lambda: {}["nothing"])

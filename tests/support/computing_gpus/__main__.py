@@ -2,6 +2,9 @@
 
     python -m tests.support.computing_gpus 2xT4 train recipe.yaml ...       a command of `trainwright` on two such GPUs
 
+GPUs of AMD are cuda devices of a build of torch that says it is for ROCm; those of Intel are xpu devices, by the same
+C++ with the other names.
+
 Unlike `--simulate`, a run is one like every other: each rank is a process, ranks exchange by gloo, and losses are those
 of the same run on CPUs. An operation that mixes devices fails as it does on GPUs. Needs a C++ compiler and a build of
 torch for CPUs.
@@ -19,9 +22,9 @@ from typing import Any
 
 from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import Cluster
-from trainwright.machine.machine_file import VARIABLE
+from trainwright.machine.machine_file import VARIABLE, machine_of
 from trainwright.planning.simulation.shim.load import SHIM, load_shim
-from trainwright.planning.simulation.start import simulated_machine, write_machine
+from trainwright.planning.simulation.start import visible_part, write_machine
 
 _NOT_HERE = "runs on GPUs alone, and this one is simulated"
 
@@ -39,10 +42,34 @@ def compute_on(machine: str) -> None:
 
     This process must not have imported torch.
     """
-    cluster = simulated_machine(machine)
-    libraries = load_shim(SHIM), load_shim(Path(__file__).with_name("host_memory.cpp"))
+    cluster = visible_part(machine_of(machine)[0])
+    sources = SHIM, Path(__file__).with_name("host_memory.cpp")
+    libraries = tuple(load_shim(_named_for(cluster.device, source)) for source in sources)
     _replace_machine(cluster)
     _Device(cluster, *libraries).install()
+
+
+def _named_for(device_type: str, source: Path) -> Path:
+    """Return a C++ source for CUDA, or its copy with the names that torch has for devices of another type."""
+    if device_type == "cuda":
+        return source
+    text = source.read_text(encoding="utf-8").replace("explicit CUDAHooks(CUDAHooksArgs) {}", _MORE_HOOKS)
+    for name in ("CUDA", "cuda"):
+        text = text.replace(name, device_type.upper() if name.isupper() else device_type)
+    copy = cache_root() / "simulation" / f"{source.stem}_{device_type}.cpp"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if not copy.is_file() or copy.read_text(encoding="utf-8") != text:
+        copy.write_text(text, encoding="utf-8")
+    return copy
+
+
+# What torch asks of the hooks of XPU and not of those of CUDA.
+_MORE_HOOKS = """
+  bool hasXPU() const override { return true; }
+  DeviceIndex getNumGPUs() const override { return devices; }
+  DeviceIndex current_device() const override { return current; }
+  void deviceSynchronize(DeviceIndex) const override {}
+"""
 
 
 def _replace_machine(cluster: Cluster) -> None:
@@ -85,8 +112,11 @@ class _Device:
         from trainwright.planning.simulation.device import cuda
         from trainwright.planning.simulation.phases import Phases, WaitLog
 
-        card, count = self._cluster.card, self._cluster.devices_per_node
-        cuda.install(cuda.SimulatedGpu(card.name, card.memory_bytes, card.capability, count), self, WaitLog(Phases()))
+        card, count, device_type = self._cluster.card, self._cluster.devices_per_node, self._cluster.device
+        gpu = cuda.SimulatedGpu(card.name, card.memory_bytes, card.capability, count, device_type)
+        cuda.install(gpu, self, WaitLog(Phases()))
+        if card.vendor == "AMD":
+            torch.version.hip = "7.0"
         self._guards.trainwright_devices(count)
         own: dict[str, Any] = {
             "current_device": self._current,
@@ -97,11 +127,11 @@ class _Device:
             "default_generators": (torch.default_generator,) * count,
         }
         for name, value in own.items():
-            setattr(torch.cuda, name, value)
+            setattr(torch.get_device_module(device_type), name, value)
         torch.accelerator.current_device_index = self._current
         self._resizing()
         _exchange_by_gloo()
-        missing = tuple((name, _NOT_HERE) for name in ("flash_attn_3", "varlen", "flash_attn", "flex"))
+        missing = tuple((name, _NOT_HERE) for name in ("flash_attn_4", "flash_attn_3", "varlen", "flash_attn", "flex"))
         packs.missing_kernels = lambda: missing  # type: ignore[assignment]
 
     def _current(self) -> int:
@@ -129,7 +159,7 @@ class _Device:
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            if storage.device.type != "cuda":
+            if storage.device.type == "cpu":
                 return plain(storage, size)
             self._memory.trainwright_resize(storage._cdata, size)
             return storage
@@ -138,14 +168,14 @@ class _Device:
 
 
 def _exchange_by_gloo() -> None:
-    """Have gloo exchange the tensors of GPUs too, in place of NCCL."""
+    """Have gloo exchange the tensors of GPUs too, in place of NCCL or XCCL."""
     import torch.distributed as dist
 
     group: Any = dist
     begin = group.init_process_group
 
     def init_process_group(backend: str, *args: Any, **kwargs: Any) -> None:
-        begin(backend.replace("nccl", "gloo"), *args, **kwargs)
+        begin(backend.replace("nccl", "gloo").replace("xccl", "gloo"), *args, **kwargs)
 
     group.init_process_group = init_process_group
 

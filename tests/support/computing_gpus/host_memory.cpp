@@ -3,6 +3,7 @@
 // tensors run on the process group's backend for the host. To be loaded after no_cuda.cpp, before torch.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -230,9 +231,9 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
 }
 
 // Attention as products and softmax, whose kernels the CPU has for any mask.
-int64_t attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                  std::optional<double>, bool) {
-  return 0;
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                 double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, {}, scale, grouped));
 }
 
 struct Silent final : c10::WarningHandler {
@@ -252,6 +253,7 @@ struct Registered {
   c10::WarningUtils::WarningHandlerGuard guard{&silent};
   torch::Library all{torch::Library::IMPL, "_", DispatchKey::CUDA, __FILE__, __LINE__};
   torch::Library aten{torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__};
+  torch::Library autograd{torch::Library::IMPL, "aten", DispatchKey::AutogradCUDA, __FILE__, __LINE__};
   torch::Library c10d{torch::Library::IMPL, "c10d", DispatchKey::CUDA, __FILE__, __LINE__};
 
   Registered() {
@@ -259,7 +261,8 @@ struct Registered {
     all.fallback(boxed());
     aten.impl("empty.memory_format", TORCH_FN(empty));
     aten.impl("empty_strided", TORCH_FN(empty_strided));
-    aten.impl("_fused_sdp_choice", TORCH_FN(attention));
+    aten.impl("scaled_dot_product_attention", TORCH_FN(attention));
+    autograd.impl("scaled_dot_product_attention", TORCH_FN(attention));
     for (const char* name : DIRECT) aten.impl(name, boxed());
     for (const char* name : COLLECTIVES) c10d.impl(name, boxed());
   }

@@ -111,7 +111,9 @@ def model(kind: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    packs.missing_kernels = lambda: (("flash_attn_3", "is not installed"), ("flash_attn", "is not installed"))
+    packs.missing_kernels = lambda: tuple(
+        (name, "is not installed") for name in ("flash_attn_4", "flash_attn_3", "flash_attn")
+    )
     print(
         json.dumps(
             {"layers": {name: layer(name) for name in LAYERS}, "models": {kind: model(kind) for kind in _MODELS}}

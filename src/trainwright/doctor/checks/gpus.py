@@ -272,7 +272,7 @@ _LOW = 0.5  # of the slot's rate; protocols take a fifth of it
 
 def check_offload(context: CheckContext) -> CheckResult:
     """Copy to the first GPU and back in a separate process."""
-    values = answer_of(_measure, "pinned memory", context)
+    values = answer_of(functools.partial(_measure, context.machine.device), "pinned memory", context)
     return judged(values, context.machine.gpus[0].host_link)
 
 
@@ -300,22 +300,22 @@ def judged(values: Mapping[str, float], link: Link | None) -> CheckResult:
     return CheckResult(facts, tuple(findings))
 
 
-def _measure(answer: Path) -> None:
+def _measure(device_type: str, answer: Path) -> None:
     import torch
 
     from trainwright.doctor.calibrate_cases import host_copy
 
-    device = torch.device("cuda", 0)
+    device = torch.device(device_type, 0)
     figures: dict[str, float] = {"wrong": _wrong_copies(device)}
     for direction in ("to", "from"):
         run = host_copy(direction, _BYTES, device)
         run()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         begin.record()
         for _ in range(_COPIES):
             run()
         end.record()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         figures[direction] = _COPIES * _BYTES / (begin.elapsed_time(end) / 1e3)
     answer.write_text(json.dumps(figures), encoding="utf-8")
 
@@ -332,6 +332,6 @@ def _wrong_copies(device: object) -> int:
         busy = busy @ busy / 2048
         back = torch.empty_like(sent, pin_memory=True)
         back.copy_(there, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         wrong += int(not torch.equal(sent, back))
     return wrong

@@ -122,7 +122,7 @@ def _compare_all(device_type: str, names: tuple[str, ...], answer: Path) -> None
                 error = " ".join(str(raised).split())[:300]
             rows.append({"name": kernel.name, "precision": name, "error": error, "difference": difference})
     rows.append({"name": "AdamW", "precision": "fp32", "error": None, "difference": _optimizer_difference(device)})
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    device_name = "the CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     answer.write_text(json.dumps({"device": device_name, "rows": rows}), encoding="utf-8")
 
 

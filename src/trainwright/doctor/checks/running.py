@@ -23,11 +23,12 @@ from trainwright.doctor.checks.check import (
 )
 from trainwright.errors import RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
+from trainwright.machine.vendors import processor_of
 from trainwright.utils.text import draw, is_terminal, plural, span
 
 # Seconds after which no further check begins, and after which the last one is ended; on a CPU and with GPUs.
-_BEGIN_SECONDS = {"cpu": 90.0, "cuda": 540.0}
-_MOST_SECONDS = {"cpu": 115.0, "cuda": 590.0}
+_BEGIN_SECONDS = {"cpu": 90.0, "gpu": 540.0}
+_MOST_SECONDS = {"cpu": 115.0, "gpu": 590.0}
 _STOPPED = "stopped; the checks were not finished, and nothing was kept"
 
 
@@ -37,7 +38,7 @@ def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
     Raises:
         Stopped: a stop was requested.
     """
-    started, device, last = time.monotonic(), context.machine.device, math.inf
+    started, device, last = time.monotonic(), processor_of(context.machine.device), math.inf
     if len(checks) > 1:
         context, last = replace(context, end=started + _MOST_SECONDS[device]), started + _BEGIN_SECONDS[device]
     outcomes: list[Outcome] = []

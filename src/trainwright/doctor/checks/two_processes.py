@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckEnded, CheckResult, Finding, Severity
+from trainwright.machine.vendors import processor_of
 from trainwright.run.limits import check_limits
 from trainwright.run.process import preload_libraries, preload_worker, prepare_environment, run_in_child
 from trainwright.utils.text import span
@@ -183,7 +184,7 @@ def _differs(what: str, verdict: str) -> Finding:
 
 
 _LINK_SECONDS = 30.0
-_BYTES = {"cpu": 2**24, "cuda": 2**28}
+_BYTES = {"cpu": 2**24, "gpu": 2**28}
 _ROUNDS = 5
 _LOW = 0.3  # of the link's rate
 
@@ -213,13 +214,13 @@ def _link_entry(device: str, answer: Path) -> int:
     from trainwright.parallel.world import join, leave
 
     world = join(device)
-    tensor = torch.full((_BYTES[world.device.type] // 4,), float(world.rank + 1), device=world.device)
+    tensor = torch.full((_BYTES[processor_of(world.device.type)] // 4,), float(world.rank + 1), device=world.device)
     clock = Stopwatch()
 
     def add() -> None:
         dist.all_reduce(tensor)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     add()
     is_right = bool((tensor == 3.0).all())
@@ -239,8 +240,8 @@ def _link_entry(device: str, answer: Path) -> int:
 
 def _judged(values: dict[str, Any], context: CheckContext, device: str) -> CheckResult:
     # Of two processes each sends the whole tensor once, half in reducing and half in gathering.
-    rate = _BYTES[device] / values["seconds"]
-    link = context.machine.gpus[0].link if device == "cuda" else None
+    rate = _BYTES[processor_of(device)] / values["seconds"]
+    link = context.machine.gpus[0].link if device != "cpu" else None
     reference = (
         f", {link.describe()} by the datasheet" if link is not None else " through the memory of this machine (Gloo)"
     )
@@ -347,9 +348,11 @@ def _entry(device: str, fault: Callable[[], None], logs: Path) -> int:
 def _run_out() -> None:
     import torch
 
-    if torch.cuda.is_initialized():
-        torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
-        return
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        module = torch.get_device_module(device)
+        if module.is_initialized():
+            torch.empty(2 * module.get_device_properties(0).total_memory, dtype=torch.uint8, device=device)
+            return
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _HEADROOM, resource.RLIM_INFINITY))
     torch.empty(_ASKED, dtype=torch.uint8).fill_(1)
@@ -493,5 +496,5 @@ def ready(context: CheckContext) -> str:
 
 
 def two_devices(context: CheckContext) -> str:
-    """Return "cuda" if there is a GPU for each of the two workers, otherwise "cpu"."""
-    return "cuda" if len(context.machine.gpus) >= PROCESSES else "cpu"
+    """Return the type of the GPUs if there is one for each of the two workers, otherwise "cpu"."""
+    return context.machine.device if len(context.machine.gpus) >= PROCESSES else "cpu"

@@ -142,16 +142,17 @@ class Writer:
             self.copied.set()
             raise
         later = [(offset, tensor) for offset, tensor in offsets if tensor.data_ptr() not in changing]
-        device = next((tensor.device for _, tensor in later if tensor.device.type == "cuda"), None)
+        device = next((tensor.device for _, tensor in later if tensor.device.type != "cpu"), None)
         # What the device has been asked to compute comes first.
-        event = None if device is None else torch.cuda.current_stream(device).record_event()
+        event = None if device is None else torch.accelerator.current_stream(device).record_event()
 
         def work() -> tuple[int, str]:
             try:
                 if device is None:
                     self._copy(later)
                 else:
-                    with torch.cuda.stream(torch.cuda.Stream(device)) as stream:
+                    with torch.Stream(device) as stream:
+                        assert event is not None
                         stream.wait_event(event)
                         self._copy(later)
             finally:

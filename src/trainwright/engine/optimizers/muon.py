@@ -93,7 +93,7 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _working_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _update(matrix: torch.Tensor) -> torch.Tensor:

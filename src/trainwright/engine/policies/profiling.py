@@ -114,12 +114,13 @@ class _Recording:
     """The recording of this process, from now until ``stop``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = device.type != "cpu"
+        self._has_memory = device.type == "cuda"  # torch records no history of the memory of other devices
         self._device = device
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        activities = [ProfilerActivity.CPU, *([getattr(ProfilerActivity, device.type.upper())] if self._on_gpu else [])]
         self._profile = profile(activities=activities, acc_events=True)
         self._phase: record_function | None = None
-        if self._on_gpu:
+        if self._has_memory:
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
         self._profile.start()
         self._own = heartbeat.own()
@@ -144,7 +145,7 @@ class _Recording:
             self._own.changed = None
         self._end_phase()
         if self._on_gpu:
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)
         self._profile.stop()
 
     def operators(self) -> list[Operator]:
@@ -152,7 +153,7 @@ class _Recording:
         operators = []
         for average in self._profile.key_averages():
             # An operator of the host has the device's time of its kernels, which are there themselves.
-            if self._on_gpu and average.device_type != DeviceType.CUDA:
+            if self._on_gpu and average.device_type == DeviceType.CPU:
                 continue
             microseconds = average.self_device_time_total if self._on_gpu else average.self_cpu_time_total
             if (
@@ -169,7 +170,7 @@ class _Recording:
 
     def write_memory(self, path: Path) -> bool:
         """Write the snapshot of the GPU's memory, if there is one, in the format of pytorch.org/memory_viz."""
-        if not self._on_gpu:
+        if not self._has_memory:
             return False
         try:
             torch.cuda.memory._dump_snapshot(str(path))

@@ -107,8 +107,8 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
                 if world.is_main:
                     (work / side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
             del loaded
-            if world.device.type == "cuda":
-                torch.cuda.empty_cache()
+            if world.device.type != "cpu":
+                torch.accelerator.empty_cache()
 
 
 def report_of(request: EvaluationRequest, work: Path) -> Report:

@@ -32,13 +32,14 @@ from trainwright.machine.measured.calibration import (
 )
 from trainwright.machine.measured.contradictions import contradictions
 from trainwright.machine.measured.kernels import Block, blocks_to_measure
+from trainwright.machine.vendors import processor_of
 
 _METHOD = 4  # increased when measurements before would not be comparable
 SECONDS = 3.0  # in total, including imports
 _MOST_SECONDS = 30.0  # timeout of the measuring process
 # Ratio of two matrices' sides from which one does not predict the other.
 _FAR = 2.0
-_MOST_WIDTH = {"cpu": 2048, "cuda": 8192}
+_MOST_WIDTH = {"cpu": 2048, "gpu": 8192}
 _MOST_WIDTHS = 3
 _LENGTHS = (16, 512)
 # A measurement that other programs disturbed is repeated after this time, not by every command while they go on.
@@ -254,6 +255,6 @@ def _samples(calibration: Calibration, name: str) -> Sequence[Any]:
 
 
 def _halved(width: int, device: str) -> int:
-    while width > _MOST_WIDTH[device]:
+    while width > _MOST_WIDTH[processor_of(device)]:
         width = -(-width // 2)
     return width

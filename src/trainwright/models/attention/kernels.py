@@ -9,6 +9,9 @@ why the faster ones before it cannot. The limits are those that the kernels chec
   which sinks could be computed;
 - flash-attn 2.8: csrc/flash_attn/flash_api.cpp of github.com/Dao-AILab/flash-attention;
 - FlashAttention-3: hopper/flash_api.cpp of the same repository;
+- FlashAttention-4: flash_attn/cute/interface.py there (_validate_head_dims), and torch/nn/attention/_fa4.py, through
+  which torch's varlen attention reaches it. Its backward pass on Hopper has no fixed order, and FlashAttention-3
+  is as fast there;
 - the fused kernels of scaled_dot_product_attention: can_use_mem_efficient_attention in sdp_utils.cpp;
 - flex_attention (arXiv 2412.05496): Triton code without dropout, for heads of at least 16 channels
   (torch/_inductor/kernel/flex/flex_attention.py), ten times slower than other kernels on capability 7.0
@@ -26,15 +29,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from trainwright.errors import RequestError
 from trainwright.machine.processor import why_no_triton
+from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.recipe.registries import ATTENTION_KERNELS
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-Vendor = Literal["CPU", "NVIDIA", "AMD"]
 Capability = tuple[int, int]
 
 _HALVES: frozenset[Dtype] = frozenset({"bf16", "fp16"})
@@ -128,7 +132,7 @@ class AttentionKernel:
     apart: tuple[tuple[str, str], ...] = ()
     always_deterministic: bool = False
     largest_deterministic: int | None = None
-    generation: Literal[2, 3] = 2
+    generation: Literal[2, 3, 4] = 2
 
     def widths(self, size: int, value_size: int) -> tuple[int, int]:
         """Return the widths of a head's keys and of its values after padding with zeros."""
@@ -137,16 +141,33 @@ class AttentionKernel:
         return -(-size // self.multiple) * self.multiple, -(-value_size // self.multiple) * self.multiple
 
 
-_GPU: frozenset[Vendor] = frozenset({"NVIDIA", "AMD"})
+_GPU: frozenset[Vendor] = frozenset(vendor.name for vendor in VENDORS.values())
+_CUDA_OR_ROCM: frozenset[Vendor] = frozenset({"NVIDIA", "AMD"})
 _NVIDIA: frozenset[Vendor] = frozenset({"NVIDIA"})
 _ONLY_CPU: frozenset[Vendor] = frozenset({"CPU"})
-_EVERYWHERE: frozenset[Vendor] = frozenset({"CPU", "NVIDIA", "AMD"})
+_EVERYWHERE: frozenset[Vendor] = _GPU | _ONLY_CPU
 _EVERYTHING = frozenset({"softcap", "sinks", "dropout", "window"})
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in sdp_utils.cpp.
 _CONSUMER_GAPS = (Gap((193, 224), ((8, 6), (8, 9))), Gap((193, 224), ((12, 0), (12, 1))))
 # run_mha_bwd_hdim256 in csrc/flash_attn/src/flash_bwd_launch_template.h: dropout does not fit into shared memory.
 _DROPOUT_GAPS = (Gap((225, 256), ((8, 6), (8, 9)), dropout=True), Gap((225, 256), ((12, 0), (12, 1)), dropout=True))
 
+FLASH_ATTN_4 = AttentionKernel(
+    name="flash_attn_4",
+    title="FlashAttention-4",
+    packed=True,
+    memory="flash",
+    vendors=_NVIDIA,
+    implementation="trainwright.models.attention.packs:flash_attn_4",
+    dtypes=_HALVES,
+    min_capability=(10, 0),
+    max_capability=(10, 3),
+    multiple=8,
+    values="padded",
+    largest=128,
+    features=frozenset({"window"}),
+    generation=4,
+)
 FLASH_ATTN_3 = AttentionKernel(
     name="flash_attn_3",
     title="FlashAttention-3",
@@ -169,7 +190,7 @@ VARLEN = AttentionKernel(
     title="torch's varlen flash attention",
     packed=True,
     memory="flash",
-    vendors=_GPU,
+    vendors=_CUDA_OR_ROCM,
     implementation="trainwright.models.attention.packs:varlen",
     dtypes=_HALVES,
     min_capability=(8, 0),
@@ -264,6 +285,7 @@ _GROUPS: Mapping[str, frozenset[str]] = MappingProxyType(
         "sdpa": frozenset({"sdpa_each", "cpu_flash", "sdpa"}),
         "flash_attention_2": frozenset({"flash_attn", "varlen"}),
         "flash_attention_3": frozenset({"flash_attn_3"}),
+        "flash_attention_4": frozenset({"flash_attn_4"}),
     }
 )
 
@@ -387,8 +409,9 @@ def _reasons_of_the_device(kernel: AttentionKernel, needs: AttentionNeeds, platf
     if platform.vendor == "NVIDIA" and not kernel.min_capability <= platform.capability <= (
         kernel.max_capability or platform.capability
     ):
-        or_higher = "" if kernel.max_capability else " or higher"
-        yield f"needs compute capability {_dotted(kernel.min_capability)}{or_higher}, {own}"
+        last = kernel.max_capability
+        upwards = " or higher" if last is None else "" if last == kernel.min_capability else f" to {_dotted(last)}"
+        yield f"needs compute capability {_dotted(kernel.min_capability)}{upwards}, {own}"
     if needs.dtype not in kernel.dtypes:
         yield f"does not compute in {needs.dtype}"
     if needs.dtype == "bf16" and platform.vendor == "NVIDIA" and platform.capability < kernel.least_bf16:
@@ -418,19 +441,36 @@ _SOFT_CAPS = (2, 6)  # version of flash-attn with soft caps and a deterministic 
 _ABSENT = "is not installed"
 _NOT_ASSUMED = "is not assumed to be installed"
 # A machine that is not here is planned with PyTorch and a compiler alone.
-ASSUMED = Platform(missing=(("flash_attn_3", _NOT_ASSUMED), ("flash_attn", _NOT_ASSUMED)))
+ASSUMED = Platform(
+    missing=(("flash_attn_4", _NOT_ASSUMED), ("flash_attn_3", _NOT_ASSUMED), ("flash_attn", _NOT_ASSUMED))
+)
+# The packages of kernels: FlashAttention-3 is among PyTorch's wheels (download.pytorch.org/whl), the other on PyPI.
+_INSTALL_3, _INSTALL_4 = "flash-attn-3 of download.pytorch.org/whl", "flash-attn-4"
 
 
 @cache
 def missing_kernels() -> tuple[tuple[str, str], ...]:
     """Return the names of kernels for GPUs that cannot be used here, each with the reason."""
-    third = None if find_spec("flash_attn_interface") is not None else _ABSENT
-    reasons = {"flash_attn_3": third, "flash_attn": _without_flash_attn(), "flex": why_no_triton()}
+    third = None if find_spec("flash_attn_interface") is not None else f"{_ABSENT} ({_INSTALL_3})"
+    reasons = {
+        "flash_attn_4": None if _has_flash_attn_4() else f"{_ABSENT} ({_INSTALL_4})",
+        "flash_attn_3": third,
+        "flash_attn": _without_flash_attn(),
+        "flex": why_no_triton(),
+    }
     return tuple((name, why) for name, why in reasons.items() if why is not None)
 
 
+def _has_flash_attn_4() -> bool:
+    """Return whether the package is installed whose module torch's switch imports; without importing its parent."""
+    parent = find_spec("flash_attn")
+    folders = parent.submodule_search_locations if parent is not None else None
+    return any((Path(folder) / "cute" / "interface.py").is_file() for folder in folders or ())
+
+
 def _without_flash_attn() -> str | None:
-    if find_spec("flash_attn") is None:
+    spec = find_spec("flash_attn")
+    if spec is None or spec.origin is None:  # flash-attn-4 alone fills the folder of that name
         return _ABSENT
     try:
         installed = version("flash_attn")

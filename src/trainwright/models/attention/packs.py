@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
+from trainwright.machine.vendors import Vendor
 from trainwright.models.attention import plain
 from trainwright.models.attention.cpu_flash import flash_cpu
 from trainwright.models.attention.kernels import (
@@ -30,7 +31,6 @@ from trainwright.models.attention.kernels import (
     AttentionNeeds,
     Dtype,
     Platform,
-    Vendor,
     choose,
     missing_kernels,
 )
@@ -191,6 +191,8 @@ def platform_of(device: str, index: int = 0, attention: str = "auto") -> Platfor
     """Return a device as attention kernels see it, with the installed software and ``model.attention``."""
     if device == "cpu":
         return replace(CPU, attention=attention)
+    if device == "xpu":
+        return Platform("Intel", (0, 0), missing_kernels(), attention)
     vendor: Vendor = "NVIDIA" if torch.version.hip is None else "AMD"
     return Platform(vendor, torch.cuda.get_device_capability(index), missing_kernels(), attention)
 
@@ -238,6 +240,22 @@ def varlen(call: Call, sequences: Sequences | None) -> torch.Tensor:
     output = varlen_attn(*_of_sequences(call), scale=call.scale, window_size=window, enable_gqa=call.grouped)
     assert isinstance(output, torch.Tensor)
     return output.unsqueeze(0)
+
+
+def flash_attn_4(call: Call, sequences: Sequences | None) -> torch.Tensor:
+    """Run FlashAttention-4, by torch's switch, which replaces the kernels of its flash attention in the whole process.
+
+    So other layers of the process can have no heads that it does not compute; torch raises an error for them.
+    """
+    _switch_to("FA4")
+    return varlen(call, sequences)
+
+
+@cache
+def _switch_to(name: str) -> None:
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl(name)
 
 
 def flash_attn_2(call: Call, sequences: Sequences | None) -> torch.Tensor:

@@ -22,10 +22,10 @@ def equal_sequences(call: Call) -> torch.Tensor:
     query, length = call.query, call.longest
     # On a GPU, heads of keys are repeated: torch's memory-efficient kernel takes no groups, and without it all scores
     # would be stored (can_use_mem_efficient_attention in sdp_utils.cpp).
-    key, value = _repeated(call) if query.is_cuda and call.grouped else (call.key, call.value)
+    key, value = _repeated(call) if (query.is_cuda or query.is_xpu) and call.grouped else (call.key, call.value)
     # Not x[0]: the gradient of indexing is a zero tensor with the rest copied into it.
     parts = [x.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
-    q, k, v = parts if query.is_cuda else working(length, *parts)
+    q, k, v = parts if query.is_cuda or query.is_xpu else working(length, *parts)
     grouped = k.shape[1] != q.shape[1]
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=grouped)
     return output.transpose(1, 2).flatten(0, 1)[None].to(query.dtype)

@@ -99,7 +99,7 @@ class FullySharded:
         precision = MixedPrecisionPolicy()
         if dtype != torch.float32:
             precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
         for unit in [*units, self.module]:
             for parameter in unit.parameters():
                 if not isinstance(parameter, DTensor):

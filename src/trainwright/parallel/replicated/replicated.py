@@ -80,7 +80,7 @@ class GradientAccumulator:
         before = self._sums.get(parameter)
         if before is None:
             self._sums[parameter] = grad.float()
-        elif grad.is_cuda:
+        elif grad.is_cuda or grad.is_xpu:
             before.add_(grad)
         else:  # in pieces, as a CPU converts the second summand to a copy in fp32 first
             for total, part in zip(_pieces(before), _pieces(grad), strict=True):

@@ -305,7 +305,7 @@ def simulated_machine(text: str) -> Cluster:
         cluster = machine_of(text)[0]
     except RequestError as error:
         raise RequestError(f"--simulate: {error}") from None
-    if cluster.planned_only is not None or cluster.device != "cuda":
+    if cluster.card.vendor != "NVIDIA":
         raise RequestError(
             f"--simulate: {text}: NVIDIA GPUs are simulated, such as 8xH100; training on {cluster.card.name} "
             f"{'needs no simulation' if cluster.device == 'cpu' else 'is not supported'}"

@@ -294,7 +294,7 @@ def _of_gpu(cluster: Cluster, processes: int) -> ProcessRates:
             curves[f"product/{precision}/grouped"] = Curve("product", (), slower)
         first = _FIRST_ATTENTION
         third = _THIRD_ATTENTION.get(card.capability, (1.0, 1.0))
-        kernels = {"": (1.0, 1.0), "1": first, "3": third, "early": _EARLY_AMD_ATTENTION}
+        kernels = {"": (1.0, 1.0), "1": first, "3": third, "4": third, "early": _EARLY_AMD_ATTENTION}
         for suffix, factors in kernels.items():
             rates = [rate * part * factor for part, factor in zip(units.attention, factors, strict=True)]
             _add_attention(curves, precision, rates, _LENGTH_OF_HALF_RATE, suffix)

@@ -109,7 +109,7 @@ _AVERAGE, _AVERAGE_ON_CPU = 12 / 28, 0.7
 class _Step:
     def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> None:
         self.workload, self.choice, self.cluster, self.rates = workload, choice, cluster, rates
-        self.on_gpu = cluster.device == "cuda"
+        self.on_gpu = cluster.has_gpus
         ranks_per_node = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
         self.per_node = min(choice.num_processes, ranks_per_node)
         self.speeds = rates.setting(self.per_node, choice.threads)
@@ -260,7 +260,7 @@ def _nominal_peak(cluster: Cluster, processes: int, names: tuple[str, ...]) -> f
     """Return the FLOPs per second of all devices by their datasheet, in the first of these precisions it has."""
     rates = cluster.card.rates
     rate = next((rates[name] for name in names if name in rates), None)
-    return None if rate is None else rate * (processes if cluster.device == "cuda" else cluster.nodes)
+    return None if rate is None else rate * (processes if cluster.has_gpus else cluster.nodes)
 
 
 @lru_cache(maxsize=8)

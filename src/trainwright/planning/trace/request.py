@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, Vendor, missing_kernels
+from trainwright.machine.vendors import VENDORS, Vendor
+from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, missing_kernels
 from trainwright.models.fused.choice import Kernels, is_fused
 from trainwright.planning.trace.batch import BatchShape
 
@@ -211,7 +212,7 @@ def device_of(
     """Return the device that a process of ``choice`` computes on. ``attention``, ``kernels``: of the recipe's model."""
     if cluster.device == "cpu":
         return Device("cpu", attention=attention)
-    vendor: Vendor = "NVIDIA" if cluster.card.vendor == "NVIDIA" else "AMD"  # others are only planned for
+    vendor: Vendor = VENDORS[cluster.card.vendor].name
     missing = missing_kernels() if cluster.is_here else ASSUMED.missing
     platform = Platform(vendor, cluster.card.capability, missing, attention)
     half: Literal["bf16", "fp16"] = "fp16" if choice.mixed_precision == "fp16" else "bf16"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import traceback
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from trainwright.errors import RequestError
 from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
 from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES
 from trainwright.planning.trace import store
@@ -63,11 +68,55 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
 def _stored(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
     """Return the trace of a request as it is stored; ``generation``: of the flash attention that computes it."""
     if (values := store.read(key := key_of(request, regime), request.model.configuration)) is None:
-        from trainwright.planning.trace.bound import trace_or_bound
-
-        values = store.as_json(trace_or_bound(request, regime))
+        values = _trace(request, regime)
         store.write(key, values)
     return store.from_json(values, generation)
+
+
+def _trace(request: TraceRequest, regime: Regime) -> Any:
+    """Trace a request now; return the trace as JSON values.
+
+    Where torch has a device, a backward pass starts threads for it, also one on tensors without data. A process that
+    has them can fork no workers that use the device (torch/csrc/autograd/engine.cpp: track_bad_autograd_forks), so the
+    pass is in a process of its own there.
+    """
+    import torch
+
+    from trainwright.planning.trace.bound import trace_or_bound
+
+    def values() -> Any:
+        return store.as_json(trace_or_bound(request, regime))
+
+    return values() if torch.accelerator.current_accelerator() is None else _in_child(values)
+
+
+def _in_child(values: Callable[[], Any]) -> Any:
+    """Return JSON values that a forked process computes. Raises RequestError as it does."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            with os.fdopen(writable, "w", encoding="utf-8") as stream:
+                try:
+                    json.dump({"values": values()}, stream)
+                except RequestError as error:
+                    json.dump({"error": str(error)}, stream)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writable)
+    with os.fdopen(readable, encoding="utf-8") as stream:
+        text = stream.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise RuntimeError(f"the process that traces the model ended with status {os.waitstatus_to_exitcode(status)}")
+    answer = json.loads(text)
+    if "error" in answer:
+        raise RequestError(answer["error"])
+    return answer["values"]
 
 
 def key_of(request: TraceRequest, regime: Regime) -> str:

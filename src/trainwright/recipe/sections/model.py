@@ -16,7 +16,7 @@ from trainwright.recipe.registries import ATTENTION_KERNELS
 from trainwright.recipe.sections.fields import BelowOne, Count, Pattern, Positive, Section, Text
 from trainwright.utils.paths import user_path
 
-_ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex")
+_ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex")
 OWN = "own_module"  # model_type of a torch module of the user's own
 _CLASS = r"(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*"
 # Short forms of an adapter, and what they stand for.
@@ -205,8 +205,8 @@ class ModelSection(Section):
         description="Kernel of the attention in training. auto: the fastest that computes this model on the device. "
         "What was chosen, and why, is shown by plan and when the run starts. eager: plain operations; sdpa: "
         "torch's scaled_dot_product_attention; flash_attention_2: the package flash-attn or torch's own; "
-        "flash_attention_3: the package of that name; flex: torch's flex_attention. The last three compute packs. "
-        "Other names are of one kernel.",
+        "flash_attention_3, flash_attention_4: packages of that name, for Hopper and for Blackwell; flex: torch's "
+        "flex_attention. The last four compute packs. Other names are of one kernel.",
     )
     kernels: Literal["auto", "eager", "triton"] = Field(
         "auto",

@@ -64,10 +64,11 @@ class ParallelSection(Section):
         "many as there are GPUs, and as the file slots in the run's directory allows; if that changes, the run goes on "
         "with another number. On several nodes, a total, divided equally over those that are there.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Literal["auto", "cpu", "cuda", "xpu"] = Field(
         "auto",
-        description="Device to train on. cuda: GPUs; an error if none is usable. cpu: the CPU, even if there are "
-        "GPUs. auto: GPUs if there are any (an error if they are not usable), otherwise the CPU.",
+        description="Device to train on, as torch names it. cuda: GPUs of NVIDIA or AMD, xpu: of Intel; an error if "
+        "none is usable. cpu: the CPU, even if there are GPUs. auto: GPUs if there are any (an error if they are not "
+        "usable), otherwise the CPU.",
     )
     replicate_size: Count = Field(
         1,

@@ -75,7 +75,7 @@ class View:
 
 
 def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | None = None) -> str:
-    """Return the type of the device to compute on, "cuda" or "cpu". Without a ``rank_info``, read it from the
+    """Return the type of the device to compute on, as in torch. Without a ``rank_info``, read it from the
     environment.
 
     Args:
@@ -88,20 +88,20 @@ def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | No
         refuse_unusable(machine)
     else:
         machine = with_device(machine, device)
-    if machine.device != "cuda":
+    if machine.device == "cpu":
         return machine.device
     hide = f"or {HIDE if device is None else ON_PURPOSE}"
-    if not torch.cuda.is_available():
+    if not torch.get_device_module(machine.device).is_available():
         raise MachineError(
             f"{machine.describe()}: torch {torch.__version__} cannot use them; install a build for this driver, {hide}"
         )
-    rank_info, visible = rank_info or RankInfo.from_variables(), torch.cuda.device_count()
+    rank_info, visible = rank_info or RankInfo.from_variables(), torch.accelerator.device_count()
     if rank_info.gpu >= visible:
         raise MachineError(
             f"rank {rank_info.rank} has no GPU: it is process {rank_info.local_rank} of {rank_info.local_size} on "
             f"this machine and sees {visible}; start at most one process per GPU, {hide}"
         )
-    return "cuda"
+    return machine.device
 
 
 def agree(recipe: RecipeSchema, task: Task, world: World) -> None:
@@ -251,6 +251,8 @@ def _versions() -> dict[str, str | None]:
         "trainwright": __version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "CUDA": torch.version.cuda,
+        "ROCm": torch.version.hip,
+        "XPU": torch.version.xpu,
     }
     for name in _LIBRARIES:
         try:
@@ -271,9 +273,9 @@ def _settings() -> dict[str, Any]:
 
 
 def _gpu(device: torch.device) -> str | None:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    return f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
+    return f"{platform.node()} {torch.get_device_module(device).get_device_properties(device).uuid}"
 
 
 def _fingerprint(module: nn.Module) -> str:

@@ -75,8 +75,8 @@ def visible_gpus() -> tuple[str, ...]:
     from trainwright.machine.detect import detect
 
     gpus = detect().gpus
-    if not gpus:
-        return ()
+    if not gpus or gpus[0].vendor != "NVIDIA":
+        return tuple(gpu.uuid or gpu.name for gpu in gpus)
     import pynvml
 
     pynvml.nvmlInit()

@@ -23,6 +23,7 @@ class SimulatedGpu:
     memory_bytes: int
     capability: tuple[int, int]
     count: int
+    device_type: str = "cuda"
 
 
 class SimulatedMemory(Protocol):
@@ -66,7 +67,9 @@ class _Stream:
     _waits: WaitLog
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", 0)
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        self.device = torch.device(accelerator.type, 0)
         self.device_type, self.stream_id, self.device_index, self.cuda_stream = 1, 0, 0, 0
 
     def wait_stream(self, stream: Any) -> None:
@@ -100,27 +103,34 @@ def _on(stream: Any) -> Iterator[None]:
 
 
 def install(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) -> None:
-    """Replace what of ``torch.cuda`` and ``torch.accelerator`` asks a driver."""
+    """Replace what of ``torch.accelerator`` and of the device's own module, such as ``torch.cuda``, asks a driver."""
     _Event._waits = _Stream._waits = waits
-    current = _Stream()
+    accelerator: Any = torch.accelerator
+    accelerator.current_accelerator = lambda *args, **kwargs: torch.device(card.device_type)
+    current, module = _Stream(), torch.get_device_module(card.device_type)
     for name, value in _answers(card, memory, waits, current).items():
-        setattr(torch.cuda, name, value)
+        setattr(module, name, value)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: None)
+    generic: Any = torch
+    generic.Event, generic.Stream = _Event, _Stream
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
     compiled: Any = torch._C
     compiled._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes looks for it when it is imported
-    accelerator: Any = torch.accelerator
-    accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cuda")
     accelerator.is_available = lambda: True
     accelerator.device_count = lambda: card.count
     accelerator.current_device_index = lambda: 0
     accelerator.current_stream = lambda *args: current
     accelerator.synchronize = lambda *args: waits.note("waiting for the device")
+    accelerator.set_device_index = lambda device: module.set_device(device)
+    accelerator.empty_cache = lambda: None
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats"):
+        setattr(accelerator, name, getattr(module, name))
+    accelerator.get_memory_info = module.mem_get_info
 
 
 def _properties(card: SimulatedGpu, device: Any = None) -> SimpleNamespace:
-    index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
+    index = device if isinstance(device, int) else torch.device(card.device_type if device is None else device).index
     return SimpleNamespace(
         name=card.name,
         total_memory=card.memory_bytes,
@@ -128,7 +138,7 @@ def _properties(card: SimulatedGpu, device: Any = None) -> SimpleNamespace:
         minor=card.capability[1],
         multi_processor_count=132,
         warp_size=32,
-        uuid=f"GPU-simulated-{torch.cuda.current_device() if index is None else index}",
+        uuid=f"GPU-simulated-{torch.accelerator.current_device_index() if index is None else index}",
         gcnArchName="",
         is_integrated=False,
     )

@@ -22,6 +22,7 @@ from trainwright.inference.answering import AnswerSettings, Stage, answer_all, o
 from trainwright.inference.generation import Answer, Sampling, stop_of
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import TokenScores, score, score_standardized
+from trainwright.machine.vendors import processor_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
@@ -218,7 +219,7 @@ def truth_ratio_metrics(
 KINDS: tuple[Quantization, ...] = ("int8", "nf4")
 _SHOWN = 0.25  # fraction of the forget set that relearning trains on
 _LOOKS = 4  # number of measurements on the rest
-_TOKENS = {"cpu": 2048, "cuda": 16384}  # per pass
+_TOKENS = {"cpu": 2048, "gpu": 16384}  # per pass
 _OF_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
@@ -289,7 +290,7 @@ def _batches(dataset: TokenDataset, world: World) -> list[Batch]:
     parts: list[list[int]] = [[]]
     for index in range(len(dataset)):
         longest = max(map(dataset.length, [*parts[-1], index]))
-        if parts[-1] and longest * (len(parts[-1]) + 1) > _TOKENS[world.device.type]:
+        if parts[-1] and longest * (len(parts[-1]) + 1) > _TOKENS[processor_of(world.device.type)]:
             parts.append([])
         parts[-1].append(index)
     return [collate_examples(dataset, part, packed=False).to(world.device) for part in parts]
