@@ -1,10 +1,14 @@
 """Public configurations of other tools, trained by the tool itself and by the recipe that `recipe from` makes of them.
 
-    python bench/beside_tools.py DIRECTORY                 every case; DIRECTORY has clones of the tools' repositories
-    python bench/beside_tools.py DIRECTORY --only axolotl  those whose name has this text
+    python bench/beside_tools.py DIRECTORY --python axolotl=FILE llamafactory=FILE
+    python bench/beside_tools.py DIRECTORY --only trl/
 
-The model of a file becomes a tiny one of its family with random weights and SmolLM2's vocabulary, its data eight rows
-with the same columns, its batch all of them, so that both sides see the same rows at each step whatever their order.
+DIRECTORY has clones of the tools' repositories. Each tool runs in an environment of its own: TRL's is made on demand,
+those of Axolotl and LLaMA-Factory are given by their interpreters.
+
+The model of a file becomes a tiny one of its family with random weights and the first 4,096 tokens of SmolLM2's
+vocabulary, its data eight rows with the same columns, its batch all of them, so that both sides see the same rows at
+each step whatever their order.
 Dropout and warm-up are zero, and weights fp32: `docs/coming-from.md` says what differs in these. An adapter begins with
 Trainwright's values. The rest of the file is as published. Shown are whether the tokens and targets of all rows are
 equal, and the largest difference between the losses of the steps.
@@ -24,15 +28,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from support.inputs import find_model
-from support.peers import peer_python
+from support.peers import REQUIREMENTS, peer_python
 from support.results import results_directory
 from support.runs import write_results
 
-STEPS, ROWS, THREADS = 20, 8, 2
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import RecipeSchema
+
+STEPS, ROWS, THREADS = 20, 8, 1
+TOKENS = 4096
 RESULTS = results_directory() / "beside_tools.json"
 VOCABULARY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RUNNER = Path(__file__).parent / "peers" / "tool_run.py"
@@ -152,14 +160,19 @@ def line(result: dict[str, Any]) -> str:
 
 
 def write_model(family: Family, directory: Path) -> Path:
-    """Write a model of two layers with random weights, and its tokenizer."""
+    """Write a model of two layers with random weights, and a tokenizer with the first tokens of SmolLM2's."""
     import torch
+    from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from trainwright.data.rows.chat_templates import named_template
 
-    tokenizer = AutoTokenizer.from_pretrained(find_model(VOCABULARY))
+    tokens = json.loads((find_model(VOCABULARY) / "tokenizer.json").read_text())
+    kept = {token: index for token, index in tokens["model"]["vocab"].items() if index < TOKENS}
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in tokens["model"]["merges"]]
+    tokens["model"] |= {"vocab": kept, "merges": [pair for pair in pairs if {*pair, "".join(pair)} <= kept.keys()]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokens)))
     special = [token for token in (family.begin, family.end, *family.more) if token]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = family.begin, family.end, "<|endoftext|>"
@@ -366,22 +379,13 @@ def run_ours(changed: Path, work: Path) -> tuple[list[float], Counter[Any], Path
     recipe = work / "recipe.yaml"
     trainwright("recipe", "from", str(changed), "--rows", str(ROWS), "-o", str(recipe), log=work / "conversion.log")
 
-    def train(name: str, *overrides: str) -> Path:
-        directory = work / name
-        fixed = ("parallel.strategy=single", "parallel.num_processes=1", "parallel.device=cpu", "train.compile=false")
-        trainwright(
-            "train", str(recipe), f"logging.run_directory={directory}", *fixed, *overrides, log=work / f"{name}.log"
-        )
-        return directory
-
-    ours = train("ours")
+    ours = work / "ours"
+    fixed = ("parallel.strategy=single", "parallel.num_processes=1", "parallel.device=cpu", "train.compile=false")
+    trainwright("train", str(recipe), f"logging.run_directory={ours}", *fixed, log=work / "ours.log")
     events = [json.loads(text) for text in (ours / "events.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "step"]
-    adapter = None
-    if (ours / "final" / "adapter_model.safetensors").exists():
-        still = train("still", "optimizer.learning_rate=0", "train.max_steps=1")
-        adapter = still / "final" / "adapter_model.safetensors"
     resolved = load_recipe(ours / "recipe.yaml")
+    adapter = None if resolved.model.adapter.type == "none" else write_adapter(resolved, work / "adapter.safetensors")
     data = prepare_data(resolved, load_tokenizer(resolved.model), work / "cache").train
     begins = data.offsets[:-1]
     rows = [
@@ -391,9 +395,25 @@ def run_ours(changed: Path, work: Path) -> tuple[list[float], Counter[Any], Path
     return losses, counted(rows), adapter
 
 
+def write_adapter(recipe: RecipeSchema, file: Path) -> Path:
+    """Write the values that the adapter of a recipe begins with, by PEFT's names."""
+    from safetensors.torch import save_file
+
+    from trainwright.models.adapters.attaching import attach_adapter
+    from trainwright.models.load import load_model
+
+    model = load_model(recipe.model, seed=recipe.train.seed)
+    attach_adapter(model, recipe.model, recipe.train.seed)
+    named = {name.replace(".default", ""): value for name, value in model.named_parameters() if ".lora_" in name}
+    save_file({f"base_model.model.{name}": value.detach().contiguous() for name, value in named.items()}, file)
+    return file
+
+
 def run_theirs(tool: str, changed: Path, adapter: Path | None, work: Path, pythons: dict[str, str]) -> dict[str, Any]:
     job = {"tool": tool, "file": str(changed), "threads": THREADS, "result": str(work / "result.json")}
     (work / "job.json").write_text(json.dumps(job | {"adapter": str(adapter) if adapter else None}))
+    if tool not in pythons and not (REQUIREMENTS / f"{tool}.txt").exists():
+        raise SystemExit(f"pass --python {tool}=FILE, an interpreter that has it")
     python = pythons.get(tool) or str(peer_python(tool))
     offline = {
         "HF_HUB_OFFLINE": "1",
