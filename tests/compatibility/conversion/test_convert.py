@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,21 @@ def test_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> None:
     assert values["train"]["activation_checkpointing"] == "full"  # by default
     assert values["parallel"] == {"strategy": "zero2", "offload_optimizer": True}  # by the name of a file not here
     assert values["evaluate"] == {"every": 20} and values["data"]["validation"] == 0.2
+
+
+def test_llama_factory_trains_on_the_line_break_after_an_answer(tmp_path: Path) -> None:
+    """As its templates of ChatML, Gemma and Phi write it; others have nothing after the end of an answer."""
+    path = files.write_llama_factory(tmp_path)
+    plain = [line for line in path.read_text().splitlines() if not line.startswith("template:")]
+
+    def targets(*lines: str) -> str:
+        path.write_text("\n".join([*plain, *lines]) + "\n")
+        return str(recipe(converted(path), tmp_path)["data"]["targets"])
+
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert re.findall(targets("template: qwen3")[1:-1], text) == ["Ho<|im_end|>\n"]
+    assert targets("template: llama3") == "answers"
+    assert targets("template: qwen3", "train_on_prompt: true") == "all"
 
 
 def test_llama_factory_with_several_validation_sets(tmp_path: Path) -> None:
