@@ -125,7 +125,7 @@ def llamafactory(file: Path) -> None:
 def axolotl(file: Path) -> None:
     from axolotl.cli.train import do_cli
 
-    do_cli(file)
+    do_cli(str(file))
 
 
 RUN = {"trl": trl, "llamafactory": llamafactory, "axolotl": axolotl}
