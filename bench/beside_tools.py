@@ -272,6 +272,7 @@ def change_axolotl(file: Path, model: Path, case: Case, work: Path) -> Path:
         configuration.pop(key, None)
     if configuration.get("adapter"):
         configuration |= {"adapter": "lora", "lora_dropout": 0.0}
+        configuration |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)  # need a GPU
     configuration |= {
         "base_model": str(model),
         "load_in_4bit": False,
@@ -427,9 +428,12 @@ def run_theirs(tool: str, changed: Path, adapter: Path | None, work: Path, pytho
 
 
 def counted(rows: list[Any]) -> Counter[Any]:
-    """Return the rows that have targets, regardless of their order. A first token has nothing that predicts it."""
-    kept = ((tuple(tokens), tuple(target for target in targets if target)) for tokens, targets in rows)
-    return Counter(row for row in kept if row[1])
+    """Return the rows that have targets up to the last one, regardless of their order.
+
+    A first token has nothing that predicts it, and those after the last target predict nothing.
+    """
+    kept = [(tokens, tuple(target for target in targets if target)) for tokens, targets in rows]
+    return Counter((tuple(tokens[: targets[-1] + 1]), targets) for tokens, targets in kept if targets)
 
 
 def trainwright(*arguments: str, log: Path) -> None:
