@@ -22,7 +22,7 @@ from trainwright.recipe.schema import OptimizerSection
 
 NAMES = {"block.up.weight": (80, 64), "block.down.weight": (6, 80), "embed.weight": (40, 8), "block.norm.weight": (64,)}
 RATE, DECAY, STEPS = 0.02, 0.3, 4
-NEW = ("sgd", "lion", "adafactor", "schedule_free_adamw", "adamw_8bit", "lion_8bit")
+NEW = ("sgd", "rmsprop", "lion", "adafactor", "schedule_free_adamw", "adamw_8bit", "lion_8bit")
 
 Named = dict[str, nn.Parameter]
 
@@ -70,6 +70,11 @@ def assert_equal(found: Named, expected: Named) -> None:
 def test_sgd_is_that_of_torch(momentum: float, nesterov: bool) -> None:
     found, _ = ours("sgd", momentum=momentum, nesterov=nesterov)
     assert_equal(found, peers(lambda groups: torch.optim.SGD(groups, RATE, momentum, nesterov=nesterov)))
+
+
+def test_rmsprop_is_that_of_torch() -> None:
+    found, _ = ours("rmsprop", eps=1e-6)
+    assert_equal(found, peers(lambda groups: torch.optim.RMSprop(groups, RATE, eps=1e-6)))
 
 
 def test_lion_is_that_of_bitsandbytes() -> None:
@@ -187,7 +192,7 @@ def test_two_processes_train_as_one(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "lion", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["sgd", "rmsprop", "lion", "schedule_free_adamw"])
 def test_deepspeed_trains_as_one_process(runs: Runs, name: str) -> None:
     pytest.importorskip("deepspeed")
     single = train(runs, {"one": Case(case(name, "single"))}, 1)["one"]

@@ -34,6 +34,7 @@ from trainwright.models.linear_losses import (
     token_statistics,
 )
 from trainwright.models.own_module import OwnModel
+from trainwright.models.router_loss import RouterLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +56,7 @@ class CausalLM(nn.Module):
         packed: whether batches are packs; sets the attention implementation of the model.
         attention, kernels: of the recipe, ``model.attention`` and ``model.kernels``.
         z_loss, label_smoothing: of losses to minimize, see ``linear_losses.Terms``.
+        router_loss: added to losses to minimize.
 
     Attributes:
         embedding_noise: the alpha of NEFTune; 0: no noise. It is of passes in training mode with gradients.
@@ -67,6 +69,7 @@ class CausalLM(nn.Module):
         packed: bool,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        router_loss: RouterLoss | None = None,
         attention: str = "auto",
         kernels: Kernels = "auto",
     ) -> None:
@@ -81,6 +84,7 @@ class CausalLM(nn.Module):
         if is_fused(kernels):
             fuse(model)
         self._terms = Terms(z_loss, label_smoothing)
+        self._router_loss = router_loss
         self.embedding_noise = 0.0
 
     @property
@@ -102,15 +106,17 @@ class CausalLM(nn.Module):
         """
         if losses:
             return self.token_losses(batch)
-        head = self.head(batch)
+        head, balance = self._computed(batch)
         if statistics:
             each, correct = token_statistics(head, batch.targets)
             return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
         if weights is not None:
-            return linear_cross_entropy(head, batch.targets, target_weights=weights(head))
-        if objective is None:
-            return linear_cross_entropy(head, batch.targets, terms=self._terms)
-        return objective_at(head, batch.targets, objective, batch)
+            loss = linear_cross_entropy(head, batch.targets, target_weights=weights(head))
+        elif objective is None:
+            loss = linear_cross_entropy(head, batch.targets, terms=self._terms)
+        else:
+            loss = objective_at(head, batch.targets, objective, batch)
+        return loss if balance is None else loss + balance
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
         """Return the negative log-likelihood of every target in nats [N], fp32, without gradients."""
@@ -128,6 +134,10 @@ class CausalLM(nn.Module):
 
     def head(self, batch: Batch) -> Head:
         """Return the hidden states [N, H] that predict the batch's targets, with the head that computes the logits."""
+        return self._computed(batch)[0]
+
+    def _computed(self, batch: Batch) -> tuple[Head, torch.Tensor | None]:
+        """Return what ``head`` does, and the router loss in passes with gradients."""
         head = self.model.get_output_embeddings()
         like = next(self.model.parameters())
         # Without a head, a module of one's own computes the logits itself.
@@ -135,11 +145,12 @@ class CausalLM(nn.Module):
         with shared as head_weight:
             padded = padded_batch(batch) if needs_padding(like) else batch
             with self._noisy(padded):
-                hidden = self._hidden(padded)[:, : batch.input_ids.shape[1]]
+                hidden, balance = self._hidden(padded)
+                hidden = hidden[:, : batch.input_ids.shape[1]]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
             hidden = hidden.index_select(0, batch.target_index)
-        return Head(hidden, _with_adapters(head, head_weight()), getattr(head, "bias", None), **self._head)
+        return Head(hidden, _with_adapters(head, head_weight()), getattr(head, "bias", None), **self._head), balance
 
     @contextmanager
     def _noisy(self, batch: Batch) -> Iterator[None]:
@@ -164,8 +175,10 @@ class CausalLM(nn.Module):
         finally:
             handle.remove()
 
-    def _hidden(self, batch: Batch) -> torch.Tensor:
-        """Return the last hidden states [B, L, H] after the final norm."""
+    def _hidden(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the last hidden states [B, L, H] after the final norm, and the router loss in passes with
+        gradients.
+        """
         extra: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.boundaries is not None:
             sequences = Sequences(batch.boundaries, batch.longest, batch.input_ids.device)
@@ -178,12 +191,17 @@ class CausalLM(nn.Module):
                 "max_length_k": batch.longest,
             }
         if isinstance(self.model, OwnModel):
-            return self.model.outputs(batch.input_ids, position_ids=batch.position_ids, **extra)
+            return self.model.outputs(batch.input_ids, position_ids=batch.position_ids, **extra), None
+        balances = self._router_loss is not None and torch.is_grad_enabled()
+        if balances:
+            extra["output_router_logits"] = True
         output = _decoder(self.model)(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
         )
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
+        if not balances:
+            return output.last_hidden_state, None
+        assert self._router_loss is not None
+        return output.last_hidden_state, self._router_loss.sum(output.router_logits, batch)
 
     @contextmanager
     def for_generation(self) -> Iterator[PreTrainedModel]:

@@ -148,6 +148,15 @@ LION = OptimizerSpec(
     time=52 / 28,
     time_on_cpu=2.5,
 )
+RMSPROP = OptimizerSpec(
+    summary="rmsprop: the gradient divided by the root of the mean of its squares (Tieleman and Hinton, 2012), as "
+    "torch's RMSprop without momentum, whose weight decay is added to the gradient",
+    implementation="trainwright.engine.optimizers.plain:rmsprop",
+    reads=("eps",),
+    state=1,
+    time=52 / 28,
+    time_on_cpu=4.0,
+)
 
 
 def _factors(part: StatePart) -> int:

@@ -123,6 +123,7 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
         "adamw": "trainwright.recipe.optimizer_spec:ADAMW",
         "muon": "trainwright.recipe.optimizer_spec:MUON",
         "sgd": "trainwright.recipe.optimizer_spec:SGD",
+        "rmsprop": "trainwright.recipe.optimizer_spec:RMSPROP",
         "lion": "trainwright.recipe.optimizer_spec:LION",
         "adafactor": "trainwright.recipe.optimizer_spec:ADAFACTOR",
         "schedule_free_adamw": "trainwright.recipe.optimizer_spec:SCHEDULE_FREE_ADAMW",

@@ -43,6 +43,7 @@ from trainwright.models.load import (
     max_positions,
 )
 from trainwright.models.resolve_model import resolve
+from trainwright.models.router_loss import router_loss
 from trainwright.models.tokenization import ending_turns
 from trainwright.models.truncate_config import cut_config, varied_layers
 from trainwright.models.weights import Weights, empty_model, load_empty
@@ -75,6 +76,8 @@ def _check_without_weights(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerB
     config = load_config(recipe.model, tokenizer)
     if recipe.model.trained_patterns is not None:
         freeze(empty_model(config), recipe.model)
+    if getattr(getattr(recipe, recipe.spec.name, None), "router_loss", 0.0):
+        router_loss(recipe, empty_model(config))
     if recipe.parallel.wrap != "auto" and recipe.model.adapter.type == "none":
         empty = CausalLM(empty_model(config), packed=False)
         find_units(empty, empty.blocks(), recipe.parallel.wrap)
@@ -210,6 +213,7 @@ class LanguageModelTask:
             packed=self._packed,
             z_loss=self._z_loss(),
             label_smoothing=self._label_smoothing(),
+            router_loss=router_loss(self._recipe, model),
             attention=self._recipe.model.attention,
             kernels=self._recipe.model.kernels,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,21 @@ def test_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> None:
     assert values["evaluate"] == {"every": 20} and values["data"]["validation"] == 0.2
 
 
+def test_llama_factory_trains_on_the_line_break_after_an_answer(tmp_path: Path) -> None:
+    """As its templates of ChatML, Gemma and Phi write it; others have nothing after the end of an answer."""
+    path = files.write_llama_factory(tmp_path)
+    plain = [line for line in path.read_text().splitlines() if not line.startswith("template:")]
+
+    def targets(*lines: str) -> str:
+        path.write_text("\n".join([*plain, *lines]) + "\n")
+        return str(recipe(converted(path), tmp_path)["data"]["targets"])
+
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert re.findall(targets("template: qwen3")[1:-1], text) == ["Ho<|im_end|>\n"]
+    assert targets("template: llama3") == "answers"
+    assert targets("template: qwen3", "train_on_prompt: true") == "all"
+
+
 def test_llama_factory_with_several_validation_sets(tmp_path: Path) -> None:
     path = files.write_llama_factory(tmp_path)
     lines = [line for line in path.read_text().splitlines() if not line.startswith("val_size")]
@@ -140,6 +156,16 @@ def test_tokens_that_are_added(tmp_path: Path) -> None:
     lines = [*files.AXOLOTL.replace("special_tokens:", f"special_tokens:\n{added}").splitlines(), "tokens: [a, b]"]
     path.write_text("\n".join(lines) + "\n")
     assert recipe(converted(path), tmp_path)["model"]["added_tokens"] == {"ordinary": ["a", "b"], "special": ["<x>"]}
+    path.write_text(f"{files.AXOLOTL}tokens:\n  eos_token: </s>\n")  # an older spelling of special_tokens
+    assert "added_tokens" not in recipe(converted(path), tmp_path)["model"]
+
+
+def test_the_loss_of_routers(tmp_path: Path) -> None:
+    axolotl = of(tmp_path, files.AXOLOTL + "model_config:\n  output_router_logits: true\n")
+    assert recipe(axolotl, tmp_path)["sft"] == {"router_loss": "model"} and axolotl.kind == "harmlessly"
+    path = files.write_llama_factory(tmp_path)
+    path.write_text(f"{path.read_text()}\nmoe_aux_loss_coef: 0.01\n")
+    assert recipe(converted(path), tmp_path)["sft"]["router_loss"] == 0.01
 
 
 def test_weights_by_entropy(tmp_path: Path) -> None:
@@ -235,7 +261,6 @@ def test_open_unlearning_is_composed(tmp_path: Path) -> None:
         ("fix_untrained_tokens: [1]", "fix_untrained_tokens: changes embeddings of tokens that were never trained"),
         ("lr_scheduler: rex", "lr_scheduler: is the schedule REX"),
         ("optimizer: came_pytorch", "optimizer: came_pytorch is not supported; "),
-        ("context_parallel_size: 2", "context_parallel_size: divides sequences over processes"),
         ("sequence_len: soon", "data.max_length: expected a whole number"),
         ("learning_rate: [1, 2]", "optimizer.learning_rate: expected a number"),
     ],
@@ -292,6 +317,16 @@ def test_a_batch_of_packed_examples_counts_packs(tmp_path: Path) -> None:
     values = recipe(of(tmp_path, files.AXOLOTL + "sample_packing: true\n", processes=2), tmp_path)
     assert (values["train"]["global_batch_size"], values["train"]["batch_unit"]) == (2 * 4 * 2, "packs")
     assert values["data"]["pack_length"] == values["data"]["max_length"] == 256
+
+
+def test_processes_that_share_examples_are_not_counted_in_the_batch(tmp_path: Path) -> None:
+    divided = files.AXOLOTL + "context_parallel_size: 2\ntensor_parallel_size: 2\nexpert_parallel_size: 4\n"
+    one, eight = of(tmp_path, divided), of(tmp_path, divided, processes=8)
+    sizes = [recipe(each, tmp_path)["train"]["global_batch_size"] for each in (of(tmp_path, files.AXOLOTL), one, eight)]
+    assert sizes == [8, 8, 16]
+    assert one.kind == "harmlessly"
+    (failure,) = failures(of(tmp_path, divided, processes=6))
+    assert "2 x 2 processes share examples, which does not divide 6" in failure
 
 
 def test_modules_by_a_pattern(tmp_path: Path) -> None:

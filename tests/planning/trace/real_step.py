@@ -17,6 +17,7 @@ from trainwright.models.adapters.files import fully_trained
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.quantization import quantize
 from trainwright.models.recompute import save_activation_memory
+from trainwright.models.router_loss import RouterLoss
 from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TraceRequest
 from trainwright.planning.trace.units import Operation, SizedModel
@@ -39,7 +40,8 @@ def real_model(request: TraceRequest) -> CausalLM:
             keep = fully_trained(adapter)
             quantize(model, adapter.quantization, double=adapter.double_quantization, keep=keep)
         attach_adapter(model, ModelSection(config=fields, tokenizer="bytes", adapter=adapter), 0)
-    lm = CausalLM(model, packed=request.rows in ("packed", "equal"))
+    balance = RouterLoss(1.0, config.num_experts_per_tok) if request.model.router_loss else None
+    lm = CausalLM(model, packed=request.rows in ("packed", "equal"), router_loss=balance)
     for parameter in lm.parameters():
         parameter.data = parameter.data.to(DTYPES[request.dtype])
     save_activation_memory(lm.blocks(), request.recompute)

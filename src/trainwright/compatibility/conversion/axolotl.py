@@ -155,8 +155,10 @@ def batch_size(conversion: Conversion, setting: Setting, rule: Rule, packing: st
 
 
 def added_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Add ordinary tokens."""
-    if setting.is_on:
+    """Add ordinary tokens; a mapping has names of special ones, as ``special_tokens`` has."""
+    if isinstance(setting.value, dict):
+        special_tokens(conversion, setting, rule)
+    elif setting.is_on:
         conversion.take(setting, "model.added_tokens.ordinary", setting.value)
     else:
         conversion.drop(setting, "asks for nothing")

@@ -126,21 +126,40 @@ def _translated(conversion: Conversion, setting: Setting, translate: Any) -> int
 
 
 def global_batch_size(
-    conversion: Conversion, setting: Setting, rule: Rule, micro: str, packing: str = "", world: str = ""
+    conversion: Conversion, setting: Setting, rule: Rule, micro: str, packing: str = "", world: str = "", **sharing: str
 ) -> None:
-    """Compute the examples of a step, or its packs if packed: micro-batch x accumulation x processes."""
+    """Compute the examples of a step, or its packs if packed: micro-batch x accumulation x processes.
+
+    ``sharing``: keys with numbers of processes that work on the same examples.
+    """
     rows, steps, processes = conversion.value(micro), setting.value, conversion.processes
     if world and isinstance(count := conversion.value(world), int) and conversion.numbers.processes is None:
         processes = count
     if not isinstance(rows, int) or not isinstance(steps, int):
         conversion.refuse(setting, f"the batch size is not a number: {rows} x {steps}; pass KEY=VALUE")
         return
-    size, words = rows * steps * processes, f"{rows} x {steps} x {plural(processes, 'process', 'processes')}"
+    shares = [n for key in sharing.values() if isinstance(n := conversion.value(key), int) and n > 1]
+    words = f"{rows} x {steps} x {plural(processes, 'process', 'processes')}"
+    if shares and processes > 1:
+        if processes % math.prod(shares):
+            shared = " x ".join(map(str, shares))
+            conversion.refuse(setting, f"{shared} processes share examples, which does not divide {processes}")
+            return
+        words += "".join(f" / {count}" for count in shares)
+        processes //= math.prod(shares)
+    size = rows * steps * processes
     if conversion.numbers.processes is None and processes == 1:
         words += ": pass --processes N for more"
     if packing and conversion.is_on(packing):
         conversion.take(setting, "train.batch_unit", "packs", computed="a batch counts packs")
     conversion.take(setting, "train.global_batch_size", size, computed=words)
+
+
+def divided(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Leave out a division of the model or of sequences over processes, which changes no sum."""
+    is_on = isinstance(setting.value, int) and setting.value > 1
+    reason = f"{rule.drop}: the same training, with more memory on each"
+    conversion.drop(setting, reason if is_on else "asks for nothing", differs=is_on)
 
 
 def pack_length(conversion: Conversion, setting: Setting, rule: Rule, length: str) -> None:

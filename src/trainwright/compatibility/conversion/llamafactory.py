@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Setting
 from trainwright.compatibility.conversion.table import Rule
@@ -37,6 +39,33 @@ def precision(conversion: Conversion, setting: Setting, rule: Rule, fp16: str, p
         functions.precision(conversion, setting, rule, fp16)
     else:
         conversion.take(setting, "train.mixed_precision", "auto", computed="that of the model's files, if it has one")
+
+
+# Templates (src/llamafactory/data/template.py) whose answers have more after their end: their begin and end.
+_CHATML = ("<|im_start|>assistant\n", "<|im_end|>\n")
+_GEMMA = ("<start_of_turn>model\n", "<end_of_turn>\n")
+_LONGER_ENDS = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3"), _GEMMA),
+    **dict.fromkeys(("phi", "phi_small"), ("<|assistant|>\n", "<|end|>\n")),
+    **dict.fromkeys(
+        ("chatml", "mimo", "mimo_v2", "opencoder", "sailor", "smollm", "smollm2", "yi", "falcon_h1"), _CHATML
+    ),
+    **dict.fromkeys(("qwen", "qwen3", "qwen3_nothink", "qwen3_5", "qwen3_5_nothink", "qwen3_6", "lfm2"), _CHATML),
+}
+
+
+def answers(conversion: Conversion, setting: Setting, rule: Rule, template: str, stage: str) -> None:
+    """Train on all tokens, or on the answers with all that the template writes after them."""
+    ends = _LONGER_ENDS.get(str(conversion.value(template)))
+    if setting.is_on:
+        conversion.take(setting, "data.targets", "all")
+    elif ends is None or conversion.value(stage) != "sft":
+        conversion.take(setting, "data.targets", "answers")
+    else:
+        begin, end = (re.escape(mark).replace("\\\n", r"\n") for mark in ends)
+        conversion.take(
+            setting, "data.targets", f"/{begin}([\\s\\S]*?{end})/", computed="with the line break at their end"
+        )
 
 
 _ROWS = "new rows begin at the mean of the others without noise, and there are no rows to spare"

@@ -32,6 +32,11 @@ def sgd(named: Named, section: OptimizerSection) -> Optimizer:
     return torch.optim.SGD(groups, section.learning_rate, section.momentum, nesterov=section.nesterov)
 
 
+def rmsprop(named: Named, section: OptimizerSection) -> Optimizer:
+    """Return torch's RMSprop with its alpha of 0.99, whose weight decay is added to the gradient."""
+    return torch.optim.RMSprop(parameter_groups(named, section), section.learning_rate, eps=section.eps)
+
+
 class Lion(Optimizer):
     """Move every element by the sign of its interpolated momentum (Chen et al., arXiv 2302.06675, algorithm 2)."""
 

@@ -34,10 +34,10 @@ ZERO1 = StrategySpec(
     limits=(
         Limit(
             "optimizer.name",
-            ("adamw", "sgd", "lion", "schedule_free_adamw"),
+            ("adamw", "sgd", "rmsprop", "lion", "schedule_free_adamw"),
             "DeepSpeed shards the state flat, and {value} needs whole rows, blocks or matrices of a parameter; "
-            "use parallel.strategy ddp or fsdp, or adamw, sgd, lion or schedule_free_adamw",
-            "only adamw, sgd, lion and schedule_free_adamw: DeepSpeed shards states flat, through rows and blocks",
+            "use parallel.strategy ddp or fsdp, or adamw, sgd, rmsprop, lion or schedule_free_adamw",
+            "only adamw, sgd, rmsprop, lion, schedule_free_adamw: DeepSpeed shards states flat through rows and blocks",
         ),
     ),
     library=DEEPSPEED,

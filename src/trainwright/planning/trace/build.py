@@ -18,10 +18,12 @@ from trainwright.models.adapters.files import fully_trained
 from trainwright.models.attention.described import needs_of
 from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.configuration import making, register, set_dropout, without_ignored
+from trainwright.models.files import has_experts
 from trainwright.models.fused.choice import Kernels
 from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
+from trainwright.models.router_loss import RouterLoss
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
 from trainwright.planning.trace.gpu import attend_as_on_gpu
 from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
@@ -117,7 +119,14 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     packed, attention = request.rows in ("packed", "equal"), request.device.limits.attention
     kernels: Kernels = "triton" if request.device.fused else "eager"
     lm = (
-        CausalLM(model, packed=packed, z_loss=float(wanted.z_loss), attention=attention, kernels=kernels)
+        CausalLM(
+            model,
+            packed=packed,
+            z_loss=float(wanted.z_loss),
+            router_loss=_OfAllRouters.of(model) if wanted.router_loss else None,
+            attention=attention,
+            kernels=kernels,
+        )
         if wanted.last_block is None
         else UnlearnLM(model, packed=packed, layer=wanted.last_block, attention=attention, kernels=kernels)
     )
@@ -134,6 +143,22 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     for block in reversed(blocks):
         names |= {parameter: name for name, parameter in block.named_parameters()}
     return Built(lm.train(), blocks, names)
+
+
+@dataclass(frozen=True)
+class _OfAllRouters(RouterLoss):
+    """The router loss of ``routers`` layers, of which those that others stand in for return no logits."""
+
+    routers: int
+
+    @classmethod
+    def of(cls, model: Any) -> _OfAllRouters:
+        """Return the loss of a model."""
+        return cls(1.0, model.config.get_text_config().num_experts_per_tok, sum(map(has_experts, find_blocks(model))))
+
+    def sum(self, logits: Sequence[torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the loss of as many logits as there are routers."""
+        return super().sum([logits[number % len(logits)] for number in range(self.routers)], batch)
 
 
 def _model(wanted: TracedModel, window: int | None = None) -> Any:

@@ -67,7 +67,7 @@ class TracedModel:
         reference: "none", "switched_off" (the model without its adapter) or "copied" (a frozen model of its own) that
             runs without gradients before every forward pass; ``reference_block``: its last block, None: all and the
             head; ``reference_share``: the share of the tokens that it runs on.
-        z_loss: whether the loss has that term.
+        z_loss, router_loss: whether the loss has these terms.
         dropout: of the recipe's model; None: that of the configuration.
         implementation: of the recipe's model.
     """
@@ -81,6 +81,7 @@ class TracedModel:
     reference_block: int | None = None
     reference_share: float = 1.0
     z_loss: bool = False
+    router_loss: bool = False
     dropout: float | None = None
     implementation: str = "transformers"
 
@@ -99,7 +100,7 @@ class TracedModel:
             # One that runs once, before the first step, stays in memory.
             share = needs.reference.share if needs.reference.every_step else 0.0
             reference = {"reference": kind, "reference_block": needs.reference.last_block, "reference_share": share}
-        hidden = needs.last_block is not None
+        section, hidden = getattr(recipe, recipe.spec.name, None), needs.last_block is not None
         return cls(
             text,
             adapter,
@@ -107,7 +108,8 @@ class TracedModel:
             needs.last_block,
             "hidden" if hidden else "objective" if needs.of_losses else "cross_entropy",
             **reference,
-            z_loss=bool(getattr(getattr(recipe, recipe.spec.name, None), "z_loss", 0.0)),
+            z_loss=bool(getattr(section, "z_loss", 0.0)),
+            router_loss=bool(getattr(section, "router_loss", 0.0)),
             dropout=recipe.model.dropout,
             implementation=recipe.model.implementation,
         )

@@ -51,6 +51,14 @@ Count = Annotated[int, Field(ge=1, le=10**15), BeforeValidator(reject_bool)]
 Length = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(reject_bool)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
+RouterWeight = Annotated[
+    NotNegative | Literal["model"],
+    Field(
+        description="Weight of the loss that balances the load of experts (arXiv 2101.03961, equations 4 to 6), "
+        "of each example, weighted by its targets. model: the weight in the model's configuration, "
+        "router_aux_loss_coef. Not part of the validation loss."
+    ),
+]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
 BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
 BelowHalf = Annotated[float, Field(ge=0, lt=0.5), BeforeValidator(_number)]

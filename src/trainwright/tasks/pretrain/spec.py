@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.sections.fields import NotNegative, Section
+from trainwright.recipe.sections.fields import NotNegative, RouterWeight, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class PretrainSection(Section):
         description="Weight of the z-loss, the squared logarithm of the softmax denominator, which keeps logits from "
         "drifting (arXiv 2204.02311, section 5). Not part of the validation loss.",
     )
+    router_loss: RouterWeight = 0.0
 
 
 def _fill(values: dict[str, Any]) -> dict[str, Any]:

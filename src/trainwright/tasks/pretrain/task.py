@@ -81,7 +81,7 @@ class Pretraining(LanguageModelTask):
         """Return the summed loss of one micro-batch and the weight of its targets."""
         batch = self._batch(self._prepared.train, micro, device)
         total = module(batch)
-        if self._pretrain.z_loss:  # then the total is not only the loss of the text
+        if self._pretrain.z_loss or self._pretrain.router_loss:  # then the total is not only the loss of the text
             return LossSum(total, float(len(batch.targets)))
         return LossSum(total, float(len(batch.targets)), torch.stack([total.detach().double(), self._bytes(batch)]))
 

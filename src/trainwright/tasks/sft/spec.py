@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, Section
+from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, RouterWeight, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class SftSection(Section):
         description="The part of a target's probability that is spread evenly over the vocabulary, in training; "
         "evaluations have the plain loss.",
     )
+    router_loss: RouterWeight = 0.0
 
 
 def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
