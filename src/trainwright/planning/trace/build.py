@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,20 +66,21 @@ class BatchSample:
         return tuple(values[name] for name in BASIS)
 
 
-def samples(rows: Rows, regime: Regime, *, short: bool) -> list[BatchSample]:
+def samples(rows: Rows, regime: Regime, scale: Fraction = Fraction(1)) -> list[BatchSample]:
     """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another.
 
     Args:
-        short: shorter sequences, for code that loops over their tokens.
+        scale: of the sequences' lengths; see ``SHORT`` and ``LONG``.
     """
-    scale = 8 if short else 1
     return [
-        _sample(rows, tuple(length // scale for length in lengths), regime, number, scale)
+        _sample(rows, tuple(int(length * scale) for length in lengths), regime, number, scale)
         for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
     ]
 
 
-# Multiples of 64, as code rounds up to fewer; sums that products in bf16 need no padding for.
+# For code that loops over the tokens of sequences, and for code that loops over parts of up to 256 tokens.
+SHORT, LONG = Fraction(1, 8), Fraction(4)
+# Multiples of 64, as most code rounds up to fewer; sums that products in bf16 need no padding for.
 _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
     (True, True): ((192, 384, 640), (256, 320, 768), (128, 448, 896)),
     (True, False): ((128, 256, 384), (64, 384, 448), (192, 320, 448)),
@@ -88,15 +90,15 @@ _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
 _TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (96, 112, 64), (16, 48, 32)
 
 
-def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: int) -> BatchSample:
+def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: Fraction) -> BatchSample:
     tokens = sum(lengths)
     if rows == "masked":
         lengths = (lengths[0] // 2, *lengths[1:])
         tokens = len(lengths) * lengths[-1]
-    targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number] // scale
-    targets = tokens if regime.every else targets
-    chunk = _CHUNK[number] // scale if regime.chunked else targets
-    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, _BLOCK[number] // scale)
+    targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number]
+    targets = tokens if regime.every else int(targets * scale)
+    chunk = int(_CHUNK[number] * scale) if regime.chunked else targets
+    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, int(_BLOCK[number] * scale))
 
 
 class Built(NamedTuple):
