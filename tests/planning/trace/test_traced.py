@@ -81,6 +81,11 @@ def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
     assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
 
 
+def test_rows_of_the_loss_are_padded_as_in_a_run() -> None:
+    plan, real = compared(Case("llama", (256, 160, 96), "bf16"), vocab_size=16384, num_hidden_layers=2)
+    assert plan["step"] == pytest.approx(real["step"], rel=5e-4)  # without the rows and their copy 1 % less
+
+
 def test_sizes_of_all_tokens_of_a_pack_beside_each_other_are_exact() -> None:
     """As in models that compare all of them, and mask those of other sequences."""
     shapes = samples("packed", Regime())

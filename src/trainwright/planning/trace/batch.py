@@ -72,8 +72,10 @@ def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool
         pairs = rows * length**2
     chunks, chunk = _parts(batch.targets, chunk)
     blocks, block = _parts(chunk, block)
-    chunk = padded_size(chunk) if pads else chunk
-    of_loss = batch.targets, chunk, chunks, block, chunks * blocks
+    targets = batch.targets
+    if pads:
+        chunk, targets = padded_size(chunk), padded_size(targets) if chunks == 1 else targets
+    of_loss = targets, chunk, chunks, block, chunks * blocks
     strip = threads * min(256 if length >= 768 else 64 if length >= 192 else 32, length)
     tile = strip * min(512, length)
     squared = batch.tokens**2 * batch.packed

@@ -23,6 +23,7 @@ from trainwright.models.fused.choice import Kernels
 from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
+from trainwright.parallel.constants import padded_size
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
 from trainwright.planning.trace.gpu import attend_as_on_gpu
 from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
@@ -40,7 +41,7 @@ class BatchSample:
     """The shape of a traced batch.
 
     ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
-    ``chunks``, ``blocks``: how often it does.
+    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``padded_size``.
     """
 
     rows: Rows
@@ -50,6 +51,7 @@ class BatchSample:
     chunks: int
     block: int
     blocks: int = 2
+    pads: bool = False
 
     def basis(self) -> tuple[int, ...]:
         """Return the values of ``BASIS`` for fitting."""
@@ -62,18 +64,21 @@ class BatchSample:
         if self.rows != "packed":
             values |= {"second": 0, "second²": 0}
         if self.chunks == 1:
-            values["chunk"] = 0
+            values |= {"chunk": 0, "targets": padded_size(self.targets) if self.pads else self.targets}
+        elif self.pads:
+            values["chunk"] = padded_size(self.chunk)
         return tuple(values[name] for name in BASIS)
 
 
-def samples(rows: Rows, regime: Regime, scale: Fraction = Fraction(1)) -> list[BatchSample]:
+def samples(rows: Rows, regime: Regime, scale: Fraction = Fraction(1), *, pads: bool = False) -> list[BatchSample]:
     """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another.
 
     Args:
         scale: of the sequences' lengths; see ``SHORT`` and ``LONG``.
+        pads: the loss pads its rows, as usually has to be done.
     """
     return [
-        _sample(rows, tuple(int(length * scale) for length in lengths), regime, number, scale)
+        _sample(rows, tuple(int(length * scale) for length in lengths), regime, number, scale, pads)
         for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
     ]
 
@@ -90,15 +95,18 @@ _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
 _TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (96, 112, 64), (16, 48, 32)
 
 
-def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: Fraction) -> BatchSample:
+def _sample(
+    rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: Fraction, pads: bool
+) -> BatchSample:
     tokens = sum(lengths)
     if rows == "masked":
         lengths = (lengths[0] // 2, *lengths[1:])
         tokens = len(lengths) * lengths[-1]
     targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number]
-    targets = tokens if regime.every else int(targets * scale)
-    chunk = int(_CHUNK[number] * scale) if regime.chunked else targets
-    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, int(_BLOCK[number] * scale))
+    targets = tokens if regime.every else int(targets * scale) - pads
+    chunk = int(_CHUNK[number] * scale) - pads if regime.chunked else targets
+    block = int(_BLOCK[number] * scale)
+    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, block, pads=pads)
 
 
 class Built(NamedTuple):

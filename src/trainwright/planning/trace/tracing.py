@@ -59,7 +59,8 @@ def _traced(
     request: TraceRequest, regime: Regime, scale: Fraction = Fraction(1), most: int | None = _MOST
 ) -> tuple[ModelTrace[Size], float]:
     """Return the trace at a scale of the sequences' lengths, and its error at the shapes that it was made from."""
-    built, shapes = build(request, regime), samples(request.rows, regime, scale)
+    pads = request.width == 2 and not request.device.is_gpu
+    built, shapes = build(request, regime), samples(request.rows, regime, scale, pads=pads)
     vocabulary = int(built.lm.config.get_text_config().vocab_size)
     batches = [batch_of(sample, vocabulary) for sample in shapes]
     division = Division(built.blocks, request.model.last_block, on_gpu=request.device.is_gpu)
