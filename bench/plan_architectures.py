@@ -175,8 +175,8 @@ def judged(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "allocated_error": predicted / measured - 1, "resident_error": resident}
 
 
-def step_of(case: Case) -> dict[str, Any]:
-    """Return the bytes of one step of the case's modules, and those of its trace."""
+def step_of(case: Case, measured: int | None) -> dict[str, Any]:
+    """Return the bytes of one step of the case's modules, if they are not measured yet, and those of its trace."""
     from trainwright.models.supported import check_packable, check_trainable
     from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
     from trainwright.planning.trace.traced import sized
@@ -192,7 +192,7 @@ def step_of(case: Case) -> dict[str, Any]:
     dtype: Any = "fp32" if case.precision == "no" else "bf16"
     request = TraceRequest(model, Device("cpu"), dtype, rows_of(shape), case.recompute)
     try:
-        measured = real_step.peak_of(real_step.real_model(request), batch)
+        measured = measured or real_step.peak_of(real_step.real_model(request), batch)
     except Exception as error:  # code of any model
         raise ValueError(f"the step itself fails: {type(error).__name__}: {str(error)[:80]}") from error
     traced = sized(request, shape)
@@ -260,9 +260,10 @@ def main() -> None:
                 continue
             result = known.get(case.name)
             try:
-                if result is None and arguments.steps and time.monotonic() - begun < arguments.seconds:
+                again = arguments.steps and (result is not None) == arguments.predict
+                if again and time.monotonic() - begun < arguments.seconds:
                     _refuse_large(case)
-                    result = known[case.name] = step_of(case)
+                    result = known[case.name] = step_of(case, result and result["step"])
                     print(f"{result['error']:+9.3%}  {case.name}", flush=True)
                     _write(output, machine, arguments.seed, known)
                 if arguments.steps:

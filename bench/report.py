@@ -171,7 +171,12 @@ def plan_memory() -> str:
         for tool, name in (("accelerate", "`accelerate estimate-memory`"), ("deepspeed", "DeepSpeed's estimators")):
             errors = [case["others"][tool]["error"] for case in cases if tool in case["others"]]
             rows.append((f"{name} on {len(errors)} of these runs", "-", _errors(errors), command))
-    return table(rows, *both)
+    steps = read("plan_architectures_full_steps_53")
+    errors = [case["error"] for case in steps["cases"] if not case["untraced"]]
+    title = f"Allocations of one step of {len(errors)} architectures of transformers, without weights and optimizer"
+    command = "python bench/plan_architectures.py --steps --seed 53"
+    rows.append((title, "median 0.5%, largest 3%", _errors(errors), command))
+    return table(rows, *both, steps)
 
 
 def plan_time() -> str:
