@@ -1,6 +1,7 @@
 """How right plans are for architectures that nobody has looked at: memory and time of small runs of every family.
 
     python bench/plan_architectures.py                     as many families as the product trains, an hour on two cores
+    python bench/plan_architectures.py --steps             allocations of one step alone, in one process: seconds each
     python bench/plan_architectures.py --seed 7            other sizes, drawn anew
     python bench/plan_architectures.py --adapters          ten families with LoRA, DoRA, QLoRA and modules_to_save
     python bench/plan_architectures.py --only qwen3        cases with this in their name
@@ -12,6 +13,9 @@ twice, in padded rows or packs, fp32 or bf16: once with every allocation of torc
 train` runs it, for the resident memory of its process and the seconds of its steps. Both are compared with
 `trainwright plan`, without corrections by earlier runs. Seconds are compared after one factor for all cases, and by
 how many pairs of cases they put in the right order.
+
+With ``--steps`` there are no runs: a step forward and backward of the modules that a run makes is compared with its
+trace, without weights, optimizer and process, and so without what makes errors smaller.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import trainwright as tw  # noqa: E402
+from tests.planning.trace import real_step  # noqa: E402
 from tests.support.small_models import ModelSizes, causal_families, small_config  # noqa: E402
 
 RESULTS = results_directory()
@@ -170,6 +175,42 @@ def judged(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "allocated_error": predicted / measured - 1, "resident_error": resident}
 
 
+def step_of(case: Case, measured: int | None) -> dict[str, Any]:
+    """Return the bytes of one step of the case's modules, if they are not measured yet, and those of its trace."""
+    from trainwright.models.supported import check_packable, check_trainable
+    from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
+    from trainwright.planning.trace.traced import sized
+    from trainwright.recipe.sections.model import AdapterSection
+
+    check_trainable(case.config, "a run", ())
+    check_packable(case.config, case.pack)
+    lengths = (256, 160, 96) if case.pack else (256, 160)
+    batch = real_step.batch_of(lengths, case.pack is not None, int(case.config.get("vocab_size", 512)))
+    shape, model = real_step.shape_of(batch), TracedModel.of(case.config)
+    if case.adapter:
+        model = model.adapted(AdapterSection(**case.adapter))
+    dtype: Any = "fp32" if case.precision == "no" else "bf16"
+    request = TraceRequest(model, Device("cpu"), dtype, rows_of(shape), case.recompute)
+    try:
+        measured = measured or real_step.peak_of(real_step.real_model(request), batch)
+    except Exception as error:  # code of any model
+        raise ValueError(f"the step itself fails: {type(error).__name__}: {str(error)[:80]}") from error
+    traced = sized(request, shape)
+    planned = real_step.planned(traced)["step"]
+    error = planned / measured - 1
+    return {"name": case.name, "step": measured, "planned": planned, "error": error, "untraced": traced.facts.failed}
+
+
+def report_steps(results: list[dict[str, Any]]) -> None:
+    """Print the median and the worst error of traced steps, and the families that have a bound only."""
+    sizes = sorted(abs(result["error"]) for result in results if not result["untraced"])
+    rank = -(-95 * len(sizes) // 100) - 1
+    print(f"{len(sizes)} steps: median {statistics.median(sizes):.3%}, 95 % {sizes[rank]:.2%}, worst {sizes[-1]:.1%}")
+    for result in results:
+        if result["untraced"]:
+            print(f"   a bound   {result['name']}: {result['untraced']}")
+
+
 def report(results: list[dict[str, Any]]) -> None:
     """Print medians and the worst, and how well the order of the times is predicted."""
     factor = statistics.median(result["step_seconds"] / result["planned_seconds"] for result in results)
@@ -198,6 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="which sizes are drawn (0)")
     parser.add_argument("--adapters", action="store_true", help="adapters of ten families instead of full training")
+    parser.add_argument("--steps", action="store_true", help="no runs: one step of each, in this process")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases with this in their name")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th case only")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
@@ -205,6 +247,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file of results")
     arguments = parser.parse_args()
     kind = "adapters" if arguments.adapters else "full"
+    kind += "_steps" * arguments.steps
     output = arguments.output or RESULTS / f"plan_architectures_{kind}_{arguments.seed}.json"
     before = json.loads(output.read_text()) if output.exists() else {"cases": []}
     known = {result["name"]: result for result in before["cases"]}
@@ -217,6 +260,15 @@ def main() -> None:
                 continue
             result = known.get(case.name)
             try:
+                again = arguments.steps and (result is not None) == arguments.predict
+                if again and time.monotonic() - begun < arguments.seconds:
+                    _refuse_large(case)
+                    result = known[case.name] = step_of(case, result and result["step"])
+                    print(f"{result['error']:+9.3%}  {case.name}", flush=True)
+                    _write(output, machine, arguments.seed, known)
+                if arguments.steps:
+                    results += [] if result is None else [result]
+                    continue
                 if result is None and not arguments.predict and time.monotonic() - begun < arguments.seconds:
                     _refuse_large(case)
                     result = measure(case, work)
@@ -233,11 +285,15 @@ def main() -> None:
                 f"{results[-1]['step_seconds']:7.3f} s  {case.name}",
                 flush=True,
             )
-            found = {"machine": machine, "seed": arguments.seed, "cases": list(known.values())}
-            output.write_text(json.dumps(found, indent=1) + "\n")
+            _write(output, machine, arguments.seed, known)
     if results:
-        report(results)
+        (report_steps if arguments.steps else report)(results)
     print(f"All numbers: {output}")
+
+
+def _write(output: Path, machine: Any, seed: int, known: Mapping[str, Any]) -> None:
+    found = {"machine": machine, "seed": seed, "cases": list(known.values())}
+    output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _refuse_large(case: Case) -> None:

@@ -184,7 +184,12 @@ def plan_memory() -> str:
         title = f"Resident memory of a process on a CPU, predicted against measured, {len(cases)} small runs {half}"
         figures = f"{_errors([1 / ratio - 1 for ratio in ratios])}; {inside:.0%} lie in the interval"
         rows.append((title, f"{SHARE:.0%} in the interval", figures, command))
-    return table(rows, *both, *whole)
+    steps = read("plan_architectures_full_steps_53")
+    errors = [case["error"] for case in steps["cases"] if not case["untraced"]]
+    title = f"Allocations of one step of {len(errors)} architectures of transformers, without weights and optimizer"
+    command = "python bench/plan_architectures.py --steps --seed 53"
+    rows.append((title, "median 0.5%, largest 3%", _errors(errors), command))
+    return table(rows, *both, *whole, steps)
 
 
 def plan_time() -> str:

@@ -184,7 +184,8 @@ def test_planning_a_known_model_imports_nothing_heavy() -> None:
     program = (
         "import sys; from trainwright.cli.main import app\n"
         f"app(['plan', *{LLAMA!r}], standalone_mode=False)\n"
-        "print({'torch', 'transformers', 'numpy', 'rich', 'pynvml', 'huggingface_hub'} & set(sys.modules))"
+        "print({'torch', 'transformers', 'numpy', 'rich', 'pynvml', 'huggingface_hub', 'trainwright.run.process', "
+        "'trainwright.engine.events'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment(), capture_output=True, encoding="utf-8", check=True)

@@ -36,6 +36,15 @@ def test_the_last_packs_of_a_step_are_as_full_as_what_is_left() -> None:
     assert micro_batch(packs, TWO_PASSES, later=True).tokens == 700 - 512
 
 
+def test_packs_that_a_step_does_not_fill_are_no_full_micro_batch() -> None:
+    packs = Workload(MODEL, 1000, 1.5, document_tokens=100, longest_document=400, most_batch_tokens=1600)
+    assert micro_batch(packs, Choice("single", 1, 2, 1, "no")).tokens == 1600
+    assert micro_batch(packs, Choice("single", 1, 1, 2, "no")).tokens == 1000
+    lengths = Lengths(tuple(range(10, 400)), 300, 1.0)
+    few, many = lengths.max_batch_tokens(10, steps=30), lengths.max_batch_tokens(10, steps=1000)
+    assert 10 * lengths.mean < few < many <= 10 * 399  # of a longer run
+
+
 def test_targets_of_padded_rows_leave_out_the_padding() -> None:
     rows = Workload(
         MODEL, 500, 4, packed=False, document_tokens=145, longest_document=500, batch_documents=(500, 40, 20, 20)

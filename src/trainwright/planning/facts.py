@@ -70,8 +70,14 @@ def facts_of(recipe: RecipeSchema) -> Facts:
     if lengths.examples is not None and (remark := repeated(size, lengths.examples)) is not None:
         assumptions.append(remark)
     rows, fullest = lengths.rows(size, data.pack_length)
+    steps = _steps(recipe, lengths)
+    if train.batch_unit == "examples":
+        most_tokens = lengths.max_batch_tokens(size, steps)
+    else:
+        most_tokens = float(train.global_batch_size)
     if train.batch_unit == "packs":
         rows = float(train.global_batch_size)
+        most_tokens *= fullest
     configuration = configuration_of(recipe.model)
     workload = Workload(
         model=TracedModel.of(configuration, recipe),
@@ -82,12 +88,12 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         longest_document=lengths.longest,
         target_fraction=lengths.target_fraction,
         windows=recipe.spec.corpus,
-        steps=_steps(recipe, lengths),
+        steps=steps,
         evaluates=data.validation is not None,
         copies_state=recipe.checkpoint.background is True,
         batch_tokens=size * lengths.mean,
         fresh=recipe.model.config is not None,
-        most_batch_tokens=train.global_batch_size if train.batch_unit == "tokens" else lengths.max_batch_tokens(size),
+        most_batch_tokens=most_tokens,
         optimizer=recipe.optimizer.name,
         momentum=recipe.optimizer.momentum > 0,
         averages=recipe.optimizer.ema_decay is not None,

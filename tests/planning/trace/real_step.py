@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -80,20 +81,27 @@ def measured(lm: CausalLM, batch: Batch) -> dict[str, int]:
     """Return the most bytes of a step's allocations, those inside kernels too, without parameters, and of an
     evaluation; and the FLOPs of products.
     """
-    peaks = {}
-    for kind, run in (("step", _step), ("evaluation", _evaluation)):
-        run(lm, batch)
-        lm.zero_grad(set_to_none=True)
-        gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            run(lm, batch)
-        found: Any = recorded.profiler
-        events = sorted(found.kineto_results.events(), key=lambda event: event.start_ns())
-        peaks[kind] = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-        lm.zero_grad(set_to_none=True)
+    peaks = {"step": peak_of(lm, batch), "evaluation": _peak(_evaluation, lm, batch)}
     with FlopCounterMode(display=False) as counter:
         _step(lm, batch)
     return {**peaks, "flops": counter.get_total_flops()}
+
+
+def peak_of(lm: CausalLM, batch: Batch) -> int:
+    """Return the most bytes of a step's allocations, those inside kernels too, without parameters."""
+    return _peak(_step, lm, batch)
+
+
+def _peak(run: Callable[[CausalLM, Batch], None], lm: CausalLM, batch: Batch) -> int:
+    run(lm, batch)
+    lm.zero_grad(set_to_none=True)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run(lm, batch)
+    found: Any = recorded.profiler
+    events = sorted(found.kineto_results.events(), key=lambda event: event.start_ns())
+    lm.zero_grad(set_to_none=True)
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
 def _step(lm: CausalLM, batch: Batch) -> None:

@@ -11,7 +11,10 @@ from tests.planning.trace.real_step import batch_of, measured, planned, real_mod
 from tests.support.small_models import causal_families, small_config
 from trainwright.models import linear_losses
 from trainwright.planning.trace import traced
-from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
+from trainwright.planning.trace.batch import BatchShape, basis
+from trainwright.planning.trace.build import samples
+from trainwright.planning.trace.fit import Fitter
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, rows_of
 from trainwright.planning.trace.traced import sized
 from trainwright.recipe.sections.model import AdapterSection
 
@@ -76,6 +79,26 @@ def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4 if case.dtype == "fp32" else 5e-3)
     assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
     assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
+
+
+def test_rows_of_the_loss_are_padded_as_in_a_run() -> None:
+    plan, real = compared(Case("llama", (256, 160, 96), "bf16"), vocab_size=16384, num_hidden_layers=2)
+    assert plan["step"] == pytest.approx(real["step"], rel=5e-4)  # without the rows and their copy 1 % less
+
+
+def test_sizes_of_all_tokens_of_a_pack_beside_each_other_are_exact() -> None:
+    """As in models that compare all of them, and mask those of other sequences."""
+    shapes = samples("packed", Regime())
+    fitted = Fitter([shape.basis() for shape in shapes])([4 * sum(shape.lengths) ** 2 for shape in shapes])
+    batch = BatchShape(1, 512, ((256, 1), (160, 1), (96, 1)), 400, packed=True, masked=False)
+    assert fitted @ basis(batch, 400, 400, 1) == pytest.approx(4 * 512**2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_loop_over_parts_of_a_sequence_is_traced_with_several() -> None:
+    plan, real = compared(Case("minimax", ROWS))  # whose linear attention takes 256 tokens at a time
+    assert plan["step"] == pytest.approx(real["step"], rel=5e-3)  # traced with up to 320 tokens, it is 24 % more
 
 
 @pytest.mark.slow

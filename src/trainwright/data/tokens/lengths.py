@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
 _MAX_SAMPLED = 4096  # examples
+_DRAWN = 16_384  # examples, to find the largest batch of a run
 _PLACES = 64
 # For English text and code with vocabularies of 30,000 to 150,000 tokens; and the tokens a chat template adds per turn.
 _CHARACTERS_PER_TOKEN = 3.8
@@ -87,9 +88,11 @@ class Lengths:
         lengths = iter(lambda: draw.choice(self.quantiles), None)
         return max(1, round(fmean(examples_within(lengths, some) for _ in range(_SAMPLED_BATCHES)) * tokens / some))
 
-    def max_batch_tokens(self, global_batch_size: int) -> float:
-        """Return the most tokens of a global batch, over random batches."""
-        return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MAX_SAMPLED)
+    def max_batch_tokens(self, global_batch_size: int, steps: int | None = None) -> float:
+        """Return the most tokens of a global batch, over as many random batches as a run has steps, if it is short."""
+        count = max(_SAMPLED_BATCHES, min(steps or _DRAWN, _DRAWN // global_batch_size))
+        batches = self._batches(global_batch_size, count)
+        return max(map(sum, batches)) * max(1.0, global_batch_size / _MAX_SAMPLED)
 
     def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
         """Return the longest example lengths over random global batches, at up to 64 ranks in descending order.
@@ -113,10 +116,10 @@ class Lengths:
         edges = [index * total // count for index in range(count + 1)]
         return tuple(round(fmean(self.quantiles[begin:end])) for begin, end in pairwise(edges))
 
-    def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
-        """Yield the example lengths of random global batches; large batches need fewer of them."""
+    def _batches(self, global_batch_size: int, count: int | None = None) -> Iterator[list[int]]:
+        """Yield the example lengths of ``count`` random global batches; by default large ones are fewer."""
         draw = random.Random(0)
-        for _ in range(max(2, min(_SAMPLED_BATCHES, _MAX_SAMPLED // global_batch_size))):
+        for _ in range(count or max(2, min(_SAMPLED_BATCHES, _MAX_SAMPLED // global_batch_size))):
             yield draw.choices(self.quantiles, k=min(global_batch_size, _MAX_SAMPLED))
 
 

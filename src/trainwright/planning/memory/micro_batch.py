@@ -34,6 +34,8 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
         targets = workload.targets(_filled(workload, first, rows), rows)
         return BatchShape(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
     tokens = rows * row
+    if workload.most_batch_tokens is not None:  # of a step with few packs, which fill no micro-batch
+        tokens = min(tokens, max(1, round(workload.most_batch_tokens)))
     if later and choice.gradient_accumulation_steps == 2 and workload.most_batch_tokens is not None:
         # The tokens that the packs of the first pass leave over.
         remaining_tokens = workload.most_batch_tokens - choice.num_processes * tokens

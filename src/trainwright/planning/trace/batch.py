@@ -48,10 +48,11 @@ class BatchShape:
 # The numbers of a batch that bytes and FLOPs are polynomials of. Rows: of a pack, its sequences. Length: of a row, or
 # of a pack's longest sequence; second: of its second longest. Pairs: the sum of the squares of the sequences' lengths.
 # The loss takes the targets in ``chunks`` of ``chunk`` rows, and these in ``blocks`` (of all chunks) of ``block`` rows.
+# Some models compare all tokens of a pack, and mask those of other sequences: ``tokens²``, 0 for padded rows.
 # The CPU's flash attention takes a ``tile`` of scores for each thread, a ``strip`` of queries high.
 BASIS = (
     *("1", "rows", "length", "tokens", "length²", "pairs", "targets"),
-    *("chunk", "chunks", "block", "blocks", "second", "second²", "tile", "strip"),
+    *("chunk", "chunks", "block", "blocks", "second", "second²", "tile", "strip", "tokens²"),
 )
 
 
@@ -71,11 +72,14 @@ def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool
         pairs = rows * length**2
     chunks, chunk = _parts(batch.targets, chunk)
     blocks, block = _parts(chunk, block)
-    chunk = padded_size(chunk) if pads else chunk
-    of_loss = batch.targets, chunk, chunks, block, chunks * blocks
+    targets = batch.targets
+    if pads:
+        chunk, targets = padded_size(chunk), padded_size(targets) if chunks == 1 else targets
+    of_loss = targets, chunk, chunks, block, chunks * blocks
     strip = threads * min(256 if length >= 768 else 64 if length >= 192 else 32, length)
     tile = strip * min(512, length)
-    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip)
+    squared = batch.tokens**2 * batch.packed
+    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip, squared)
 
 
 def _parts(count: int, limit: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.models.router_loss import RouterLoss
+from trainwright.parallel.constants import padded_size
 from trainwright.planning.trace.batch import BASIS, BatchShape, basis
 from trainwright.planning.trace.gpu import attend_as_on_gpu
 from trainwright.planning.trace.request import Regime, Rows, TracedModel, TraceRequest
@@ -41,7 +43,7 @@ class BatchSample:
     """The shape of a traced batch.
 
     ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
-    ``chunks``, ``blocks``: how often it does.
+    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``padded_size``.
     """
 
     rows: Rows
@@ -51,6 +53,7 @@ class BatchSample:
     chunks: int
     block: int
     blocks: int = 2
+    pads: bool = False
 
     def basis(self) -> tuple[int, ...]:
         """Return the values of ``BASIS`` for fitting."""
@@ -63,24 +66,28 @@ class BatchSample:
         if self.rows != "packed":
             values |= {"second": 0, "second²": 0}
         if self.chunks == 1:
-            values["chunk"] = 0
+            values |= {"chunk": 0, "targets": padded_size(self.targets) if self.pads else self.targets}
+        elif self.pads:
+            values["chunk"] = padded_size(self.chunk)
         return tuple(values[name] for name in BASIS)
 
 
-def samples(rows: Rows, regime: Regime, *, short: bool) -> list[BatchSample]:
+def samples(rows: Rows, regime: Regime, scale: Fraction = Fraction(1), *, pads: bool = False) -> list[BatchSample]:
     """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another.
 
     Args:
-        short: shorter sequences, for code that loops over their tokens.
+        scale: of the sequences' lengths; see ``SHORT`` and ``LONG``.
+        pads: the loss pads its rows, as usually has to be done.
     """
-    scale = 8 if short else 1
     return [
-        _sample(rows, tuple(length // scale for length in lengths), regime, number, scale)
+        _sample(rows, tuple(int(length * scale) for length in lengths), regime, number, scale, pads)
         for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
     ]
 
 
-# Multiples of 64, as code rounds up to fewer; sums that products in bf16 need no padding for.
+# For code that loops over the tokens of sequences, and for code that loops over parts of up to 256 tokens.
+SHORT, LONG = Fraction(1, 8), Fraction(4)
+# Multiples of 64, as most code rounds up to fewer; sums that products in bf16 need no padding for.
 _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
     (True, True): ((192, 384, 640), (256, 320, 768), (128, 448, 896)),
     (True, False): ((128, 256, 384), (64, 384, 448), (192, 320, 448)),
@@ -90,15 +97,18 @@ _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
 _TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (96, 112, 64), (16, 48, 32)
 
 
-def _sample(rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: int) -> BatchSample:
+def _sample(
+    rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: Fraction, pads: bool
+) -> BatchSample:
     tokens = sum(lengths)
     if rows == "masked":
         lengths = (lengths[0] // 2, *lengths[1:])
         tokens = len(lengths) * lengths[-1]
-    targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number] // scale
-    targets = tokens if regime.every else targets
-    chunk = _CHUNK[number] // scale if regime.chunked else targets
-    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, _BLOCK[number] // scale)
+    targets = (_CHUNKED_TARGETS if regime.chunked else _TARGETS)[number]
+    targets = tokens if regime.every else int(targets * scale) - pads
+    chunk = int(_CHUNK[number] * scale) - pads if regime.chunked else targets
+    block = int(_BLOCK[number] * scale)
+    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, block, pads=pads)
 
 
 class Built(NamedTuple):

@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
         existing = (tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers()))
         self._storages = Storages(self._released, existing)
         self._shapes = {p.shape for p in names if p.requires_grad and p.dim() > 1}
+        self._of_backward: set[int] = set()  # storages that the backward pass allocated
         self._parameters = {id(parameter.untyped_storage()): parameter for parameter in names}
 
     def begin(self, unit: int, direction: Direction) -> None:
@@ -149,17 +150,26 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _adds_to_gradient(self, func: Any, args: Any) -> bool:
-        """Return whether autograd adds a parameter's gradients: into the first one, if it is a tensor with data."""
+        """Return whether autograd adds gradients of one tensor: into the first one, if it is a tensor with data."""
         if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not self.segments:
             return False
-        return self.segments[-1].direction == "backward" and args[0].shape in self._shapes
+        first, second = args[:2]
+        if self.segments[-1].direction != "backward" or first.shape in self._shapes:
+            return self.segments[-1].direction == "backward"
+        if not isinstance(second, torch.Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        storage = first.untyped_storage()
+        return id(storage) in self._of_backward and storage.nbytes() == first.numel() * first.element_size()
 
     def _note(self, storage: Any, segment: Segment) -> None:
         if size := self._storages.follow(storage):
             segment.events.append(MemoryEvent("allocated", size))
             segment.remaining[id(storage)] = size
+            if segment.direction == "backward":
+                self._of_backward.add(id(storage))
 
     def _released(self, key: int, size: int) -> None:
+        self._of_backward.discard(key)
         self.segments[-1].remaining.pop(key, None)
         self.segments[-1].events.append(MemoryEvent("released", size))
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from fractions import Fraction
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -13,7 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.data.stream.batch import Batch
 from trainwright.models.linear_losses import linear_cross_entropy, token_statistics
-from trainwright.planning.trace.build import BatchSample, Built, batch_of, build, facts_of_model, quantized, samples
+from trainwright.planning.trace.build import (
+    LONG,
+    SHORT,
+    BatchSample,
+    Built,
+    batch_of,
+    build,
+    facts_of_model,
+    quantized,
+    samples,
+)
 from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
 from trainwright.planning.trace.gpu import functions_as_on_gpu, workspace_on_gpu
@@ -22,6 +35,7 @@ from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
 
 _MOST = 40_000  # operations of a step and an evaluation, before it is traced with shorter sequences
+_EXACT = 0.002  # of a trace's error, up to which it is kept
 _Key = tuple[int, Direction]
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "evaluation")
 
@@ -31,13 +45,22 @@ def trace(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _traced(request, regime, short=False)
+            made, error = _traced(request, regime)
         except TooManyError:
-            return _traced(request, regime, short=True)
+            return _traced(request, regime, SHORT, None)[0]
+        if error > _EXACT:
+            with suppress(TooManyError):
+                longer, error_of_longer = _traced(request, regime, LONG, _MOST // 4)
+                return longer if error_of_longer < error else made
+        return made
 
 
-def _traced(request: TraceRequest, regime: Regime, *, short: bool) -> ModelTrace[Size]:
-    built, shapes = build(request, regime), samples(request.rows, regime, short=short)
+def _traced(
+    request: TraceRequest, regime: Regime, scale: Fraction = Fraction(1), most: int | None = _MOST
+) -> tuple[ModelTrace[Size], float]:
+    """Return the trace at a scale of the sequences' lengths, and its error at the shapes that it was made from."""
+    pads = request.width == 2 and not request.device.is_gpu
+    built, shapes = build(request, regime), samples(request.rows, regime, scale, pads=pads)
     vocabulary = int(built.lm.config.get_text_config().vocab_size)
     batches = [batch_of(sample, vocabulary) for sample in shapes]
     division = Division(built.blocks, request.model.last_block, on_gpu=request.device.is_gpu)
@@ -48,10 +71,43 @@ def _traced(request: TraceRequest, regime: Regime, *, short: bool) -> ModelTrace
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: recorders[-1].gradient(p))
         for sample, batch in zip(shapes, batches, strict=True):
-            recorders.append(Recorder(built.lm, built.names, _workspace(request), None if short else _MOST))
+            recorders.append(Recorder(built.lm, built.names, _workspace(request), most))
             division.recorder = recorders[-1]
             _run(request, built, recorders[-1], division, sample, batch)
-    return _assembled(request, built, division, recorders, shapes)
+    merged = [_by_unit(recorder.segments) for recorder in recorders]
+    made = _assembled(request, built, division, recorders[0], merged, shapes)
+    return made, _error(made, sorted({EMBEDDING, *division.stand_in, len(built.blocks)}), merged, shapes)
+
+
+def _error(
+    made: ModelTrace[Size], numbers: Sequence[int], merged: Sequence[Mapping[_Key, Segment]], shapes: list[BatchSample]
+) -> float:
+    """Return the largest error of a pass's most bytes and of its last, as a part of the most bytes of any pass.
+
+    Loops whose number is no polynomial of the shape leave one.
+    """
+    worst = 0.0
+    for segments, sample in zip(merged, shapes, strict=True):
+        values, high, error = sample.basis(), 1, 0.0
+        for number, unit in zip(numbers, made.units, strict=True):
+            for direction in _DIRECTIONS:
+                moments = getattr(unit, direction).moments
+                most, last = _most_and_last(segments.get((number, direction), Segment(number, direction)))
+                planned = max((_value(size, values) for moment in moments for size in moment.live), default=0.0)
+                after = _value(moments[-1].after, values) if moments else 0.0
+                high, error = max(high, most), max(error, abs(planned - most), abs(after - last))
+        worst = max(worst, error / high)
+    return worst
+
+
+def _most_and_last(segment: Segment) -> tuple[int, int]:
+    changes = (event.size if event.kind == "allocated" else -event.size for event in segment.events)
+    live = [*accumulate(changes, initial=0)]
+    return max(live), live[-1]
+
+
+def _value(size: Size, values: Sequence[int]) -> float:
+    return sum(a * b for a, b in zip(size, values, strict=False))
 
 
 def _fake(built: Built, division: Division) -> Built:
@@ -127,14 +183,18 @@ def _flash_workspace(query: torch.Tensor, backward: bool) -> int:
 
 
 def _assembled(
-    request: TraceRequest, built: Built, division: Division, recorders: list[Recorder], shapes: list[BatchSample]
+    request: TraceRequest,
+    built: Built,
+    division: Division,
+    first: Recorder,
+    merged: Sequence[Mapping[_Key, Segment]],
+    shapes: list[BatchSample],
 ) -> ModelTrace[Size]:
     fitter = Fitter([sample.basis() for sample in shapes])
     natural = natural_terms(request.rows == "packed")
-    merged = [_by_unit(recorder.segments) for recorder in recorders]
     head = len(built.blocks)
     running = sorted({EMBEDDING, *division.stand_in, head})
-    parameters = parameters_of(built, list(recorders[0].used.values()))
+    parameters = parameters_of(built, list(first.used.values()))
     units = []
     for unit in running:
         forward, backward, evaluation = (

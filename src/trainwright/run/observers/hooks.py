@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.engine.events import Event, Observer, Record
 from trainwright.recipe.extensions import load
 from trainwright.recipe.observer_spec import ObserverSpec, Settings
 from trainwright.recipe.registries import ALWAYS_ON, OBSERVERS
-from trainwright.run.process import console
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
+    from trainwright.engine.events import Event, Observer, Record
     from trainwright.machine.machine import Gpu
     from trainwright.machine.usage.sample import OwnProcess
     from trainwright.parallel.world import RankInfo
@@ -131,6 +130,8 @@ class _Guarded:
         try:
             self._observer(event)
         except Exception as error:
+            from trainwright.run.process import console
+
             self._observer = None
             reason = f"{type(error).__name__}: {error}"
             what = f"observer {self._name} failed at {event['event']} ({reason}); it receives no more events"
