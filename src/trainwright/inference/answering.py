@@ -18,6 +18,7 @@ from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.errors import MachineError, RequestError
 from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, new_token_limit
 from trainwright.machine.vendors import processor_of
+from trainwright.models.configuration import layer_configs
 from trainwright.parallel.available_memory import free_bytes
 from trainwright.parallel.world import World
 from trainwright.utils import heartbeat
@@ -99,10 +100,16 @@ def batches_of(
 
 def cache_bytes(config: Any, element_bytes: int) -> int:
     """Return the bytes of the keys and values of one token in all layers."""
+    layers = layer_configs(config)
+    each = int(config.num_hidden_layers) // len(layers)
+    return 2 * each * sum(map(_channels, layers)) * element_bytes
+
+
+def _channels(config: Any) -> int:
+    """Return the channels of the keys of a token in a layer."""
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 2 * int(config.num_hidden_layers) * groups * width * element_bytes
+    return groups * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 T = TypeVar("T")

@@ -102,6 +102,11 @@ def untie(model: PreTrainedModel) -> None:
             config.tie_word_embeddings = False
 
 
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the configuration of each layer, where transformers has one; otherwise the one of all layers."""
+    return list(config.per_layer_config) if config.is_heterogeneous else [config]
+
+
 def set_dropout(config: PretrainedConfig, probability: float) -> None:
     """Set all dropout probabilities of ``config``; ``restore_source`` restores them.
 

@@ -9,6 +9,7 @@ import torch
 
 from trainwright.models.attention.kernels import AttentionNeeds, Chosen, Platform, in_words, kernels
 from trainwright.models.attention.packs import DTYPES
+from trainwright.models.configuration import layer_configs
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.sections.model import OWN
 
@@ -40,8 +41,7 @@ def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Atte
     """Yield what the layers of ``model`` need on packs of sequences: one for each kind of layer."""
     config: Any = model.config.get_text_config()
     dropouts = (*_DROPOUTS, "dropout") if config.model_type == GPT else _DROPOUTS
-    for windowed in _windows(config):
-        size, value_size = _widths(config, windowed=windowed)
+    for windowed, size, value_size in _layers(config):
         yield AttentionNeeds(
             size,
             value_size,
@@ -54,6 +54,18 @@ def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Atte
         )
 
 
+def _layers(config: Any) -> list[tuple[bool, int, int]]:
+    """Return whether layers have windows, and the widths of a head's keys and values: one for each kind of layer."""
+    configs = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(configs)
+    has_windows = (
+        getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", None) is not False
+    )
+    windows = [has_windows and kind == "sliding_attention" for kind in kinds]
+    layers = zip(windows, configs if len(configs) > 1 else configs * len(kinds), strict=True)
+    return sorted({(windowed, *_widths(layer, windowed=windowed)) for windowed, layer in layers})
+
+
 def _widths(config: Any, *, windowed: bool) -> tuple[int, int]:
     """Return the widths of a head's keys and values."""
     if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention
@@ -61,11 +73,3 @@ def _widths(config: Any, *, windowed: bool) -> tuple[int, int]:
     wider = None if windowed else getattr(config, "global_head_dim", None)  # Gemma 4, in layers without windows
     size = wider or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size, size
-
-
-def _windows(config: Any) -> list[bool]:
-    """Return whether layers have windows: one value for each kind of layer."""
-    if getattr(config, "sliding_window", None) is None or getattr(config, "use_sliding_window", None) is False:
-        return [False]
-    kinds = getattr(config, "layer_types", None)
-    return [True] if kinds is None else sorted({kind == "sliding_attention" for kind in kinds})

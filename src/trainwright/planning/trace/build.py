@@ -18,7 +18,7 @@ from trainwright.models.adapters.attaching import attach_without_weights
 from trainwright.models.adapters.files import fully_trained
 from trainwright.models.attention.described import needs_of
 from trainwright.models.causal_lm import CausalLM, find_blocks
-from trainwright.models.configuration import making, register, set_dropout, without_ignored
+from trainwright.models.configuration import layer_configs, making, register, set_dropout, without_ignored
 from trainwright.models.files import has_experts
 from trainwright.models.fused.choice import Kernels
 from trainwright.models.gpt.conversion import gpt_config
@@ -264,8 +264,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def _number(config: Any, name: str) -> int:
-    value = getattr(config, name, 0)
-    return value if isinstance(value, int) else 0
+    """Return a number of a configuration, the largest of all layers if they differ; 0 if it has none."""
+    values = [getattr(layer, name, 0) for layer in layer_configs(config)]
+    return max(value if isinstance(value, int) else 0 for value in values)
 
 
 def batch_of(sample: BatchSample, vocabulary: int) -> Batch:
