@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "head_dim": 24, "attention_dropout": 0.1},
     "mistral": {**SIZES, "sliding_window": 24},
     "gemma2": {**SIZES, "head_dim": 16, "sliding_window": 24},
+    "gemma4_unified_text": {**SIZES, "head_dim": 16, "sliding_window": 24},  # layers with other head sizes
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128},
     "gpt": {**SIZES, "num_key_value_heads": 4, "dropout": 0.1},
     "gpt_oss": {**SIZES, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
