@@ -6,7 +6,8 @@ import dataclasses
 import json
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -85,9 +86,23 @@ def _trace(request: TraceRequest, regime: Regime) -> Any:
     from trainwright.planning.trace.bound import trace_or_bound
 
     def values() -> Any:
-        return store.as_json(trace_or_bound(request, regime))
+        with _one_thread():
+            return store.as_json(trace_or_bound(request, regime))
 
     return values() if torch.accelerator.current_accelerator() is None else _in_child(values)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute in this thread alone: workers that are forked from a process whose OpenMP has threads wait for these."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _in_child(values: Callable[[], Any]) -> Any:
@@ -204,7 +219,8 @@ def modules_of(model: TracedModel) -> ModelTrace[Size]:
     if (values := store.read(key := key_of_modules(model), model.configuration)) is None:
         from trainwright.planning.trace.bound import without_passes
 
-        values = store.as_json(without_passes(model))
+        with _one_thread():
+            values = store.as_json(without_passes(model))
         store.write(key, values)
     return store.from_json(values)
 
