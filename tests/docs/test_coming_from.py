@@ -21,6 +21,7 @@ _COMPUTED = {
     "functions:validation_rows": "data.validation",
     "functions:deepspeed_file": "parallel.strategy",
     "functions:chat_template": "model.chat_template",
+    "llamafactory:answers": "data.targets",
     "llamafactory:precision": "train.mixed_precision",
     "sources:llamafactory_datasets": "data.train",
     "sources:test_split": "data.validation",

@@ -242,6 +242,6 @@ def test_without_nvidias_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch
     assert gpu.gpu_of("0000:17:00.0") == {}
     assert "gpu" not in UsageSampler("0000:17:00.0")()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found, nvml = detect._gpus()
+    found, nvml = detect._nvidia_gpus()
     assert found == () and "nvidia-ml-py cannot be imported" in str(nvml.error)
     assert calibration._driver() is None

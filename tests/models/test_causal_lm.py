@@ -199,7 +199,7 @@ def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
         for example in micro.examples:
             ids = torch.tensor(data.sequence(example)[0][None], dtype=torch.int64)
             alone.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
-        packed = CausalLM(model, packed=True)._hidden(batch)[0]
+        packed = CausalLM(model, packed=True)._hidden(batch)[0][0]
     torch.testing.assert_close(head(packed), head(torch.cat(alone)), rtol=1e-5, atol=1e-5)
 
 
