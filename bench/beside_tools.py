@@ -83,6 +83,15 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
+# Keys of transformers' TrainingArguments, which LLaMA-Factory and TRL read.
+TRAINING = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": ROWS // 2,
+    "max_steps": STEPS,
+    "warmup_steps": 0,
+    "bf16": False,
+    "save_strategy": "no",
+}
 PACKED_ONCE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
 CASES = [
     Case("trl", "trl/examples/cli_configs/example_config.yaml", QWEN25_BASE, "texts"),
@@ -311,12 +320,7 @@ def change_llamafactory(file: Path, model: Path, case: Case, work: Path) -> Path
         "model_name_or_path": str(model),
         "dataset_dir": str(work / "data"),
         "output_dir": str(work / "theirs"),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": ROWS // 2,
-        "max_steps": STEPS,
-        "warmup_steps": 0,
-        "bf16": False,
-        "save_strategy": "no",
+        **TRAINING,
         "preprocessing_num_workers": 1,
         "dataloader_num_workers": 0,
         "plot_loss": False,
@@ -336,12 +340,7 @@ def change_trl(file: Path, model: Path, case: Case, work: Path) -> Path:
         "model_name_or_path": str(model),
         "dataset_name": str(rows.parent),
         "output_dir": str(work / "theirs"),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": ROWS // 2,
-        "max_steps": STEPS,
-        "warmup_steps": 0,
-        "bf16": False,
-        "save_strategy": "no",
+        **TRAINING,
         "report_to": "none",
     }
     configuration |= case.changes
@@ -379,7 +378,6 @@ def run_ours(changed: Path, work: Path) -> tuple[list[float], Counter[Any], Path
 
     recipe = work / "recipe.yaml"
     trainwright("recipe", "from", str(changed), "--rows", str(ROWS), "-o", str(recipe), log=work / "conversion.log")
-
     ours = work / "ours"
     fixed = ("parallel.strategy=single", "parallel.num_processes=1", "parallel.device=cpu", "train.compile=false")
     trainwright("train", str(recipe), f"logging.run_directory={ours}", *fixed, log=work / "ours.log")

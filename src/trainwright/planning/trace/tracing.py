@@ -45,14 +45,14 @@ def trace(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            made, error = _traced(request, regime)
+            result, error = _traced(request, regime)
         except TooManyError:
             return _traced(request, regime, SHORT, None)[0]
         if error > _EXACT:
             with suppress(TooManyError):
                 longer, error_of_longer = _traced(request, regime, LONG, _MOST // 4)
-                return longer if error_of_longer < error else made
-        return made
+                return longer if error_of_longer < error else result
+        return result
 
 
 def _traced(
@@ -75,8 +75,8 @@ def _traced(
             division.recorder = recorders[-1]
             _run(request, built, recorders[-1], division, sample, batch)
     merged = [_by_unit(recorder.segments) for recorder in recorders]
-    made = _assembled(request, built, division, recorders[0], merged, shapes)
-    return made, _error(made, sorted({EMBEDDING, *division.stand_in, len(built.blocks)}), merged, shapes)
+    result = _assembled(request, built, division, recorders[0], merged, shapes)
+    return result, _error(result, sorted({EMBEDDING, *division.stand_in, len(built.blocks)}), merged, shapes)
 
 
 def _error(
