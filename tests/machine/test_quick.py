@@ -18,8 +18,10 @@ from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
 from trainwright.machine.machine_file import machine_described_in
+from trainwright.machine.measured import quick
 from trainwright.machine.measured.calibration import Calibration, Curve, TimedSample, as_json, load_calibration
 from trainwright.machine.measured.contradictions import contradictions
+from trainwright.machine.measured.kernels import KINDS, Block, Kernel
 from trainwright.machine.measured.quick import (
     QuickMeasurement,
     Shapes,
@@ -178,11 +180,19 @@ def test_impossible_figures_in_a_machine_file_are_refused_with_their_key(
     assert ended.returncode == 2 and key in ended.stderr
 
 
+# Of a matrix of 128 x 256 for 64 tokens.
+BLOCK = Block(128, 256, lambda sequences, length: {name: [PRODUCT] for name in PASSES})
+PASSES = [f"{precision}/{direction}" for precision in ("fp32", "bf16") for direction in ("forward", "backward")]
+PRODUCT = Kernel(KINDS.index("product"), 1, 1, 64, 256, 128, 1, 2.0 * 64 * 256 * 128, 1e5, 1e5, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("this_machine", "_cache")
-def test_this_machine_is_measured_quickly() -> None:
-    machine, told = replace(detect(), gpus=()), list[str]()
-    found = measured(machine, SHAPES, told.append)
+@pytest.mark.parametrize("seconds", [quick.SECONDS, 0.0])  # nothing is left where imports take longer
+def test_this_machine_is_measured_quickly(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "SECONDS", seconds)
+    machine, told, shapes = replace(detect(), gpus=()), list[str](), replace(SHAPES, block=BLOCK)
+    found = measured(machine, shapes, told.append)
     if found.calibration is None:  # too busy to be measured: that is told, and nothing is kept
         assert found.trouble is not None and load_calibration(measured_file(machine)) is None
         return
@@ -191,6 +201,6 @@ def test_this_machine_is_measured_quickly() -> None:
     assert not list(contradictions(found.calibration))
     for setting in found.calibration.settings:
         assert all(sample.seconds > 0 for curve in setting.curves.values() for sample in curve.samples)
-    assert covers(found.calibration, SHAPES.bounded("cpu"))
+    assert covers(found.calibration, shapes.bounded("cpu"))
     assert load_calibration(measured_file(machine)) == found.calibration
-    assert measured(machine, SHAPES).message is None or found.calibration.disturbance > 0
+    assert measured(machine, shapes).message is None or found.calibration.disturbance > 0

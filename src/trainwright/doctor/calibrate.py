@@ -102,7 +102,7 @@ class Measuring:
             started = time.monotonic()
             end_of_setting = started + max(0.0, end - started) / (len(settings) - number)
             if effort.fewest is not None:
-                effort = replace(effort, waits=not number)
+                effort = replace(effort, waits=number < 2)
             measured = self._in_processes(setting, (end_of_setting, limit), effort)
             measured["parts"]["starting"] = time.monotonic() - started - sum(measured["parts"].values())
             measurements.append(measured)

@@ -35,7 +35,7 @@ from trainwright.models.linear_losses import linear_cross_entropy  # noqa: F401 
 from trainwright.parallel.world import World
 from trainwright.run.shutdown.stop import Stopping
 
-_LEAST_SECONDS = 0.7  # minimum time of measuring, regardless of imports
+_LEAST_SECONDS = 2.0  # minimum time of measuring, regardless of imports
 _AFTERWARDS = 0.2  # seconds for curves at the end
 _LIMIT = 25.0  # seconds of measuring after which the machine is too busy
 _OPERATIONS = {"cpu": 5e8, "gpu": 2e11}  # FLOPs of the largest product
@@ -45,7 +45,7 @@ _UPDATED = {"cpu": 2**23, "gpu": 2**26}
 _ATTENTION = {"cpu": (512, 4, 64), "gpu": (16384, 16, 128)}  # tokens, heads, head size
 _LOGITS = {"cpu": 2**19, "gpu": 2**26}
 _MESSAGES = (2**14, 2**22)  # bytes that are reduced over processes
-_EFFORT = Effort(slot=0.004, fewest=12)  # the products of one matrix in two precisions
+_EFFORT = Effort(slot=0.004, fewest=16)  # the products of one matrix in two precisions, and the block
 
 
 def main() -> None:
