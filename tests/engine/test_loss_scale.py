@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +49,9 @@ def test_an_overflow_halves_it_and_the_count_begins_anew(tmp_path: Path) -> None
     # The step of the last overflow is done again, and is the first at the new scale.
     assert last.loss_scale == 2.0 ** (16 - len(overflows))
     assert last.steps_at_scale == 6 - overflows[-1] + 1
+
+
+@pytest.mark.parametrize("saved", [{"strange": 1}, {"noise": {"strange": 1}}, {"step": -1}, {"tokens": "many"}])
+def test_progress_that_this_version_does_not_understand_is_invalid(saved: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"strange|step|tokens"):
+        TrainingProgress.of(saved)

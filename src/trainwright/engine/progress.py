@@ -113,7 +113,7 @@ class TrainingProgress:
     def of(cls, saved: dict[str, Any]) -> TrainingProgress:
         """Build from the content of a checkpoint. Raises ValueError if it is invalid."""
         try:
-            return TypeAdapter(cls).validate_python(saved)
+            return TypeAdapter(cls).validate_python(saved, extra="forbid")
         except ValidationError as error:
             problem = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

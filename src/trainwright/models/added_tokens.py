@@ -15,6 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words, cache_root
 from trainwright.machine.sharing import build_once
 from trainwright.models.configuration import config_from, no_progress_bar, untie
+from trainwright.models.text_part import is_whole, read_causal
 from trainwright.utils.activity import doing
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ def enlarged(
     rows = needed_rows(size, tokenizer, added)
     if rows == size:
         return directory
+    if is_whole(directory):
+        raise RequestError(
+            f"model.added_tokens: {directory} is a model of several modalities, whose embeddings are not enlarged; use "
+            "tokens that its vocabulary has, such as <unused0> of Gemma"
+        )
     stats = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([_VERSION, stats, rows]).encode()).hexdigest()[:32]
     target = cache_root() / "enlarged" / key
@@ -79,11 +85,9 @@ def enlarged(
 def _write(directory: Path, path: Path, rows: int) -> None:
     """Write the model with ``rows`` rows, in the precision of its files."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    options = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     with no_progress_bar(), torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **options)
+        model: PreTrainedModel = read_causal(directory, dtype="auto")
         untie(model)
         before = [part.weight.detach().clone() for part in _ends(model)]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -15,7 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, check_sizes
+from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, check_sizes, text_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.model import ModelSection
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WHOLE = "_whole_model"  # attribute of a config: the directory of the model of several modalities that it is a part of
 SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the previous dropout values
 
 # Exceptions that module constructors raise for inconsistent values.
@@ -125,7 +127,8 @@ def set_dropout(config: PretrainedConfig, probability: float) -> None:
 
 
 def restore_source(config: PretrainedConfig) -> PretrainedConfig:
-    """Restore in place the values that training changed in ``config``, and return it."""
+    """Restore in place the values that training changed in ``config``, and return it as files have it."""
+    vars(config).pop(WHOLE, None)
     for part in _parts(config):
         for name, value in part.__dict__.pop(SOURCE_DROPOUT, {}).items():
             setattr(part, name, value)
@@ -173,7 +176,8 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 
 def config_from(directory: Path, model: ModelSection | None = None) -> PretrainedConfig:
-    """Return the configuration in ``directory``, with the overrides of ``model``.
+    """Return the configuration in ``directory``, with the overrides of ``model``; of several modalities, that of the
+    language model.
 
     Raises:
         RequestError: it is not of a decoder-only language model, or does not have a key of the overrides.
@@ -196,9 +200,22 @@ def config_from(directory: Path, model: ModelSection | None = None) -> Pretraine
             config = AutoConfig.from_pretrained(directory_name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class
         raise RequestError(f"{where}/config.json cannot be used: {error}") from error
+    if text_part(fields) is not fields:
+        config = text_config(config, fields, directory)
     if model is not None:
         _check_keys(model.overrides, type(config), "model.overrides")
     config.name_or_path = str(directory)
+    return config
+
+
+def text_config(whole: PretrainedConfig, fields: Mapping[str, Any], directory: Path) -> PretrainedConfig:
+    """Return the configuration of the language model in the whole model in ``directory``, whose file has ``fields``."""
+    config = copy.deepcopy(whole.get_text_config())
+    for name in SPECIAL_IDS:
+        if (value := text_part(fields).get(name)) is not None:
+            setattr(config, name, value)
+    config.tie_word_embeddings = whole.tie_word_embeddings  # its default depends on the architecture
+    setattr(config, WHOLE, str(directory))
     return config
 
 
@@ -216,14 +233,18 @@ def _check_keys(fields: Mapping[str, Any], config_class: type[PretrainedConfig],
 
 
 @contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """Read or write weights without the progress bars of transformers."""
+def no_progress_bar(*, reports: bool = True) -> Iterator[None]:
+    """Read or write weights without the progress bars of transformers, or without its ``reports`` too."""
     from transformers.utils import logging as progress
 
     shown: Any = progress.is_progress_bar_enabled()
+    verbosity: Any = progress.get_verbosity()
     progress.disable_progress_bar()
+    if not reports:
+        progress.set_verbosity_error()
     try:
         yield
     finally:
+        progress.set_verbosity(verbosity)
         if shown:
             progress.enable_progress_bar()

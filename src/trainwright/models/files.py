@@ -13,12 +13,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
-from trainwright.models.configuration import making, no_progress_bar, restore_source
+from trainwright.models.configuration import making, restore_source
+from trainwright.models.resolve_model import INDEX, weight_files
 from trainwright.models.safetensors_files import write_weights
+from trainwright.models.text_part import read_causal, whole_of, whole_tensors, write_whole_settings
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils.paths import sync, sync_tree
 from trainwright.utils.text import size
@@ -44,7 +46,8 @@ def save_model(
 ) -> dict[str, int]:
     """Save a model to ``directory`` so that ``AutoModelForCausalLM.from_pretrained`` loads the same weights.
 
-    The built-in GPT is saved as the equivalent architecture of transformers. Files are written to a temporary
+    The built-in GPT is saved as the equivalent architecture of transformers, and the language model of several
+    modalities as a part of the whole model. Files are written to a temporary
     directory, flushed and renamed; an existing directory is replaced afterwards, and kept if anything fails. Training
     settings (``model.dropout``) are removed from the config.
 
@@ -70,13 +73,19 @@ def save_model(
 
     with replacing(Path(directory)) as temporary:
         dtype = dtype or torch.float32
+        whole = whole_of(config)
         config, tensors = published(restore_source(copy.deepcopy(config)), tensors)
         model = skeleton(config)
         checksums: dict[str, int] = {}
         stored = _stored(tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums)
-        _write_weights(temporary, _checked(stored, model), shard_bytes)
+        written = _checked(stored, model)
+        if whole is not None:
+            written = whole_tensors(written, weight_files(whole))
+        _write_weights(temporary, written, shard_bytes)
         _check_ties(model.all_tied_weights_keys or {}, checksums)
         _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
+        if whole is not None:
+            write_whole_settings(config, temporary, whole)
         if check is not None:
             check(temporary, checksums)
     return checksums
@@ -213,7 +222,7 @@ def _name_shards(directory: Path, weight_map: Mapping[str, int], count: int, tot
         "metadata": {"total_size": total},
         "weight_map": {k: names[i] for k, i in sorted(weight_map.items())},
     }
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_settings(
@@ -304,7 +313,6 @@ def check_saved(
         TrainingError: a weight or the logits differ.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     written, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), detect().usable_bytes
     if written > free:
@@ -312,10 +320,7 @@ def check_saved(
             f"{directory} was not compared with the trained model: it has {size(written)}, and {size(free)} of memory "
             "are free"
         )
-    with no_progress_bar():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", use_safetensors=True, local_files_only=True
-        )
+    loaded = read_causal(directory, dtype="auto")
     stored = loaded.config.dtype
     for name, tensor in loaded.state_dict().items():
         exact = tensor.to(stored) if tensor.is_floating_point() else tensor

@@ -17,12 +17,12 @@ from trainwright.models.configuration import (
     config_from,
     fresh_config,
     making,
-    no_progress_bar,
     set_dropout,
     untie,
 )
 from trainwright.models.resolve_model import check_directory, complete_tokenizer, is_here, resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements
+from trainwright.models.text_part import read_causal, whole_of
 from trainwright.models.tokenization import token_ids
 from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.recipe.sections.model import OWN
@@ -256,17 +256,11 @@ def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None =
 
 
 def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adapter: AdapterSection) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     check_directory(directory, "model.name")
-    options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     # Read in the dtype of the file, weights stay memory-mapped until each is quantized.
     as_read = dtype if adapter.quantization == "none" else "auto"
     try:
-        with no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=as_read, output_loading_info=True, **options
-            )
+        loaded = read_causal(directory, config, dtype=as_read, output_loading_info=True)
     except (RuntimeError, OSError, *NOT_MADE) as error:
         what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         raise RequestError(f"model.name: {directory} cannot be loaded: {what}") from error
@@ -276,7 +270,8 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
             f"model.name: {directory} lacks {plural(len(absent), 'tensor')} of {type(model).__name__} "
             f"({', '.join(absent[:3])}); its weights do not match its config.json"
         )
-    if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
+    unused = sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS))
+    if unused and whole_of(config) is None:  # else they are of other modalities
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
     untie(model)
     _quantize(model, adapter)

@@ -11,11 +11,12 @@ import torch
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
-from trainwright.models.configuration import no_progress_bar, untie
+from trainwright.models.configuration import untie
 from trainwright.models.files import has_experts, logit_difference, replacing, save_model
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer
 from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import resolve
+from trainwright.models.text_part import read_causal
 from trainwright.utils.activity import doing
 
 if TYPE_CHECKING:
@@ -94,14 +95,11 @@ def _with_adapter(
     section: ModelSection, seed: int, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """Load the base with its adapter; with dtype None in the stored dtype, memory-mapped from the files."""
-    from transformers import AutoModelForCausalLM
-
     source = resolve(section).directory
     model: Any
     if dtype is None and source is not None:
-        config, options = load_config(section, tokenizer), {"use_safetensors": True, "local_files_only": True}
-        with no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype="auto", **options)
+        config = load_config(section, tokenizer)
+        model = read_causal(source, config, dtype="auto")
         untie(model)
         finish_loading(model, section, config)
     else:
@@ -168,8 +166,6 @@ def _verify(
     Returns:
         The relative difference of the logits from base and adapter, and a sample of generated text.
     """
-    from transformers import AutoModelForCausalLM
-
     compute = torch.float32 if _fits_in_memory(directory, dtype) else dtype
     size = load_config(section).get_text_config().vocab_size
     ids = torch.randint(size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -184,8 +180,7 @@ def _verify(
         parameter.data = parameter.data.to(dtype).to(compute)
     rounded = _logits(apart, ids)
     del apart
-    with no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
+    model = read_causal(directory, dtype=compute).eval()
     logits = _logits(model, ids)
     _check_same("written", logit_difference(logits, rounded, mixture=has_experts(model)), compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)

@@ -49,6 +49,7 @@ HUB_FILES = [
     "LICENSE*",
     "README.md",
 ]
+INDEX = "model.safetensors.index.json"
 HUB_TIMEOUT = 5.0  # seconds
 # An id of the Hub, and optionally a branch, tag or commit.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(@[A-Za-z0-9][\w./-]{0,199})?")
@@ -192,8 +193,8 @@ def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
     files = sorted(path.name for path in directory.iterdir())
     if "model.safetensors" in files:
         return [directory / "model.safetensors"]
-    if "model.safetensors.index.json" in files:
-        shards = _shards(directory / "model.safetensors.index.json", key)
+    if INDEX in files:
+        shards = _shards(directory / INDEX, key)
         if missing := [s for s in shards if s not in files]:
             raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
         return [directory / s for s in shards]

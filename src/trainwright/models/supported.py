@@ -16,7 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.extensions import is_file
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OWN
+from trainwright.recipe.sections.model import OWN, text_part
 
 _ENCODER_DECODERS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),
@@ -73,7 +73,8 @@ _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
 
 
 def check_supported(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
-    """Raise RequestError unless a configuration is that of a decoder-only language model.
+    """Raise RequestError unless a configuration is that of a decoder-only language model, or of a model of several
+    modalities that has one.
 
     Args:
         where: start of the message, such as the key and the directory.
@@ -82,7 +83,8 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
     Raises:
         RequestError: the message names the kind of model.
     """
-    if (what := _other_kind(config, known)) is not None:
+    text = text_part(config)
+    if (what := _other_kind(config, known)) is not None and (text is config or _other_kind(text, known) is not None):
         raise RequestError(f"{where} is {what}; Trainwright trains decoder-only language models")
     if (quantized := config.get("quantization_config")) is not None:
         # Models in mxfp4 were trained in four bits, so there is no original in bf16, but there are copies.
@@ -97,7 +99,7 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
 def check_trainable(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
     """Check as ``check_supported``, and raise RequestError for language models that can generate but not be trained."""
     check_supported(config, where, known)
-    kind = config.get("model_type")
+    kind = text_part(config).get("model_type")
     if (what := _RECURRENT.get(str(kind))) is not None:
         raise RequestError(f"{where} is {what} ({kind}); Trainwright trains decoder-only transformers")
 
@@ -182,6 +184,7 @@ def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:
 
 def unpackable(config: Mapping[str, Any], pack_length: int) -> str | None:
     """Return why packs of ``pack_length`` tokens would mix sequences, or None if no reason is known."""
+    config = text_part(config)
     kind = str(config.get("model_type"))
     if kind in _OWN_ATTENTION:
         return _OWN_ATTENTION[kind]

@@ -10,9 +10,11 @@ from typing import Any
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.resolve_model import split_revision
 from trainwright.models.supported import class_in
+from trainwright.models.text_part import causal_name, is_whole
 from trainwright.recipe.files import read_json
 from trainwright.utils.text import quoted
 
+_ADAPTER = "adapter_config.json"
 _QUANTIZATION = {
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})',
     "int8": "BitsAndBytesConfig(load_in_8bit=True)",
@@ -35,10 +37,10 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
         return "\n".join(
             [
                 *own,
-                "from transformers import AutoModelForCausalLM, AutoTokenizer",
+                f"from transformers import {model_class(weights)}, AutoTokenizer",
                 "",
                 *([] if implementation is None else [f"register()  # so that transformers imports {implementation}"]),
-                f"model = AutoModelForCausalLM.from_pretrained({_text(name)})",
+                f"model = {model_class(weights)}.from_pretrained({_text(name)})",
                 f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
             ]
         )
@@ -51,7 +53,7 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
     elif quantized:
         how = _QUANTIZATION[base.quantization].format(double=base.double_quantization)
         arguments.append(f"quantization_config={how}")
-    classes = ["AutoModelForCausalLM", "AutoTokenizer"]
+    classes = [model_class(weights), "AutoTokenizer"]
     classes += ["BitsAndBytesConfig"] * (quantized and base.file is None)
     return "\n".join(
         [
@@ -60,11 +62,21 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
             f"from transformers import {', '.join(classes)}",
             "",
             *before,
-            f"base = AutoModelForCausalLM.from_pretrained({', '.join(arguments)})",
+            f"base = {classes[0]}.from_pretrained({', '.join(arguments)})",
             f"model = PeftModel.from_pretrained(base, {_text(name)})",
             f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
         ]
     )
+
+
+def model_class(weights: Path) -> str:
+    """Return the class of transformers that loads a model, or the base of an adapter."""
+    if (weights / _ADAPTER).is_file():
+        targets = read_json(weights / _ADAPTER).get("target_modules")
+        of_whole = isinstance(targets, list) and any(causal_name(name) != name for name in targets)
+    else:
+        of_whole = is_whole(weights)
+    return "AutoModelForImageTextToText" if of_whole else "AutoModelForCausalLM"
 
 
 def asking(weights: Path) -> str:
@@ -128,7 +140,7 @@ def _base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[s
 
 def _base(weights: Path) -> BaseModel | None:
     """Return the base of an adapter, from its own description or PEFT's settings, or None for a model."""
-    settings = weights / "adapter_config.json"
+    settings = weights / _ADAPTER
     if not settings.is_file():
         return None
     saved = read_json(settings)

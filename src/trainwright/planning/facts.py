@@ -19,7 +19,7 @@ from trainwright.planning.trace.catalog import KnownModel, families, find_model,
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Workload
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OWN, check_sizes
+from trainwright.recipe.sections.model import OWN, check_sizes, text_part
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def configuration_of(model: ModelSection) -> Mapping[str, Any]:
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogd(model.name)) is not None:
         check_model(model)
-        return _with_rows(known.config, model)
+        return _with_rows(text_part(known.config), model)
     file = _config_here(model.name) or _located(model) / "config.json"
     if model.is_own:
         return _with_class(dict(read_json(file)), model)
@@ -245,8 +245,9 @@ def experts_notes(model: ModelSection) -> list[str]:
     from trainwright.models.configuration import NOT_MADE, without_ignored
     from trainwright.models.files import skeleton
 
+    configuration = without_ignored(text_part(config_and_origin[0]))
     try:
-        note = experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(config_and_origin[0]))))
+        note = experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**configuration)))
     except (RequestError, *NOT_MADE):  # which the check of the model reports
         return []
     return [] if note is None else [note]
@@ -255,7 +256,7 @@ def experts_notes(model: ModelSection) -> list[str]:
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
     """Return a model's configuration, if available locally, and the prefix of error messages about it."""
     if model.config is not None:
-        return model.fresh or {}, "model.config"
+        return (model.fresh or {}) if model.is_own else model.config, "model.config"
     config_and_origin = None if model.name is None else _named(model.name)
     if config_and_origin is not None and model.overrides:
         return model.overridden(config_and_origin[0]), config_and_origin[1]
@@ -314,7 +315,7 @@ def configuration_named(name: str) -> Mapping[str, Any]:
         return configuration_of_file(file)
     resolved = known or find_model(name)
     check_trainable(resolved.config, name, families())
-    return resolved.config
+    return text_part(resolved.config)
 
 
 def full_rows(recipe: RecipeSchema) -> Facts:
@@ -361,7 +362,7 @@ def configuration_of_file(file: Path, where: str | None = None) -> Mapping[str, 
     check_trainable(content, where or str(file), families())
     _refuse_unnamed(content)
     _check_sizes_given(content, str(file))
-    return content
+    return text_part(content)
 
 
 def _check(workload: Workload, data: DataSection) -> None:

@@ -138,11 +138,13 @@ def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]
     """Yield each name with a function that reads the tensor."""
     from safetensors import safe_open
 
+    from trainwright.models.text_part import causal_name
+
     for file in sorted(directory.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
         for name in names:
-            yield name, functools.partial(_read, file, name)
+            yield causal_name(name), functools.partial(_read, file, name)
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
@@ -326,11 +328,10 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
     import tempfile
 
     import torch
-    from transformers import AutoModelForCausalLM
 
     from trainwright.compatibility.gguf.reading import write_converted
-    from trainwright.models.configuration import no_progress_bar
     from trainwright.models.files import has_experts, logit_difference, logits_of
+    from trainwright.models.text_part import read_causal
     from trainwright.models.tokenization import tokenizer_from
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as scratch:
@@ -344,8 +345,7 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
                 )
         pair, rotations = [], []
         for place_of in (directory, Path(scratch) / "model"):
-            with no_progress_bar():
-                model = AutoModelForCausalLM.from_pretrained(place_of, dtype=torch.float32, local_files_only=True)
+            model = read_causal(place_of, dtype=torch.float32)
             pair.append(logits_of(model.eval(), torch.arange(1, 17)[None]))
             rotations.append(_rotations(model))
             mixture = has_experts(model)

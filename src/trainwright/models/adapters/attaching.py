@@ -20,10 +20,11 @@ from torch import nn
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.base_model import BaseModel, base_model
-from trainwright.models.adapters.config import adaptable_names, matched, peft_config, saved_config
-from trainwright.models.adapters.files import START_FROM, WEIGHTS, SavedAdapter, start_from
+from trainwright.models.adapters.config import adaptable_names, in_causal_model, matched, peft_config, saved_config
+from trainwright.models.adapters.files import PREFIX, START_FROM, WEIGHTS, SavedAdapter, start_from
 from trainwright.models.files import has_experts, logit_difference
 from trainwright.models.safetensors_files import write_weights
+from trainwright.models.text_part import parts_of, whole_name, whole_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 _TRAINED, _BENEATH, _READ_BACK = "default", "beneath", "read_back"
 # Of the two matrices of a module, the one that is initially zero; in PEFT, embeddings begin with the other one.
 ZERO_AT_FIRST = (".lora_B.", ".lora_embedding_A")
-_PREFIX = "base_model.model."  # of every key in a file
 # Largest difference of logits computed from the same weights, relative to the largest logit: in low precision one
 # rounding error. Concatenated matrices of a file are rounded together, which needs a larger tolerance.
 _SAME = {torch.float32: 1e-4}
@@ -155,6 +155,9 @@ class Adapter:
         self._names = {key: names[parameter] for key, parameter in _by_key(model, _TRAINED).items()}
         self._scales = {name: dict(layer.scaling) for name, layer in lora_layers(model)}
         self._beneath = beneath.weights
+        self._whole = whole_of(model.config)
+        if self._whole is not None:
+            parts_of(self._whole)
 
     def save(
         self,
@@ -186,6 +189,8 @@ class Adapter:
         config = self._config
         if self._beneath:
             config, weights = self._together(weights)
+        if self._whole is not None:
+            config, weights = self._in_whole(self._whole, config, weights)
         with replacing(directory) as temporary:
             config = copy.deepcopy(config)
             config.inference_mode = True
@@ -205,7 +210,7 @@ class Adapter:
         together = {key: tensor for key, tensor in weights.items() if ".lora_" not in key}
         ranks: dict[str, int] = {}
         for layer, scales in self._scales.items():
-            a, b = (f"{_PREFIX}{layer}.lora_{matrix}.weight" for matrix in "AB")
+            a, b = (f"{PREFIX}{layer}.lora_{matrix}.weight" for matrix in "AB")
             parts = [
                 (matrices, scales[name])
                 for name, matrices in ((_BENEATH, self._beneath), (_TRAINED, weights))
@@ -223,6 +228,17 @@ class Adapter:
         config.target_modules = sorted(ranks)
         return config, together
 
+    def _in_whole(
+        self, whole: Path, config: Any, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Return settings and weights for the model of several modalities in ``whole``."""
+        config = copy.deepcopy(config)
+        config.target_modules = sorted(whole_name(name, whole) for name in matched(config, self._modules))
+        config.layers_to_transform = config.layers_pattern = config.exclude_modules = None
+        for key in ("rank_pattern", "alpha_pattern"):
+            setattr(config, key, {whole_name(name, whole): value for name, value in getattr(config, key).items()})
+        return config, {PREFIX + whole_name(key.removeprefix(PREFIX), whole): part for key, part in weights.items()}
+
     @torch.no_grad()
     def read_back(
         self, model: PreTrainedModel, directory: Path, input_ids: torch.Tensor, *, all_parameters: bool
@@ -238,8 +254,6 @@ class Adapter:
         Raises:
             TrainingError: the logits differ.
         """
-        from safetensors.torch import load_file
-
         replaced = {key: parameter for key, parameter in _by_key(model, _TRAINED).items() if ".lora_" not in key}
         if not all_parameters and (self._config.use_dora or replaced):
             return
@@ -248,7 +262,7 @@ class Adapter:
         dtype = next(iter(dtypes))
         with _only_trained_afterwards(model):
             _inject(model, self._config_for_reading(directory), _READ_BACK)
-            parameters, saved = _by_key(model, _READ_BACK) | replaced, load_file(directory / WEIGHTS)
+            parameters, saved = _by_key(model, _READ_BACK) | replaced, SavedAdapter.open(str(directory)).weights()
             if parameters.keys() != saved.keys():
                 different = ", ".join(sorted(parameters.keys() ^ saved.keys())[:5])
                 raise TrainingError(f"the adapter in {directory} does not match its settings: {different}")
@@ -270,7 +284,7 @@ class Adapter:
         """
         from peft import LoraConfig
 
-        config = LoraConfig.from_pretrained(str(directory))
+        config = in_causal_model(LoraConfig.from_pretrained(str(directory)))
         config.target_modules = matched(config, self._modules)
         config.modules_to_save, config.ensure_weight_tying = None, False
         return config
@@ -385,7 +399,7 @@ def _check_shapes(
     wrong = sorted(parameters.keys() ^ shapes.keys())
     wrong += sorted(key for key in parameters.keys() & shapes.keys() if tuple(parameters[key].shape) != shapes[key])
     if wrong:
-        shown = ", ".join(key.removeprefix(_PREFIX) for key in wrong[:3])
+        shown = ", ".join(key.removeprefix(PREFIX) for key in wrong[:3])
         of = saved.config.get("base_model_name_or_path")
         raise RequestError(
             f"{START_FROM}: {saved.directory}, an adapter of {of}, does not fit model.name {base.name} ({shown}); set "
@@ -403,7 +417,7 @@ def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
             module, part, rest = match.groups()
             ending = rest if part == "modules_to_save" else part if rest is None else f"{part}.{rest}"
             ending = part if part == "lora_magnitude_vector" else ending
-            parameters[f"{_PREFIX}{module}.{ending}"] = parameter
+            parameters[f"{PREFIX}{module}.{ending}"] = parameter
     return parameters
 
 

@@ -16,6 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.adapters.files import START_FROM, SavedAdapter, start_from
 from trainwright.models.causal_lm import find_blocks
+from trainwright.models.text_part import causal_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,6 +128,18 @@ def saved_config(saved: SavedAdapter) -> Any:
     config = LoraConfig.from_pretrained(str(saved.directory))
     config.inference_mode = False
     config.init_lora_weights = True  # the initial values are overwritten
+    return in_causal_model(config)
+
+
+def in_causal_model(config: Any) -> Any:
+    """Change PEFT's settings of an adapter of a model of several modalities to those for its language model."""
+    targets = config.target_modules
+    if isinstance(targets, str):  # a regular expression
+        config.target_modules = causal_name(targets.replace("model\\.", "model."))
+    elif targets is not None:
+        config.target_modules = {causal_name(name) for name in targets}
+    for key in ("rank_pattern", "alpha_pattern"):
+        setattr(config, key, {causal_name(name): value for name, value in (getattr(config, key) or {}).items()})
     return config
 
 

@@ -25,6 +25,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.resolve_model import check_safetensors
 from trainwright.models.safetensors_files import read_header
+from trainwright.models.text_part import causal_name
 from trainwright.recipe.files import read_json
 from trainwright.utils.paths import user_path
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.model import AdapterSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in a file
 START_FROM = "model.adapter.start_from"
 
 logger = logging.getLogger(__name__)
@@ -153,16 +155,16 @@ class SavedAdapter:
         return "dora" if self.config.get("use_dora") else "lora"
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return its tensors by their names in the file; raise RequestError if the file is damaged."""
+        """Return its tensors by their names in files of causal models; raise RequestError if the file is damaged."""
         from safetensors.torch import load_file
 
         check_safetensors(self.directory / WEIGHTS, START_FROM)
-        return load_file(self.directory / WEIGHTS)
+        return {_in_causal_model(key): tensor for key, tensor in load_file(self.directory / WEIGHTS).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its tensors by their names; raise RequestError if the file is damaged."""
         check_safetensors(self.directory / WEIGHTS, START_FROM)
-        return read_header(self.directory / WEIGHTS)
+        return {_in_causal_model(key): shape for key, shape in read_header(self.directory / WEIGHTS).items()}
 
     def fingerprint(self) -> str:
         """Return a hash of its settings and weights."""
@@ -233,6 +235,10 @@ class SavedAdapter:
                     f"key{f' or set it to {saved}' * (key == 'type')}, or set model.adapter.stack to true to train a "
                     "new adapter on top of it"
                 )
+
+
+def _in_causal_model(key: str) -> str:
+    return PREFIX + causal_name(key.removeprefix(PREFIX))
 
 
 @lru_cache

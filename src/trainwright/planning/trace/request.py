@@ -11,6 +11,7 @@ from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, missing_kernels
 from trainwright.models.fused.choice import Kernels, is_fused
 from trainwright.planning.trace.batch import BatchShape
+from trainwright.recipe.sections.model import text_part
 
 if TYPE_CHECKING:
     from trainwright.machine.describe import Cluster
@@ -88,9 +89,7 @@ class TracedModel:
     @classmethod
     def of(cls, configuration: Mapping[str, Any], recipe: RecipeSchema | None = None) -> TracedModel:
         """Return the model of a recipe with a configuration; without a recipe, one that is trained in full."""
-        if "text_config" in configuration and "vision_config" in configuration:  # the language model is trained
-            configuration = {"model_type": f"{configuration['model_type']}_text", **configuration["text_config"]}
-        text = canonical(configuration)
+        text = canonical(text_part(configuration))  # of several modalities, the language model is trained
         if recipe is None:
             return cls(text)
         needs, adapter = recipe.spec.needs(recipe), _adapter_text(recipe.model.adapter)

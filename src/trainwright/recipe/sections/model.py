@@ -150,6 +150,19 @@ def _overrides(value: Any) -> Any:
     return value
 
 
+_OTHER_PARTS = ("vision_config", "audio_config")
+_OF_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the language model in that of a model of several modalities; others as they are."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or not any(name in config for name in _OTHER_PARTS):
+        return config
+    of_whole = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
+    return {**of_whole, "model_type": f"{config.get('model_type')}_text", **text}
+
+
 class AddedTokensSection(Section):
     """Tokens to add to the tokenizer; a list has ordinary ones."""
 
@@ -283,6 +296,8 @@ class ModelSection(Section):
         Raises:
             RequestError: the file has rotary positions by kind of layer, and a single one is set.
         """
+        if text_part(configuration) is not configuration:
+            return {**configuration, "text_config": self.overridden(configuration["text_config"])}
         fields = {**configuration, **self.overrides}
         rope = configuration.get("rope_parameters")
         older = {key: self.overrides[key] for key in OLDER_ROPE_KEYS if key in self.overrides}
@@ -299,8 +314,10 @@ class ModelSection(Section):
     @property
     def fresh(self) -> dict[str, Any] | None:
         """The configuration of a randomly initialized model, with its ``model_type``; None for one with a name."""
-        if self.config is None or not self.is_own:
-            return self.config
+        if self.config is None:
+            return None
+        if not self.is_own:
+            return dict(text_part(self.config))
         size = {"vocab_size": self.config["vocab_size"]} if "vocab_size" in self.config else {}
         return {"model_type": OWN, "implementation": self.implementation, "arguments": self.config, **size}
 

@@ -20,7 +20,7 @@ from trainwright.engine.event_reader import (
 )
 from trainwright.machine.usage.sample import figures_of
 from trainwright.models.supported import class_in
-from trainwright.models.usage import evaluating
+from trainwright.models.usage import evaluating, model_class
 from trainwright.run.observers.hooks import ObservedRun, samples_of
 from trainwright.run.observers.progress import Remaining, progress_on
 from trainwright.run.process import console
@@ -218,7 +218,7 @@ class ConsoleObserver:
                 if (Path(model) / "config.json").is_file():
                     rows.append(("saved in", _saved_in(Path(model))))
                 if not has_own_class and not (Path(model) / "adapter_config.json").is_file():
-                    rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
+                    rows.append(("in Python", f'{model_class(Path(model))}.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
             rows.append(("curves", f"tensorboard --logdir {text.quoted(self._run / 'tensorboard')}"))
         if (self._run / "report.html").is_file():
