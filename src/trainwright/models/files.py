@@ -80,7 +80,7 @@ def save_model(
         stored = _stored(tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums)
         written = _checked(stored, model)
         if whole is not None:
-            written = whole_tensors(written, weight_files(whole))
+            written = whole_tensors(written, weight_files(whole), model)
         _write_weights(temporary, written, shard_bytes)
         _check_ties(model.all_tied_weights_keys or {}, checksums)
         _write_settings(temporary, config, model, tokenizer, generation_config, dtype)

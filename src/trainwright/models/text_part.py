@@ -68,10 +68,10 @@ def is_whole(directory: Path) -> bool:
 
 
 def whole_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], files: Sequence[Path]
+    tensors: Iterable[tuple[str, torch.Tensor]], files: Sequence[Path], causal: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a trained language model by their names in the ``files`` of the whole model, then the other
-    tensors of the files.
+    """Yield the tensors of a trained language model by their names in the ``files`` of the whole model, then the
+    tensors of the files that the ``causal`` model does not have.
     """
     from safetensors import safe_open
 
@@ -79,7 +79,7 @@ def whole_tensors(
     for file in files:
         with safe_open(file, framework="pt") as stored:
             names |= {causal_name(name): name for name in stored.keys()}  # noqa: SIM118 (not a mapping)
-    written = set()
+    written = {names[name] for name in names.keys() & causal.state_dict().keys()}
     for name, tensor in tensors:
         written.add(stored_name := names.get(causal_name(name), name))
         yield stored_name, tensor
@@ -141,9 +141,6 @@ def write_whole_settings(config: PretrainedConfig, directory: Path, whole: Path)
             fields[name] = text[name]
     (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     for file in whole.iterdir():
-        if (
-            file.suffix in (".json", ".jinja")
-            and not file.name.endswith(_INDEX)
-            and not (directory / file.name).exists()
-        ):
+        is_setting = file.suffix in (".json", ".jinja") and not file.name.endswith(_INDEX)
+        if is_setting and not (directory / file.name).exists():
             shutil.copyfile(file, directory / file.name)
