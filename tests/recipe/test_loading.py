@@ -275,3 +275,15 @@ def test_prompts_can_be_turned_off_where_a_recipe_sets_their_length() -> None:
         ["evaluate.prompts=[Hi]", "evaluate.max_new_tokens=4", "evaluate.prompts=[]"],
     )
     assert recipe.evaluate.prompts == [] and recipe.evaluate.max_new_tokens == 4
+
+
+def test_the_british_spellings_of_the_last_version_are_read_with_a_notice(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = "{type: lora, quantisation: nf4, double_quantisation: false, rank_stabilised: true}"
+    recipe = load_recipe(write(f"task: sft\nmodel: {{name: some/model, adapter: {old}}}\ndata: {{train: pydoc}}\n"))
+    adapter = recipe.model.adapter
+    assert (adapter.quantization, adapter.double_quantization, adapter.rank_stabilized) == ("nf4", False, True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.adapter.rank_stabilised is now model.adapter.rank_stabilized" in said
+    assert load_recipe(write(SMALLEST), ["model.adapter=qlora"]).model.adapter.quantization == "nf4"

@@ -1,4 +1,4 @@
-"""The observers that a recipe names: settings and lists of names."""
+"""The observers that a recipe names: settings, lists of names, and the keys that the last version had."""
 
 from __future__ import annotations
 
@@ -54,6 +54,34 @@ def test_a_list_replaces_what_another_list_names_and_leaves_the_rest(tmp_path: P
     kept = {"tensorboard": False, "report": True}
     assert settings("logging.observers=[trackio]", recipe=own) == kept | {"trackio": True}
     assert settings("logging.observers=[]", recipe=own) == kept
+
+
+@pytest.mark.parametrize(
+    ("old", "more"),
+    [
+        ("logging.tensorboard=false", {"tensorboard": False}),
+        ("logging.report=false", {"report": False}),
+        ("logging.prometheus=9100", {"prometheus": {"address": 9100}}),
+        ("logging.prometheus=null", {"prometheus": False}),
+        ("logging={observers: [mlflow], tensorboard: false}", {"tensorboard": False, "mlflow": True}),
+    ],
+)
+def test_keys_of_the_last_version_are_read_with_a_notice(
+    old: str, more: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert settings(old) == DEFAULTS | more
+    assert settings("logging.observers=[wandb]", old).items() >= more.items()
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"note: override '{old}': logging." in said and "is now logging.observers." in said
+
+
+def test_a_run_of_the_last_version_is_read_without_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    old = "{run_directory: auto, tensorboard: false, report: auto, observers: [wandb], prometheus: null}"
+    recipe.write_text(f"include: {TINY}\nlogging: {old}\n")
+    (tmp_path / "events.jsonl").touch()
+    assert settings(recipe=recipe) == {"tensorboard": False, "report": "auto", "wandb": True, "prometheus": False}
+    assert capsys.readouterr().err == ""
 
 
 def test_a_library_that_is_missing_is_named_whoever_has_registered_the_observer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,6 +133,7 @@ def train(
             min=0, metavar="N", help="With --simulate: fail if the host waits for the GPU more than N times per step."
         ),
     ] = None,
+    most_waits: Annotated[int | None, typer.Option(min=0, metavar="N", hidden=True)] = None,
 ) -> None:
     """Train a recipe.
 
@@ -149,6 +151,9 @@ def train(
     recipe, overrides = split_words(arguments or [])
     if fork is not None:
         recipe, overrides = _forked(fork, recipe, overrides)
+    if most_waits is not None:
+        say("note: --most-waits is called --max-host-syncs now; the next version refuses it", file=sys.stderr)
+        max_host_syncs = most_waits if max_host_syncs is None else max_host_syncs
     if simulate is not None or max_host_syncs is not None:
         elsewhere: dict[str, object] = {
             "--resume": resume,

@@ -18,6 +18,7 @@ from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.observer_spec import OBSERVERS_KEY, names_as_settings
 from trainwright.recipe.problems import contradictions_in, explain, explain_contradictions, invalid_keys, placeholders
 from trainwright.recipe.registries import TASKS
+from trainwright.recipe.renamed import rename_keys
 from trainwright.recipe.schema import RecipeSchema, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
 from trainwright.utils.paths import user_path
@@ -189,12 +190,14 @@ def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
     for section, keys in values.items():
         origin = Origin(f"argument {section}")
         over.origins |= {(section, key): origin for key in keys} if isinstance(keys, dict) else {(section,): origin}
+    rename_keys(over)
     _merge(base, over, 2)
     return base
 
 
 def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:
     mapping = parse_mapping(read_text(path), str(path))
+    rename_keys(mapping, silently=(path.parent / "events.jsonl").is_file())
     read.append(path)
     _find_beside(mapping, path.parent)
     merged = Tree()
@@ -280,6 +283,9 @@ def _read_override(override: str) -> tuple[Tree, int]:
         value = {part: value}
     tree.values = value
     tree.origins[path] = origin
+    rename_keys(tree)
+    if path not in tree.origins:
+        path = next(iter(tree.origins))
     if key != written:
         tree.problems.append(
             Problem(origin, "+ is Hydra's; leave it out: an override also sets keys that the recipe does not have")

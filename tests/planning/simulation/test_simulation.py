@@ -277,6 +277,8 @@ def test_a_simulation_follows_an_accelerate_file(tmp_path: Path) -> None:
         (("--simulate", "8xH1000"), "--simulate: H1000"),
         (("--simulate", "8xH100", "--nodes", "2"), "--nodes"),
         (("--max-host-syncs", "3"), "--simulate"),
+        (("--most-waits", "3"), "note: --most-waits is called --max-host-syncs now"),  # its old spelling
+        (("--most-waits", "3"), "--simulate"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
