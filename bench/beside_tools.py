@@ -261,7 +261,6 @@ ROW: dict[str, Callable[[int], dict[str, Any]]] = {
         "rejected": _turn("gpt", _answer(number, 7), _SHAREGPT),
     },
     "pairs": lambda number: {
-        "prompt": _question(number),
         "chosen": [_turn("user", _question(number)), _turn("assistant", _answer(number))],
         "rejected": [_turn("user", _question(number)), _turn("assistant", _answer(number, 7))],
     },

@@ -42,6 +42,10 @@ FEW = (
     "train.micro_batch_size=2",
     "data.validation=8",
 )
+MIXTRAL = tuple(
+    f"model.config.{key}"
+    for key in ("model_type=mixtral", "num_local_experts=4", "num_experts_per_tok=2", "tie_word_embeddings=false")
+)
 GPT2 = ("model.config=null", "model.config={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 4, n_positions: 512}")
 ADAPTERS: dict[str, tuple[str, ...]] = {
     "lora": ("model.adapter={type: lora, rank: 4}",),
@@ -56,6 +60,10 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
         "model.config.tie_word_embeddings=false",
         "model.adapter={type: lora, rank: 4, targets: [embed_tokens, lm_head, q_proj, up_proj]}",
     ),
+    "lora on experts": (
+        *MIXTRAL,
+        "model.adapter={type: lora, rank: 4, target_parameters: [experts.gate_up_proj, experts.down_proj]}",
+    ),
     "pissa": ("model.adapter={type: lora, rank: 4, initialization: pissa}",),
     "lora in some blocks": ("model.adapter={type: lora, rank: 4, layers: 1-1, targets: '.*mlp.*'}",),
     "lora in bf16": ("model.adapter={type: lora, rank: 4}", "train.mixed_precision=bf16"),
@@ -65,7 +73,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # Those of the fast tests.
-FEWER = ("lora", "nf4", "lora on embeddings and head")
+FEWER = ("lora", "nf4", "lora on embeddings and head", "lora on experts")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 
@@ -148,7 +156,17 @@ def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("nf4", "single"), ("dora", "ddp"), ("nf4", "fsdp"), ("lora", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("nf4", "single"),
+        ("dora", "ddp"),
+        ("nf4", "fsdp"),
+        ("lora", "fsdp"),
+        ("lora on experts", "ddp"),
+        ("lora on experts", "fsdp"),
+    ],
+)
 def test_a_run_goes_on_bit_for_bit(
     alone: dict[str, Trained],
     in_two: dict[tuple[str, str], Trained],

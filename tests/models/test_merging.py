@@ -80,6 +80,14 @@ def test_matrices_of_embeddings_and_head_are_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_matrices_of_experts_are_merged(tmp_path: Path) -> None:
+    directory = base(tmp_path / "base", "mixtral", num_local_experts=4)
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    section, expected = trained(directory, tmp_path / "adapter", targets=["q_proj"], target_parameters=experts)
+    assert merge(section, 0, tmp_path / "merged").changed == 2 + 4
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_modules_that_were_trained_whole_replace_the_bases(tmp_path: Path) -> None:
     directory = base(tmp_path / "base", tie_word_embeddings=False)
     section, expected = trained(directory, tmp_path / "adapter", modules_to_save=["lm_head", "embed_tokens"])

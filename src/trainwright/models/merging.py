@@ -10,7 +10,7 @@ import torch
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
-from trainwright.models.adapters.attaching import attach_adapter, lora_layers
+from trainwright.models.adapters.attaching import attach_adapter, lora_layers, parameter_name
 from trainwright.models.configuration import no_progress_bar, untie
 from trainwright.models.files import has_experts, logit_difference, replacing, save_model
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer
@@ -113,7 +113,8 @@ def _with_adapter(
 
 def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the merged model's tensors by their plain names; append to ``changes`` whether each adapted one differs."""
-    merged = {f"{name}{_KEPT}.weight": layer for name, layer in lora_layers(model)}
+    names = {module: name for name, module in model.named_modules()}
+    merged = {f"{names[layer.get_base_layer()]}.{parameter_name(layer)}": layer for _, layer in lora_layers(model)}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         plain = name.replace(_KEPT, "").replace(_REPLACED, "")
@@ -132,16 +133,16 @@ def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) ->
 @torch.no_grad()
 def _merged_weight(layer: Any) -> torch.Tensor:
     """Return the weight of an adapted layer as PEFT merges it, in fp32; the layer does not change."""
-    base = layer.get_base_layer()
-    original = base.weight.data
-    base.weight.data = original.to(torch.float32, copy=True)
+    parameter = getattr(layer.get_base_layer(), parameter_name(layer))
+    original = parameter.data
+    parameter.data = original.to(torch.float32, copy=True)
     try:
         layer.merge()
-        weight: torch.Tensor = base.weight.data
+        weight: torch.Tensor = parameter.data
         return weight
     finally:
         layer.merged_adapters.clear()
-        base.weight.data = original
+        parameter.data = original
 
 
 def _untied_where_replaced(model: PreTrainedModel) -> Any:
@@ -177,7 +178,7 @@ def _verify(
     apart.to(compute)
     expected = _logits(apart, ids)
     for _, layer in lora_layers(apart):
-        layer.get_base_layer().weight.data = _merged_weight(layer).to(compute)
+        getattr(layer.get_base_layer(), parameter_name(layer)).data = _merged_weight(layer).to(compute)
         layer._disable_adapters = True
     _check_same("merged", logit_difference(_logits(apart, ids), expected, mixture=has_experts(apart)), compute)
     for parameter in apart.parameters():

@@ -144,6 +144,22 @@ def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if adapter.layers is not None and adapter.start_from is not None and not adapter.stack:
         why = "the adapter to continue has its modules already; remove it"
         yield Contradiction(("model.adapter.layers", "model.adapter.start_from"), why)
+    for key, wrong, why in (
+        ("type", adapter.type == "dora", "dora scales the rows of one matrix; set it to lora"),
+        (
+            "dropout",
+            adapter.dropout > 0,
+            "each expert's products are added to its weights, not to an output; set it to 0",
+        ),
+        ("initialization", adapter.decomposes, "the weights of experts are not decomposed"),
+        ("stack", adapter.stack, "adapters of experts cannot be saved as one"),
+        ("start_from", adapter.start_from is not None, "the adapter to continue has its parameters already; remove it"),
+    ):
+        if adapter.target_parameters and wrong:
+            yield Contradiction(("model.adapter.target_parameters", f"model.adapter.{key}"), why)
+    if adapter.targets == [] and not adapter.target_parameters:
+        why = "leaves nothing to adapt; name modules, or weights of experts in target_parameters"
+        yield Contradiction(("model.adapter.targets", "model.adapter.target_parameters"), why)
     if adapter.initialization != "default" and adapter.start_from is not None and not adapter.stack:
         why = "the adapter to continue has its matrices already; remove it"
         yield Contradiction(("model.adapter.initialization", "model.adapter.start_from"), why)

@@ -334,8 +334,11 @@ def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
         dtypes.add(output.dtype)
 
     adapted = [layer for _, layer in lora_layers(model) if _TRAINED in layer.scaling]
-    # Of embeddings the matrices are no modules.
-    layers = [layer.lora_A[_TRAINED] if len(layer.lora_A) else layer for layer in adapted]
+    # Of embeddings the matrices are no modules, and those of experts are added to the weights.
+    layers = [
+        layer.lora_A[_TRAINED] if len(layer.lora_A) and parameter_name(layer) == "weight" else layer
+        for layer in adapted
+    ]
     hooks = [layer.register_forward_hook(look) for layer in layers]
     try:
         yield dtypes
@@ -412,3 +415,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def parameter_name(layer: Any) -> str:
+    """Return the name, in its base layer, of the parameter that an adapted layer changes."""
+    return getattr(layer, "parameter_name", "weight")

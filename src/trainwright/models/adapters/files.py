@@ -45,7 +45,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False,),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # other values change the base model
     "layer_replication": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "use_qalora": (False,),
@@ -70,6 +69,7 @@ class _Settings(PydanticModel):
     rank_pattern: dict[str, _Rank] | None = Field(None, description="ranks by names of modules")
     alpha_pattern: dict[str, float] | None = Field(None, description="numbers by names of modules")
     target_modules: _Names = Field(None, description="names of modules")
+    target_parameters: list[str] | None = Field(None, description="a list of names of parameters")
     exclude_modules: _Names = Field(None, description="names of modules")
     modules_to_save: list[str] | None = Field(None, description="a list of names of modules")
     layers_to_transform: int | list[int] | None = Field(None, description="numbers of layers")

@@ -64,6 +64,12 @@ class AdapterSection(Section):
         "embeddings and the output head, if they are not tied. all-linear: all linear ones except the head. Default: "
         "all-linear, or the targets of start_from.",
     )
+    target_parameters: list[Text] = Field(
+        [],
+        description="Weights of experts to adapt, by the ends of their names, such as [experts.gate_up_proj, "
+        "experts.down_proj]: models that keep the matrices of all experts in one parameter have no linear modules for "
+        "them. Each expert gets matrices of its own. targets may be [] beside them.",
+    )
     layers: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_layers)] | None = Field(
         None,
         description="Numbers of the blocks to adapt, such as [0, 1, 2], or a range, 8-15. Default: all.",
