@@ -64,6 +64,8 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
         *MIXTRAL,
         "model.adapter={type: lora, rank: 4, target_parameters: [experts.gate_up_proj, experts.down_proj]}",
     ),
+    "oft": ("model.adapter={type: oft, block_size: 16}",),
+    "oft on nf4": ("model.adapter={type: oft, quantization: nf4}",),
     "pissa": ("model.adapter={type: lora, rank: 4, initialization: pissa}",),
     "lora in some blocks": ("model.adapter={type: lora, rank: 4, layers: 1-1, targets: '.*mlp.*'}",),
     "lora in bf16": ("model.adapter={type: lora, rank: 4}", "train.mixed_precision=bf16"),
@@ -73,7 +75,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # Those of the fast tests.
-FEWER = ("lora", "nf4", "lora on embeddings and head", "lora on experts")
+FEWER = ("lora", "nf4", "lora on embeddings and head", "lora on experts", "oft")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 
@@ -163,6 +165,8 @@ def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained]
         ("dora", "ddp"),
         ("nf4", "fsdp"),
         ("lora", "fsdp"),
+        ("oft", "ddp"),
+        ("oft", "fsdp"),
         ("lora on experts", "ddp"),
         ("lora on experts", "fsdp"),
     ],
@@ -298,6 +302,13 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tm
         (("model.adapter.stack=true",), "no adapter to stack on"),
         (("model.adapter.type=none", "model.adapter.rank=3"), "has no effect without an adapter"),
         (("model.adapter.type=none", "model.adapter.quantization=int8"), "nothing would be trained without an adapter"),
+        (("model.adapter={type: oft, rank: 8}",), "rank: has no effect with oft, only with lora, dora"),
+        (
+            ("model.adapter={type: oft, block_size: 48}",),
+            "48 does not divide the 64 inputs of model.layers.0",
+        ),
+        (("model.adapter=ia3",), "ia3 also scales the biases of its modules, which merge and export do not"),
+        (("model.adapter.initialization=loftq",), "loftq needs the weights before their quantization"),
         (("model.adapter.double_quantization=false",), "has no effect with quantization none, only with nf4"),
     ],
 )

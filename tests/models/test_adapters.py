@@ -121,6 +121,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olora, rank-stabilized": ("llama", {"initialization": "olora", "rank_stabilized": True}),
     "pissa of gpt2": ("gpt2", {"initialization": "pissa", "targets": ["c_attn", "c_proj"]}),
     "gaussian": ("llama", {"initialization": "gaussian"}),
+    "oft": ("llama", {"type": "oft", "rank": None, "block_size": 8}),
+    "oft and a head": ("llama", {"type": "oft", "rank": None, "block_size": 16, "modules_to_save": ["lm_head"]}),
     "experts": ("mixtral", {"target_parameters": EXPERTS, "rank_stabilized": True}),
     "transposed experts alone": ("gpt_oss", {"targets": [], "target_parameters": EXPERTS}),
     "experts of a block": ("mixtral", {"targets": ["q_proj"], "target_parameters": EXPERTS[1:], "layers": [1]}),

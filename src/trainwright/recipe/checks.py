@@ -7,8 +7,9 @@ from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from trainwright.recipe.adapter_spec import OPTIONAL
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES, STRATEGIES, TASKS
+from trainwright.recipe.registries import ADAPTERS, OPTIMIZERS, SCHEDULES, STRATEGIES, TASKS
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.recipe.sections.model import absurd_sizes
 from trainwright.recipe.strategy_spec import all_specs
@@ -126,6 +127,11 @@ def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
             keys = f"model.adapter.{key}", "model.adapter.type"
             yield Contradiction(keys, f"{why}; set model.adapter.type, for instance to lora")
         return
+    for key in adapter.changed():
+        if key in OPTIONAL and key not in adapter.spec.reads:
+            readers = ", ".join(name for name in ADAPTERS.names() if key in ADAPTERS.get(name).reads)
+            keys = f"model.adapter.{key}", "model.adapter.type"
+            yield Contradiction(keys, f"has no effect with {adapter.type}, only with {readers}; remove it")
     for key in ("trainable", "frozen"):
         if getattr(recipe.model, key):
             why = "an adapter trains its own matrices; choose the modules with model.adapter.targets"

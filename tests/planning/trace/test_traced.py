@@ -70,6 +70,7 @@ _SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
         pytest.param(
             Case("llama", adapter={"type": "dora", "quantization": "nf4", "modules_to_save": ["lm_head"]}), marks=_SLOW
         ),
+        Case("llama", adapter={"type": "oft", "block_size": 8}),
         pytest.param(Case("gpt2", PADDED, "bf16", recompute="selective"), marks=_SLOW),
     ],
     ids=str,

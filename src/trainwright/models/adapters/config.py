@@ -16,13 +16,15 @@ from trainwright.errors import RequestError
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.adapters.files import START_FROM, SavedAdapter, start_from
 from trainwright.models.causal_lm import find_blocks
+from trainwright.recipe.extensions import load
+from trainwright.recipe.registries import ADAPTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
-RANK, ALPHA = 16, 32.0  # defaults if neither the recipe nor an existing adapter sets them
+RANK, ALPHA, BLOCK_SIZE = 16, 32.0, 32  # defaults if neither the recipe nor an existing adapter sets them
 
 
 def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
@@ -46,7 +48,8 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     saved.check_settings(adapter)
     config = saved_config(saved)
     config.base_model_name_or_path, config.revision = base.repository
-    config.lora_dropout = adapter.dropout
+    if "dropout" in adapter.spec.reads:
+        config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
         targets, matches = set(_targets(adapter, model)), set(matched(config, adaptable_names(model)))
         if targets != matches:
@@ -55,7 +58,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
                 f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
                 "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"
             )
-    if not matched(config, adaptable_names(model)) and not config.target_parameters:
+    if not matched(config, adaptable_names(model)) and not getattr(config, "target_parameters", None):
         raise RequestError(
             f"{START_FROM}: {saved.directory} has modules ({config.target_modules}) that are not in {base.name}; "
             f"available are {', '.join(_kinds(linear_names(model)))}"
@@ -122,25 +125,40 @@ def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
 
 def saved_config(saved: SavedAdapter) -> Any:
     """Return PEFT's settings of a saved adapter, to train it or to train another on top of it."""
-    from peft import LoraConfig
+    from peft import PeftConfig
 
-    config = LoraConfig.from_pretrained(str(saved.directory))
+    config: Any = PeftConfig.from_pretrained(str(saved.directory))
     config.inference_mode = False
-    config.init_lora_weights = True  # the initial values are overwritten
+    if saved.config["peft_type"] == "LORA":
+        config.init_lora_weights = True  # the initial values are overwritten
     return config
 
 
 def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
-    from peft import LoraConfig
-
     modules, tied = _modules_to_save(adapter, model)
-    alpha = ALPHA if adapter.alpha is None else adapter.alpha
     targets, parameters = _targets(adapter, model), _target_parameters(adapter, model)
     if not targets and not parameters:
         raise RequestError(
             "model.adapter.modules_to_save: leaves no linear module for the adapter; set model.adapter.type to none to "
             "train all weights"
         )
+    common = {
+        "target_modules": _short(targets, model),
+        "modules_to_save": modules or None,
+        "fan_in_fan_out": bool(targets) and not isinstance(model.get_submodule(targets[0]), nn.Linear | nn.Embedding),
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.repository[0],
+        "revision": base.repository[1],
+    }
+    of_kind = load(adapter.spec.settings, "the settings of an adapter")
+    return of_kind(adapter, model, ensure_weight_tying=tied, target_parameters=parameters or None, **common)
+
+
+def lora_config(adapter: AdapterSection, model: PreTrainedModel, **common: Any) -> Any:
+    """Return the settings of LoRA and DoRA."""
+    from peft import LoraConfig
+
+    alpha = ALPHA if adapter.alpha is None else adapter.alpha
     return LoraConfig(
         r=adapter.rank or RANK,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
@@ -148,15 +166,37 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         use_rslora=adapter.rank_stabilized,
         use_dora=adapter.type == "dora",
         init_lora_weights="gaussian" if adapter.initialization == "gaussian" else True,
-        target_modules=_short(targets, model),
-        target_parameters=parameters or None,
-        modules_to_save=modules or None,
-        ensure_weight_tying=tied,
-        fan_in_fan_out=bool(targets) and not isinstance(model.get_submodule(targets[0]), nn.Linear | nn.Embedding),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base.repository[0],
-        revision=base.repository[1],
+        **common,
     )
+
+
+def oft_config(
+    adapter: AdapterSection,
+    model: PreTrainedModel,
+    *,
+    ensure_weight_tying: bool,
+    target_parameters: None,  # which the recipe's check refuses
+    **common: Any,
+) -> Any:
+    """Return the settings of OFT.
+
+    Raises:
+        RequestError: the block size does not divide the inputs of a module, where PEFT would take another one; modules
+            are Conv1D, which it does not support; or tied embeddings are trained in full, which its files do not say.
+    """
+    from peft import OFTConfig
+
+    size = adapter.block_size or BLOCK_SIZE
+    for name in _targets(adapter, model):
+        inputs = getattr(model.get_submodule(name), "in_features", None)
+        if inputs is None:
+            raise RequestError(f"model.adapter.type: {adapter.type} adapts no modules such as {name}; use lora")
+        if inputs % size:
+            raise RequestError(f"model.adapter.block_size: {size} does not divide the {inputs} inputs of {name}")
+    if ensure_weight_tying:
+        why = f"{adapter.type} cannot save embeddings that are tied to the head; use lora"
+        raise RequestError(f"model.adapter.modules_to_save: {why}")
+    return OFTConfig(oft_block_size=size, **common)
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
@@ -335,8 +375,8 @@ def _check_ends(adapter: AdapterSection, model: PreTrainedModel, ends: Sequence[
             f"model.adapter.targets: {name} has the weight of both embeddings and output head, which a merged model "
             f"could not have; {fix}"
         )
-    if adapter.type == "dora" or adapter.stack or adapter.decomposes:
-        why = "dora" if adapter.type == "dora" else "an adapter on top of another"
+    if not adapter.spec.of_ends or adapter.stack or adapter.decomposes:
+        why = "an adapter on top of another" if adapter.spec.of_ends else adapter.type
         why = f"the initialization {adapter.initialization}" if adapter.decomposes else why
         raise RequestError(f"model.adapter.targets: {name} cannot have {why}; {fix}")
     if adapter.dropout and any(module is head for module in adapted):
@@ -397,6 +437,8 @@ def _short(names: list[str], model: PreTrainedModel) -> list[str]:
 
 def _refuse_beneath(saved: SavedAdapter) -> None:
     """Raise RequestError if the lower adapter cannot be merged: only low-rank products can be added."""
+    if "stack" not in ADAPTERS.get(saved.type).reads:
+        raise RequestError(f"model.adapter.stack: {saved.directory} is an adapter of type {saved.type}; merge it first")
     kinds = {"modules_to_save": "has modules saved in full", "target_parameters": "adapts weights of experts"}
     problem = next((text for key, text in kinds.items() if saved.config.get(key)), None)
     problem = "is a DoRA adapter" if saved.type == "dora" else problem
