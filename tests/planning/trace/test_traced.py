@@ -85,6 +85,8 @@ def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
 def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted() -> None:
     """torch counts no grouped products, so FLOPs are not compared."""
     adapter = {"type": "lora", "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    traced = TracedModel.of(small_config("mixtral")).adapted(AdapterSection(**adapter))
+    assert traced.adapter_section["target_parameters"] == adapter["target_parameters"]
     plan, real = compared(Case("mixtral", adapter=adapter))
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4)
     assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
