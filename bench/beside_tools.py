@@ -48,13 +48,16 @@ RUNNER = Path(__file__).parent / "peers" / "tool_run.py"
 
 @dataclass(frozen=True)
 class Family:
-    """What a tiny model of a family has of the published one: its class, special tokens and template."""
+    """What a tiny model of a family has of the published one: its class, special tokens and template; and how its
+    tokenizer splits texts, where that decides whether a prompt has the same tokens with an answer after it.
+    """
 
     model_type: str
     end: str
     template: str | None
     begin: str | None = None
     more: tuple[str, ...] = ()
+    split: str | None = None
 
 
 QWEN25 = Family("qwen2", "<|im_end|>", "qwen")
@@ -67,6 +70,7 @@ LLAMA3_INSTRUCT = Family(
     "llama3",
     "<|begin_of_text|>",
     ("<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"),
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 MISTRAL = Family("mistral", "</s>", None, "<s>")
 MISTRAL_INSTRUCT = Family("mistral", "</s>", "mistral", "<s>")
@@ -92,14 +96,17 @@ TRAINING = {
     "bf16": False,
     "save_strategy": "no",
 }
+# Axolotl averages the losses of micro-batches, however many targets they have.
+AT_ONCE = {"micro_batch_size": ROWS, "gradient_accumulation_steps": 1}
 PACKED_ONCE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
+SHORT = {"sequence_len": 1024}  # Axolotl pads packs, and a step of 8,192 tokens takes minutes on a CPU
 CASES = [
     Case("trl", "trl/examples/cli_configs/example_config.yaml", QWEN25_BASE, "texts"),
     Case("trl", "trl/trl/scripts/sft.py", QWEN25_BASE, "messages", {"packing": False}),
     Case("trl", "trl/trl/scripts/dpo.py", QWEN25, "pairs"),
     Case("axolotl", "axolotl/examples/llama-3/lora-1b.yml", LLAMA3, "alpaca", PACKED_ONCE),
-    Case("axolotl", "axolotl/examples/llama-3/instruct-lora-8b.yml", LLAMA3_INSTRUCT, "messages"),
-    Case("axolotl", "axolotl/examples/mistral/config.yml", MISTRAL, "alpaca", PACKED_ONCE),
+    Case("axolotl", "axolotl/examples/llama-3/instruct-lora-8b.yml", LLAMA3_INSTRUCT, "messages", AT_ONCE),
+    Case("axolotl", "axolotl/examples/mistral/config.yml", MISTRAL, "alpaca", PACKED_ONCE | SHORT),
     Case("axolotl", "axolotl/examples/qwen2/dpo.yaml", QWEN25_BASE, "answers"),
     Case("llamafactory", "LLaMA-Factory/examples/train_lora/qwen3_lora_sft.yaml", QWEN3, "alpaca"),
     Case("llamafactory", "LLaMA-Factory/examples/train_lora/qwen3_lora_dpo.yaml", QWEN3, "sharegpt_pairs"),
@@ -171,7 +178,8 @@ def line(result: dict[str, Any]) -> str:
 def write_model(family: Family, directory: Path) -> Path:
     """Write a model of two layers with random weights, and a tokenizer with the first tokens of SmolLM2's."""
     import torch
-    from tokenizers import Tokenizer
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -182,6 +190,9 @@ def write_model(family: Family, directory: Path) -> Path:
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in tokens["model"]["merges"]]
     tokens["model"] |= {"vocab": kept, "merges": [pair for pair in pairs if {*pair, "".join(pair)} <= kept.keys()]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokens)))
+    if family.split:
+        parts = [Split(Regex(family.split), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
     special = [token for token in (family.begin, family.end, *family.more) if token]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = family.begin, family.end, "<|endoftext|>"
@@ -261,7 +272,6 @@ ROW: dict[str, Callable[[int], dict[str, Any]]] = {
         "rejected": _turn("gpt", _answer(number, 7), _SHAREGPT),
     },
     "pairs": lambda number: {
-        "prompt": _question(number),
         "chosen": [_turn("user", _question(number)), _turn("assistant", _answer(number))],
         "rejected": [_turn("user", _question(number)), _turn("assistant", _answer(number, 7))],
     },

@@ -77,6 +77,7 @@ def test_a_module_beside_a_recipe_is_found_from_elsewhere_and_not_executed(
 KEYS = {
     "task": "task=evil:SPEC",
     "strategy": "parallel.strategy=evil:SPEC",
+    "adapter": "model.adapter.type=evil:SPEC",
     "optimizer": "optimizer.name=evil:SPEC",
     "schedule": "optimizer.schedule=evil:SPEC",
     "source": "data.train=evil:SOURCE",
@@ -104,6 +105,7 @@ def test_no_key_of_a_recipe_makes_a_check_execute_anything(folder: Path, key: st
     if key in (
         "task",
         "strategy",
+        "adapter",
         "optimizer",
         "schedule",
         "source",

@@ -42,6 +42,10 @@ FEW = (
     "train.micro_batch_size=2",
     "data.validation=8",
 )
+MIXTRAL = tuple(
+    f"model.config.{key}"
+    for key in ("model_type=mixtral", "num_local_experts=4", "num_experts_per_tok=2", "tie_word_embeddings=false")
+)
 GPT2 = ("model.config=null", "model.config={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 4, n_positions: 512}")
 ADAPTERS: dict[str, tuple[str, ...]] = {
     "lora": ("model.adapter={type: lora, rank: 4}",),
@@ -56,6 +60,12 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
         "model.config.tie_word_embeddings=false",
         "model.adapter={type: lora, rank: 4, targets: [embed_tokens, lm_head, q_proj, up_proj]}",
     ),
+    "lora on experts": (
+        *MIXTRAL,
+        "model.adapter={type: lora, rank: 4, target_parameters: [experts.gate_up_proj, experts.down_proj]}",
+    ),
+    "oft": ("model.adapter={type: oft, block_size: 16}",),
+    "oft on nf4": ("model.adapter={type: oft, quantization: nf4}",),
     "pissa": ("model.adapter={type: lora, rank: 4, initialization: pissa}",),
     "lora in some blocks": ("model.adapter={type: lora, rank: 4, layers: 1-1, targets: '.*mlp.*'}",),
     "lora in bf16": ("model.adapter={type: lora, rank: 4}", "train.mixed_precision=bf16"),
@@ -65,7 +75,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # Those of the fast tests.
-FEWER = ("lora", "nf4", "lora on embeddings and head")
+FEWER = ("lora", "nf4", "lora on embeddings and head", "lora on experts", "oft")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 
@@ -148,7 +158,19 @@ def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("nf4", "single"), ("dora", "ddp"), ("nf4", "fsdp"), ("lora", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("nf4", "single"),
+        ("dora", "ddp"),
+        ("nf4", "fsdp"),
+        ("lora", "fsdp"),
+        ("oft", "ddp"),
+        ("oft", "fsdp"),
+        ("lora on experts", "ddp"),
+        ("lora on experts", "fsdp"),
+    ],
+)
 def test_a_run_goes_on_bit_for_bit(
     alone: dict[str, Trained],
     in_two: dict[tuple[str, str], Trained],
@@ -280,6 +302,13 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tm
         (("model.adapter.stack=true",), "no adapter to stack on"),
         (("model.adapter.type=none", "model.adapter.rank=3"), "has no effect without an adapter"),
         (("model.adapter.type=none", "model.adapter.quantization=int8"), "nothing would be trained without an adapter"),
+        (("model.adapter={type: oft, rank: 8}",), "rank: has no effect with oft, only with lora, dora"),
+        (
+            ("model.adapter={type: oft, block_size: 48}",),
+            "48 does not divide the 64 inputs of model.layers.0",
+        ),
+        (("model.adapter=ia3",), "ia3 also scales the biases of its modules, which merge and export do not"),
+        (("model.adapter.initialization=loftq",), "loftq needs the weights before their quantization"),
         (("model.adapter.double_quantization=false",), "has no effect with quantization none, only with nf4"),
     ],
 )

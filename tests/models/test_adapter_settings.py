@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.models.adapters.attaching import attach_adapter, lora_layers, switched_off
+from trainwright.models.adapters.attaching import adapted_layers, attach_adapter, switched_off
 from trainwright.models.load import load_model
 from trainwright.models.quantization import quantize
 from trainwright.recipe.sections.model import ModelSection
@@ -34,7 +34,7 @@ def adapted(dtype: torch.dtype = torch.float32, **adapter: Any) -> Any:
 
 
 def layers(model: Any) -> dict[str, Any]:
-    return dict(lora_layers(model))
+    return dict(adapted_layers(model))
 
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, 24 / 4), (True, 24 / math.sqrt(4))])
@@ -62,6 +62,12 @@ def test_only_the_blocks_that_are_named_get_matrices() -> None:
     assert some == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
     every = {name for name in layers(adapted()) if ".layers.1." in name}
     assert set(layers(adapted(layers="1-1"))) == every
+
+
+def test_rotations_have_blocks_of_the_size_that_is_set() -> None:
+    for size in (4, 8):
+        for layer in layers(adapted(type="oft", rank=None, block_size=size)).values():
+            assert layer.oft_R["default"].weight.shape == (layer.in_features // size, size * (size - 1) // 2)
 
 
 def test_matrices_are_fp32_on_a_bf16_base_which_is_frozen() -> None:

@@ -37,7 +37,10 @@ CONFIGS = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
+    "gpt_oss": {**LLAMA, "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 IDS = torch.arange(20, 44).view(2, 12)
 
 
@@ -118,6 +121,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olora, rank-stabilized": ("llama", {"initialization": "olora", "rank_stabilized": True}),
     "pissa of gpt2": ("gpt2", {"initialization": "pissa", "targets": ["c_attn", "c_proj"]}),
     "gaussian": ("llama", {"initialization": "gaussian"}),
+    "oft": ("llama", {"type": "oft", "rank": None, "block_size": 8}),
+    "oft and a head": ("llama", {"type": "oft", "rank": None, "block_size": 16, "modules_to_save": ["lm_head"]}),
+    "experts": ("mixtral", {"target_parameters": EXPERTS, "rank_stabilized": True}),
+    "transposed experts alone": ("gpt_oss", {"targets": [], "target_parameters": EXPERTS}),
+    "experts of a block": ("mixtral", {"targets": ["q_proj"], "target_parameters": EXPERTS[1:], "layers": [1]}),
     "embeddings alone": ("llama", {"targets": ["embed_tokens"]}),
     "gpt2": ("gpt2", {}),
     "dora on gpt2": ("gpt2", {"type": "dora"}),
@@ -350,6 +358,40 @@ def test_ends_of_a_model_that_cannot_be_adapted_are_refused(bases: dict[str, Pat
     assert "the weight of both embeddings and output head" in refused(section(bases["tied"], targets=["lm_head"]))
     assert "cannot have dora" in refused(section(bases["llama"], type="dora", targets=["embed_tokens"]))
     assert "computes without the dropout" in refused(section(bases["llama"], dropout=0.1, targets=["lm_head"]))
+
+
+def test_modules_with_names_of_experts_are_not_taken_for_these() -> None:
+    config = {
+        **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "moe_intermediate_size": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    model = ModelSection.model_validate({"config": config, "tokenizer": "bytes", "adapter": {"type": "lora"}})
+    trained, _ = attached(model)
+    assert not [name for name, p in trained.named_parameters() if p.requires_grad and ".mlp." in name]
+    assert "mlp.up_proj, mlp.down_proj, mlp.shared_experts.gate_proj" in str(check_adapter(model, 0))
+    named = model.model_copy(
+        update={"adapter": model.adapter.model_copy(update={"targets": ["shared_experts.up_proj"]})}
+    )
+    with pytest.raises(RequestError, match=r"PEFT takes the name of .*shared_experts.up_proj for"):
+        attached(named)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"target_parameters": ["q_proj.weight"]},
+            "it has mlp.experts.gate_up_proj, mlp.experts.down_proj. Linear modules are",
+        ),
+        ({"target_parameters": ["down_proj"], "layers": [7]}, "7 does not exist: the model has blocks 0 to 1"),
+    ],
+)
+def test_weights_of_experts_that_are_not_there_are_refused(
+    bases: dict[str, Path], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_adapter(section(bases["mixtral"], targets=[], **fields), 0)
 
 
 def test_blocks_that_are_not_there_are_refused(bases: dict[str, Path]) -> None:

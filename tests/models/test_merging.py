@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.slow import slow_but
 from trainwright.errors import RequestError
-from trainwright.models.adapters.attaching import attach_adapter, lora_layers
+from trainwright.models.adapters.attaching import adapted_layers, attach_adapter
 from trainwright.models.files import save_model
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.models.merging import merge
@@ -77,6 +77,24 @@ def test_matrices_of_embeddings_and_head_are_merged(tmp_path: Path) -> None:
     directory = base(tmp_path / "base", tie_word_embeddings=False)
     section, expected = trained(directory, tmp_path / "adapter", targets=["lm_head", "embed_tokens", "q_proj"])
     merge(section, 0, tmp_path / "merged")
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("modules", [[], ["embed_tokens"]])
+def test_rotations_are_merged(modules: list[str], tmp_path: Path) -> None:
+    directory = base(tmp_path / "base", tie_word_embeddings=False)
+    fields = {"type": "oft", "rank": None, "block_size": 32, "modules_to_save": modules}
+    section, expected = trained(directory, tmp_path / "adapter", scale=0.03, **fields)
+    assert merge(section, 0, tmp_path / "merged").changed == 14 + len(modules)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+    assert (expected - logits_of(directory)).abs().max() > 0.01
+
+
+def test_matrices_of_experts_are_merged(tmp_path: Path) -> None:
+    directory = base(tmp_path / "base", "mixtral", num_local_experts=4)
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    section, expected = trained(directory, tmp_path / "adapter", targets=["q_proj"], target_parameters=experts)
+    assert merge(section, 0, tmp_path / "merged").changed == 2 + 4
     torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -156,4 +174,4 @@ def test_every_adapted_layer_is_merged(tmp_path: Path) -> None:
     section, _ = trained(base(tmp_path / "base"), tmp_path / "adapter")
     model = load_model(section, torch.float32)
     attach_adapter(model, section, 0)
-    assert merge(section, 0, tmp_path / "merged").changed == len(list(lora_layers(model))) == 14
+    assert merge(section, 0, tmp_path / "merged").changed == len(list(adapted_layers(model))) == 14

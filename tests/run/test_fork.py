@@ -54,6 +54,27 @@ def test_a_fork_without_a_change_goes_on_as_its_parent(runs: Runs, strategy: str
     assert [event["step"] for event in events(run, "evaluate")] == [4, 8]
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    slow_but(
+        ("model.adapter={type: lora, rank: 4}",),
+        among=[
+            ("model.adapter={type: lora, rank: 4}",),
+            ("model.adapter={type: oft}",),
+            ("task=dpo", "data.train=pydoc-pairs", "data.limit=64"),
+            ("task=dpo", "data.train=pydoc-pairs", "data.limit=64", "model.adapter={type: lora, rank: 4}"),
+        ],
+    ),
+    ids=str,
+)
+def test_forks_of_adapters_and_of_pairs_go_on_too(runs: Runs, overrides: tuple[str, ...]) -> None:
+    """The reference of a DPO run is the model that its parent started from."""
+    overrides = (*overrides, "parallel.num_processes=1")
+    parent = runs.trained(*BASE, *overrides)
+    before, after = losses(parent), losses(forked(runs, f"{parent}@4", *overrides))
+    assert after == {step: before[step] for step in (5, 6, 7, 8)}
+
+
 @pytest.mark.slow
 def test_what_changes_the_batches_begins_at_step_0(runs: Runs) -> None:
     parent = runs.trained(*BASE)

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
-from trainwright.models.adapters.attaching import attach_adapter, lora_layers
+from trainwright.models.adapters.attaching import adapted_layers, attach_adapter, parameter_name, plain_names
 from trainwright.models.configuration import untie
 from trainwright.models.files import has_experts, logit_difference, replacing, save_model
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer
@@ -51,7 +51,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
     _check_out(section, out)
     tokenizer = load_tokenizer(section)
     model = _with_adapter(section, seed, None, tokenizer)
-    dtype = dtype or next(p.dtype for name, p in model.named_parameters() if ".lora_" not in name)
+    dtype = dtype or model.get_parameter(next(plain_names(model, dict(model.named_parameters())))).dtype
     changes: list[bool] = []
     doing("merging the adapter into its base")
     with replacing(out) as temporary:
@@ -111,11 +111,12 @@ def _with_adapter(
 
 def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the merged model's tensors by their plain names; append to ``changes`` whether each adapted one differs."""
-    merged = {f"{name}{_KEPT}.weight": layer for name, layer in lora_layers(model)}
+    names = {module: name for name, module in model.named_modules()}
+    merged = {f"{names[layer.get_base_layer()]}.{parameter_name(layer)}": layer for _, layer in adapted_layers(model)}
     state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        plain = name.replace(_KEPT, "").replace(_REPLACED, "")
-        if ".lora_" in name or _ORIGINAL in name:
+    for name in plain_names(model, state):
+        tensor, plain = state[name], name.replace(_KEPT, "").replace(_REPLACED, "")
+        if _ORIGINAL in name:
             continue
         if name in merged:
             before = tensor.detach()
@@ -130,16 +131,16 @@ def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) ->
 @torch.no_grad()
 def _merged_weight(layer: Any) -> torch.Tensor:
     """Return the weight of an adapted layer as PEFT merges it, in fp32; the layer does not change."""
-    base = layer.get_base_layer()
-    original = base.weight.data
-    base.weight.data = original.to(torch.float32, copy=True)
+    parameter = getattr(layer.get_base_layer(), parameter_name(layer))
+    original = parameter.data
+    parameter.data = original.to(torch.float32, copy=True)
     try:
         layer.merge()
-        weight: torch.Tensor = base.weight.data
+        weight: torch.Tensor = parameter.data
         return weight
     finally:
         layer.merged_adapters.clear()
-        base.weight.data = original
+        parameter.data = original
 
 
 def _untied_where_replaced(model: PreTrainedModel) -> Any:
@@ -172,8 +173,8 @@ def _verify(
     apart: Any = _with_adapter(section, seed, compute, tokenizer)
     apart.to(compute)
     expected = _logits(apart, ids)
-    for _, layer in lora_layers(apart):
-        layer.get_base_layer().weight.data = _merged_weight(layer).to(compute)
+    for _, layer in adapted_layers(apart):
+        getattr(layer.get_base_layer(), parameter_name(layer)).data = _merged_weight(layer).to(compute)
         layer._disable_adapters = True
     _check_same("merged", logit_difference(_logits(apart, ids), expected, mixture=has_experts(apart)), compute)
     for parameter in apart.parameters():

@@ -7,8 +7,9 @@ from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from trainwright.recipe.adapter_spec import OPTIONAL
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES, STRATEGIES, TASKS
+from trainwright.recipe.registries import ADAPTERS, OPTIMIZERS, SCHEDULES, STRATEGIES, TASKS
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.recipe.sections.model import absurd_sizes
 from trainwright.recipe.strategy_spec import all_specs
@@ -126,6 +127,11 @@ def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
             keys = f"model.adapter.{key}", "model.adapter.type"
             yield Contradiction(keys, f"{why}; set model.adapter.type, for instance to lora")
         return
+    for key in adapter.changed():
+        if key in OPTIONAL and key not in adapter.spec.reads:
+            readers = ", ".join(name for name in ADAPTERS.names() if key in ADAPTERS.get(name).reads)
+            keys = f"model.adapter.{key}", "model.adapter.type"
+            yield Contradiction(keys, f"has no effect with {adapter.type}, only with {readers}; remove it")
     for key in ("trainable", "frozen"):
         if getattr(recipe.model, key):
             why = "an adapter trains its own matrices; choose the modules with model.adapter.targets"
@@ -144,6 +150,22 @@ def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if adapter.layers is not None and adapter.start_from is not None and not adapter.stack:
         why = "the adapter to continue has its modules already; remove it"
         yield Contradiction(("model.adapter.layers", "model.adapter.start_from"), why)
+    for key, wrong, why in (
+        ("type", adapter.type == "dora", "dora scales the rows of one matrix; set it to lora"),
+        (
+            "dropout",
+            adapter.dropout > 0,
+            "each expert's products are added to its weights, not to an output; set it to 0",
+        ),
+        ("initialization", adapter.decomposes, "the weights of experts are not decomposed"),
+        ("stack", adapter.stack, "adapters of experts cannot be saved as one"),
+        ("start_from", adapter.start_from is not None, "the adapter to continue has its parameters already; remove it"),
+    ):
+        if adapter.target_parameters and wrong:
+            yield Contradiction(("model.adapter.target_parameters", f"model.adapter.{key}"), why)
+    if adapter.targets == [] and not adapter.target_parameters:
+        why = "leaves nothing to adapt; name modules, or weights of experts in target_parameters"
+        yield Contradiction(("model.adapter.targets", "model.adapter.target_parameters"), why)
     if adapter.initialization != "default" and adapter.start_from is not None and not adapter.stack:
         why = "the adapter to continue has its matrices already; remove it"
         yield Contradiction(("model.adapter.initialization", "model.adapter.start_from"), why)

@@ -10,6 +10,7 @@ from trainwright.recipe.extensions import Registry
 
 if TYPE_CHECKING:
     from trainwright.models.attention.kernels import AttentionKernel
+    from trainwright.recipe.adapter_spec import AdapterSpec
     from trainwright.recipe.observer_spec import ObserverSpec
     from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
@@ -114,6 +115,18 @@ PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
     },
     kind="preference loss",
     required=("function", "reads", "has_reference", "averages", "sft_weight", "rates_answers"),
+)
+
+# Each is a recipe.adapter_spec.AdapterSpec.
+ADAPTERS: Registry[AdapterSpec] = Registry(
+    "trainwright.adapters",
+    {
+        "lora": "trainwright.recipe.adapter_spec:LORA",
+        "dora": "trainwright.recipe.adapter_spec:DORA",
+        "oft": "trainwright.recipe.adapter_spec:OFT",
+    },
+    kind="adapter",
+    required=("summary", "settings", "reads", "unchanged", "of_ends", "peft_type"),
 )
 
 # Each is a recipe.optimizer_spec.OptimizerSpec.
@@ -377,6 +390,7 @@ KEYS: dict[str, Registry[Any]] = {
     "optimizer.schedule": SCHEDULES,
     "data.train": SOURCES,
     "dpo.loss": PREFERENCE_LOSSES,
+    "model.adapter.type": ADAPTERS,
     "unlearn.objective": OBJECTIVES,
     "evaluate.metrics": METRICS,
     "algorithm_distillation.environment": ENVIRONMENTS,

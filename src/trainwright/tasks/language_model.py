@@ -320,7 +320,7 @@ class LanguageModelTask:
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether an adapter with these parts would leave the model unchanged."""
-        return adds_nothing(tensors)
+        return adds_nothing(tensors, self._recipe.model.adapter.spec.unchanged)
 
     def read_back(
         self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True

@@ -308,6 +308,25 @@ def test_parameters_that_are_trained_alone(tmp_path: Path) -> None:
     assert values["model"]["trainable"] == ["^lm_head.weight", "model.layers.4[4-7]+.mlp.*"]
 
 
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [
+        ("FastLanguageModel.for_inference(model)", {"no training"}),
+        ("loss.backward()", set()),
+        ("rows = rows.cast_column('audio', Audio(16000))\nSFTTrainer(model)", {"speech and others"}),
+        ("rows.map(lambda row: row['audio']['array'])\nSFTTrainer(model)", {"speech and others"}),
+        ("SFTTrainer(model)\nAudio('answer.wav')", set()),
+    ],
+)
+def test_scripts_that_train_nothing_or_on_sound_are_aside(tmp_path: Path, line: str, kinds: set[str]) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(f"model, _ = FastLanguageModel.from_pretrained(model_name='a/b', max_seq_length=64)\n{line}\n")
+    (tree,) = read(file)
+    tool = recognize(tree)
+    assert tool is not None
+    assert {each.aside for each in convert(tree, tool, Numbers()).lines if each.aside} == kinds
+
+
 def test_what_other_training_needs_is_aside(tmp_path: Path) -> None:
     conversion = of(tmp_path, files.AXOLOTL + "rl: grpo\ntrl: {num_generations: 4}\n")
     assert conversion.kind == "aside" and {line.aside for line in conversion.failures} == {"online RL"}

@@ -70,6 +70,7 @@ _SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
         pytest.param(
             Case("llama", adapter={"type": "dora", "quantization": "nf4", "modules_to_save": ["lm_head"]}), marks=_SLOW
         ),
+        Case("llama", adapter={"type": "oft", "block_size": 8}),
         pytest.param(Case("gpt2", PADDED, "bf16", recompute="selective"), marks=_SLOW),
     ],
     ids=str,
@@ -79,6 +80,16 @@ def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4 if case.dtype == "fp32" else 5e-3)
     assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
     assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
+
+
+def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted() -> None:
+    """torch counts no grouped products, so FLOPs are not compared."""
+    adapter = {"type": "lora", "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    traced = TracedModel.of(small_config("mixtral")).adapted(AdapterSection(**adapter))
+    assert traced.adapter_section["target_parameters"] == adapter["target_parameters"]
+    plan, real = compared(Case("mixtral", adapter=adapter))
+    assert plan["step"] == pytest.approx(real["step"], rel=1e-4)
+    assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
 
 
 def test_rows_of_the_loss_are_padded_as_in_a_run() -> None:

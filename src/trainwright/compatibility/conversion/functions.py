@@ -312,6 +312,18 @@ def targets(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, key, names)
 
 
+def target_parameters(conversion: Conversion, setting: Setting, rule: Rule, **modules: str) -> None:
+    """Adapt weights of experts; without one of the keys that choose ``modules``, these alone, as PEFT."""
+    words = setting.value if isinstance(setting.value, list) else re.split(r"[\s,]+", str(setting.value or ""))
+    names = [str(word) for word in words if word]
+    if not names:
+        conversion.drop(setting, "asks for nothing")
+        return
+    conversion.take(setting, "model.adapter.target_parameters", names)
+    if modules and not any(map(conversion.is_on, modules.values())):
+        conversion.take(setting, "model.adapter.targets", [])
+
+
 def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Stop after as many evaluations without a lower validation loss."""
     if setting.is_on:

@@ -258,9 +258,26 @@ def _script(text: str, path: Path) -> list[Tree]:
                 value,
                 Origin(str(path), node.lineno if hasattr(node, "lineno") else call.lineno),
             )
+    for key, node in _other_kinds(module):
+        put(tree, key, True, Origin(str(path), getattr(node, "lineno", 1)))
     docstring = ast.get_docstring(module, clean=False)
     is_library = docstring and not {"learning_rate", "per_device_train_batch_size"} & tree.values.keys()
     return _commands(docstring, path) if is_library and docstring else [tree]
+
+
+def _other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Yield a key for what a script does that is no training on texts, and where."""
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+    names = [ast.unparse(call.func) for call in calls]
+    trains = [name for name in names if name.endswith(("Trainer", ".backward", *_CONFIGURATIONS))]
+    if not set(trains).difference(_OF_ADAPTERS):
+        yield "no_trainer", module
+    indices = [node.slice for node in ast.walk(module) if isinstance(node, ast.Subscript)]
+    columns = [call.args[0] for call in calls if ast.unparse(call.func).endswith(".cast_column") and call.args]
+    for node in (*indices, *columns):
+        if isinstance(node, ast.Constant) and node.value == "audio":
+            yield "rows_of_sound", node
+            return
 
 
 def script_of(path: Path) -> ast.Module:

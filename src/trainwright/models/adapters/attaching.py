@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # PEFT's names for the adapters in a model.
 _TRAINED, _BENEATH, _READ_BACK = "default", "beneath", "read_back"
-# Of the two matrices of a module, the one that is initially zero; in PEFT, embeddings begin with the other one.
-ZERO_AT_FIRST = (".lora_B.", ".lora_embedding_A")
 # Largest difference of logits computed from the same weights, relative to the largest logit: in low precision one
 # rounding error. Concatenated matrices of a file are rounded together, which needs a larger tolerance.
 _SAME = {torch.float32: 1e-4}
@@ -78,7 +76,7 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
     elif adapter.decomposes:
         identity += f"+{adapter.initialization} {config.r}"
         below = {key: parameter.detach().clone() for key, parameter in _by_key(model, _BENEATH).items()}
-    return Adapter(model, config, names, base, Beneath(identity, below))
+    return Adapter(model, config, names, base, Beneath(identity, below), adapter.spec.unchanged)
 
 
 @torch.no_grad()
@@ -88,7 +86,7 @@ def _decompose(model: nn.Module, initialization: str) -> None:
     As PEFT's ``pissa_niter_16`` and ``olora``, which subtract the part from the weight: then the weight could not be
     read from the model's files.
     """
-    for _, layer in lora_layers(model):
+    for _, layer in adapted_layers(model):
         weight, scale = layer.get_base_layer().weight.detach().float(), layer.scaling[_TRAINED]
         weight = weight.t() if layer.fan_in_fan_out else weight
         rank = layer.r[_TRAINED]
@@ -145,7 +143,13 @@ class Adapter:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: Any, modules: list[str], base: BaseModel, beneath: Beneath
+        self,
+        model: PreTrainedModel,
+        config: Any,
+        modules: list[str],
+        base: BaseModel,
+        beneath: Beneath,
+        unchanged: Mapping[str, float],
     ) -> None:
         self.identity = beneath.identity
         self._base = base
@@ -153,7 +157,8 @@ class Adapter:
         self._modules = modules
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._names = {key: names[parameter] for key, parameter in _by_key(model, _TRAINED).items()}
-        self._scales = {name: dict(layer.scaling) for name, layer in lora_layers(model)}
+        self._scales = {name: dict(getattr(layer, "scaling", {})) for name, layer in adapted_layers(model)}
+        self._unchanged = unchanged
         self._beneath = beneath.weights
         self._whole = whole_of(model.config)
         if self._whole is not None:
@@ -184,8 +189,9 @@ class Adapter:
         if lost := sorted(set(self._names.values()) - trained.keys()):
             raise TrainingError(f"the adapter cannot be saved: without {', '.join(lost[:5])}")
         weights = {key: trained[name].contiguous() for key, name in self._names.items()}
-        if adds_nothing(weights):
-            raise TrainingError("the adapter adds nothing to the model: all of its lora_B are zero")
+        if adds_nothing(weights, self._unchanged):
+            parts = " and ".join(part.strip(".") for part in self._unchanged)
+            raise TrainingError(f"the adapter adds nothing to the model: all of its {parts} are as they began")
         config = self._config
         if self._beneath:
             config, weights = self._together(weights)
@@ -236,7 +242,8 @@ class Adapter:
         config.target_modules = sorted(whole_name(name, whole) for name in matched(config, self._modules))
         config.layers_to_transform = config.layers_pattern = config.exclude_modules = None
         for key in ("rank_pattern", "alpha_pattern"):
-            setattr(config, key, {whole_name(name, whole): value for name, value in getattr(config, key).items()})
+            if values := getattr(config, key, None):
+                setattr(config, key, {whole_name(name, whole): value for name, value in values.items()})
         return config, {PREFIX + whole_name(key.removeprefix(PREFIX), whole): part for key, part in weights.items()}
 
     @torch.no_grad()
@@ -254,8 +261,10 @@ class Adapter:
         Raises:
             TrainingError: the logits differ.
         """
-        replaced = {key: parameter for key, parameter in _by_key(model, _TRAINED).items() if ".lora_" not in key}
-        if not all_parameters and (self._config.use_dora or replaced):
+        replaced = {
+            key: parameter for key, parameter in _by_key(model, _TRAINED).items() if _is_replaced(self._names[key])
+        }
+        if not all_parameters and (getattr(self._config, "use_dora", False) or replaced):
             return
         with _computed_in(model) as dtypes:
             expected = model(input_ids=input_ids, use_cache=False).logits.float()
@@ -282,11 +291,13 @@ class Adapter:
         """Return the saved settings for a model that already has an adapter: replaced modules are not replaced
         again.
         """
-        from peft import LoraConfig
+        from peft import PeftConfig
 
-        config = in_causal_model(LoraConfig.from_pretrained(str(directory)))
+        config = in_causal_model(PeftConfig.from_pretrained(str(directory)))
         config.target_modules = matched(config, self._modules)
-        config.modules_to_save, config.ensure_weight_tying = None, False
+        config.modules_to_save = None
+        if hasattr(config, "ensure_weight_tying"):
+            config.ensure_weight_tying = False
         return config
 
 
@@ -297,7 +308,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
     # Sets PEFT's flag directly: its methods also freeze trained parameters, and a strategy that gathers parameters
     # would adopt that.
-    parts = [part for _, part in lora_layers(model)]
+    parts = [part for _, part in adapted_layers(model)]
     parts += [part for part in model.modules() if isinstance(part, ModulesToSaveWrapper)]
     for part in parts:
         part._disable_adapters = True
@@ -308,9 +319,13 @@ def switched_off(model: nn.Module) -> Iterator[None]:
             part._disable_adapters = False
 
 
-def adds_nothing(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether an adapter with these tensors, or parts of them, leaves the model unchanged."""
-    return not any(tensor.any() for name, tensor in tensors.items() if any(part in name for part in ZERO_AT_FIRST))
+def adds_nothing(tensors: Mapping[str, torch.Tensor], unchanged: Mapping[str, float]) -> bool:
+    """Return whether an adapter with these tensors, or parts of them, leaves the model unchanged.
+
+    ``unchanged``: by a part of their names, the value of tensors of which this depends.
+    """
+    values = [(tensor, value) for name, tensor in tensors.items() for part, value in unchanged.items() if part in name]
+    return all(bool((tensor == value).all()) for tensor, value in values)
 
 
 def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
@@ -329,8 +344,8 @@ def _activate(model: nn.Module, names: tuple[str, ...]) -> None:
     """
     from peft.utils import ModulesToSaveWrapper
 
-    for _, layer in lora_layers(model):
-        layer.set_adapter([name for name in names if name in layer.scaling])
+    for _, layer in adapted_layers(model):
+        layer.set_adapter([name for name in names if _has(layer, name)])
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             module.set_adapter(_TRAINED)
@@ -347,9 +362,9 @@ def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
     def look(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         dtypes.add(output.dtype)
 
-    adapted = [layer for _, layer in lora_layers(model) if _TRAINED in layer.scaling]
-    # Of embeddings the matrices are no modules.
-    layers = [layer.lora_A[_TRAINED] if len(layer.lora_A) else layer for layer in adapted]
+    adapted = [layer for _, layer in adapted_layers(model) if _has(layer, _TRAINED)]
+    # Of embeddings the matrices are no modules, and those of experts are added to the weights.
+    layers = [layer if parameter_name(layer) != "weight" else _first_module(layer) for layer in adapted]
     hooks = [layer.register_forward_hook(look) for layer in layers]
     try:
         yield dtypes
@@ -366,8 +381,8 @@ def _only_trained_afterwards(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         _activate(model, (_BENEATH, _TRAINED))
-        for _, layer in lora_layers(model):
-            if _READ_BACK in layer.scaling:
+        for _, layer in adapted_layers(model):
+            if _has(layer, _READ_BACK):
                 layer.delete_adapter(_READ_BACK)
         model.peft_config.pop(_READ_BACK, None)
         for parameter, (data, required) in before.items():
@@ -409,7 +424,8 @@ def _check_shapes(
 
 def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter in ``model`` by their names in PEFT files; tied ones have two."""
-    kinds = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save"
+    names = {part for _, layer in adapted_layers(model) for part in layer.adapter_layer_names}
+    kinds = "|".join(sorted({*names, "lora_magnitude_vector", "modules_to_save"}))
     parts = re.compile(rf"(.*)\.({kinds})\.{adapter}(?:\.(.*))?")
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -421,8 +437,37 @@ def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield ``(name, layer)`` for every adapted layer of ``model``."""
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+
+
+def parameter_name(layer: Any) -> str:
+    """Return the name, in its base layer, of the parameter that an adapted layer changes."""
+    return getattr(layer, "parameter_name", "weight")
+
+
+def plain_names(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """Yield those names of parameters that are not an adapter's."""
+    prefixes = {part.partition("_")[0] for _, layer in adapted_layers(model) for part in layer.adapter_layer_names}
+    of_adapters = tuple(f"{prefix}_" for prefix in prefixes)
+    return (name for name in names if not any(part.startswith(of_adapters) for part in name.split(".")))
+
+
+def _is_replaced(name: str) -> bool:
+    """Return whether a trained parameter is of a module that is trained in full."""
+    return ".modules_to_save." in name
+
+
+def _has(layer: Any, adapter: str) -> bool:
+    """Return whether an adapted layer has an adapter of this name."""
+    return any(adapter in getattr(layer, part, ()) for part in layer.adapter_layer_names)
+
+
+def _first_module(layer: Any) -> nn.Module:
+    """Return the module of the trained adapter that gets the input of an adapted layer, or the layer itself."""
+    parts = (getattr(layer, part, ()) for part in layer.adapter_layer_names)
+    modules = (part[_TRAINED] for part in parts if isinstance(part, nn.ModuleDict) and _TRAINED in part)
+    return next(modules, layer)

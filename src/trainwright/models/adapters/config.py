@@ -17,13 +17,15 @@ from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.adapters.files import START_FROM, SavedAdapter, start_from
 from trainwright.models.causal_lm import find_blocks
 from trainwright.models.text_part import causal_name
+from trainwright.recipe.extensions import load
+from trainwright.recipe.registries import ADAPTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
-RANK, ALPHA = 16, 32.0  # defaults if neither the recipe nor an existing adapter sets them
+RANK, ALPHA, BLOCK_SIZE = 16, 32.0, 32  # defaults if neither the recipe nor an existing adapter sets them
 
 
 def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
@@ -47,7 +49,8 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     saved.check_settings(adapter)
     config = saved_config(saved)
     config.base_model_name_or_path, config.revision = base.repository
-    config.lora_dropout = adapter.dropout
+    if "dropout" in adapter.spec.reads:
+        config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
         targets, matches = set(_targets(adapter, model)), set(matched(config, adaptable_names(model)))
         if targets != matches:
@@ -56,7 +59,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
                 f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
                 "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"
             )
-    if not matched(config, adaptable_names(model)):
+    if not matched(config, adaptable_names(model)) and not getattr(config, "target_parameters", None):
         raise RequestError(
             f"{START_FROM}: {saved.directory} has modules ({config.target_modules}) that are not in {base.name}; "
             f"available are {', '.join(_kinds(linear_names(model)))}"
@@ -123,11 +126,12 @@ def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
 
 def saved_config(saved: SavedAdapter) -> Any:
     """Return PEFT's settings of a saved adapter, to train it or to train another on top of it."""
-    from peft import LoraConfig
+    from peft import PeftConfig
 
-    config = LoraConfig.from_pretrained(str(saved.directory))
+    config: Any = PeftConfig.from_pretrained(str(saved.directory))
     config.inference_mode = False
-    config.init_lora_weights = True  # the initial values are overwritten
+    if saved.config["peft_type"] == "LORA":
+        config.init_lora_weights = True  # the initial values are overwritten
     return in_causal_model(config)
 
 
@@ -139,21 +143,36 @@ def in_causal_model(config: Any) -> Any:
     elif targets is not None:
         config.target_modules = {causal_name(name) for name in targets}
     for key in ("rank_pattern", "alpha_pattern"):
-        setattr(config, key, {causal_name(name): value for name, value in (getattr(config, key) or {}).items()})
+        if values := getattr(config, key, None):
+            setattr(config, key, {causal_name(name): value for name, value in values.items()})
     return config
 
 
 def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
-    from peft import LoraConfig
-
     modules, tied = _modules_to_save(adapter, model)
-    alpha = ALPHA if adapter.alpha is None else adapter.alpha
-    targets = _targets(adapter, model)
-    if not targets:
+    targets, parameters = _targets(adapter, model), _target_parameters(adapter, model)
+    if not targets and not parameters:
         raise RequestError(
             "model.adapter.modules_to_save: leaves no linear module for the adapter; set model.adapter.type to none to "
             "train all weights"
         )
+    common = {
+        "target_modules": _short(targets, model),
+        "modules_to_save": modules or None,
+        "fan_in_fan_out": bool(targets) and not isinstance(model.get_submodule(targets[0]), nn.Linear | nn.Embedding),
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.repository[0],
+        "revision": base.repository[1],
+    }
+    of_kind = load(adapter.spec.settings, "the settings of an adapter")
+    return of_kind(adapter, model, ensure_weight_tying=tied, target_parameters=parameters or None, **common)
+
+
+def lora_config(adapter: AdapterSection, model: PreTrainedModel, **common: Any) -> Any:
+    """Return the settings of LoRA and DoRA."""
+    from peft import LoraConfig
+
+    alpha = ALPHA if adapter.alpha is None else adapter.alpha
     return LoraConfig(
         r=adapter.rank or RANK,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
@@ -161,14 +180,37 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         use_rslora=adapter.rank_stabilized,
         use_dora=adapter.type == "dora",
         init_lora_weights="gaussian" if adapter.initialization == "gaussian" else True,
-        target_modules=_short(targets, model),
-        modules_to_save=modules or None,
-        ensure_weight_tying=tied,
-        fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear | nn.Embedding),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base.repository[0],
-        revision=base.repository[1],
+        **common,
     )
+
+
+def oft_config(
+    adapter: AdapterSection,
+    model: PreTrainedModel,
+    *,
+    ensure_weight_tying: bool,
+    target_parameters: None,  # which the recipe's check refuses
+    **common: Any,
+) -> Any:
+    """Return the settings of OFT.
+
+    Raises:
+        RequestError: the block size does not divide the inputs of a module, where PEFT would take another one; modules
+            are Conv1D, which it does not support; or tied embeddings are trained in full, which its files do not say.
+    """
+    from peft import OFTConfig
+
+    size = adapter.block_size or BLOCK_SIZE
+    for name in _targets(adapter, model):
+        inputs = getattr(model.get_submodule(name), "in_features", None)
+        if inputs is None:
+            raise RequestError(f"model.adapter.type: {adapter.type} adapts no modules such as {name}; use lora")
+        if inputs % size:
+            raise RequestError(f"model.adapter.block_size: {size} does not divide the {inputs} inputs of {name}")
+    if ensure_weight_tying:
+        why = f"{adapter.type} cannot save embeddings that are tied to the head; use lora"
+        raise RequestError(f"model.adapter.modules_to_save: {why}")
+    return OFTConfig(oft_block_size=size, **common)
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
@@ -189,27 +231,59 @@ def adaptable_names(model: PreTrainedModel) -> list[str]:
 
 
 def expert_parameters(model: PreTrainedModel) -> list[str]:
-    """Return the unique names, without numbers of layers, of the fused weights of experts, which no module computes."""
-    names = [
+    """Return the names of the fused weights of experts, which no module computes."""
+    return [
         name
         for name, parameter in model.named_parameters()
         if parameter.dim() >= 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d | nn.Conv2d)
     ]
-    return list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in names))
 
 
 def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | None:
     """Return a message about experts that ``all-linear`` does not adapt, or None if there are none."""
     if adapter.type == "none" or adapter.start_from is not None or isinstance(adapter.targets, list):
         return None
-    names = [name for name in expert_parameters(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
-    if not names:
+    chosen = {*adapter.modules_to_save, *adapter.target_parameters}
+    names = _without_numbers([name for name in expert_parameters(model) if not ends_with(name, [*chosen], inside=True)])
+    taken = _without_numbers(_taken_names(model, linear_names(model)))
+    if not names and not taken:
         return None
-    return (
-        f"model.adapter.targets: all-linear does not adapt the experts ({', '.join(names)}): each is a parameter with "
-        "the weights of all experts, not a linear module, and adapters of parameters (target_parameters in PEFT) are "
-        f"not supported; to train them in full, set model.adapter.modules_to_save to [{names[0].split('.')[-2]}]"
-    )
+    texts = []
+    if names:
+        texts.append(
+            f"the experts ({', '.join(names)}): each is a parameter with the weights of all experts, not a linear "
+            f"module; to adapt them, set model.adapter.target_parameters to [{', '.join(names)}], or to train them in "
+            f"full, model.adapter.modules_to_save to [{names[0].split('.')[-2]}]"
+        )
+    if taken:
+        texts.append(f"{', '.join(taken)}, whose names are those of experts for PEFT")
+    return f"model.adapter.targets: all-linear does not adapt {'; nor '.join(texts)}"
+
+
+def _without_numbers(names: list[str]) -> list[str]:
+    """Return the unique last parts of the names, without numbers of blocks."""
+    endings = (".".join(part for part in name.split(".")[-3:] if not part.isdigit()) for name in names)
+    return list(dict.fromkeys(endings))
+
+
+def _taken_names(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Return the names that PEFT takes for those that experts had in earlier versions of transformers.
+
+    It adapts the fused weights of all experts in their place, here and when it loads an adapter.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    taken = []
+    for kind in _kinds(names):
+        config = LoraConfig(target_modules=[kind])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # it is fused with another one
+            taken.append(kind)
+        else:
+            taken += [] if kind in (config.target_modules or ()) else [kind]
+    return [name for name in names if ends_with(name, taken)]
 
 
 def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
@@ -233,8 +307,35 @@ def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
 def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     """Return the full names of the recipe's target modules."""
     chosen = _chosen(adapter, model)
+    inside = _in_layers(adapter, model, chosen)
+    if chosen and not inside:
+        raise RequestError("model.adapter.layers: no module of model.adapter.targets is in these blocks")
+    return inside
+
+
+def _target_parameters(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
+    """Return the names of the weights of experts to adapt: their ends, or full names if blocks are chosen."""
+    every = expert_parameters(model)
+    for target in adapter.target_parameters:
+        if not any(ends_with(name, [target]) for name in every):
+            names = ", ".join(_without_numbers(every)) or "none"
+            raise RequestError(
+                f"model.adapter.target_parameters: {target} is no weight of experts of {type(model).__name__}; it has "
+                f"{names}. Linear modules are model.adapter.targets"
+            )
     if adapter.layers is None:
-        return chosen
+        return list(adapter.target_parameters)
+    chosen = [name for name in every if ends_with(name, adapter.target_parameters)]
+    inside = _in_layers(adapter, model, chosen)
+    if chosen and not inside:
+        raise RequestError("model.adapter.layers: no weight of model.adapter.target_parameters is in these blocks")
+    return inside
+
+
+def _in_layers(adapter: AdapterSection, model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Return those of the names that are in the blocks of the recipe."""
+    if adapter.layers is None:
+        return names
     blocks = {id(block): number for number, block in enumerate(find_blocks(model))}
     number = {name: blocks[id(module)] for name, module in model.named_modules() if id(module) in blocks}
     if missing := sorted(set(adapter.layers) - set(number.values())):
@@ -242,16 +343,14 @@ def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
             f"model.adapter.layers: {missing[0]} does not exist: the model has blocks 0 to {len(number) - 1}"
         )
     within = tuple(f"{name}." for name, index in number.items() if index in adapter.layers)
-    inside = [name for name in chosen if name.startswith(within)]
-    if not inside:
-        raise RequestError("model.adapter.layers: no module of model.adapter.targets is in these blocks")
-    return inside
+    return [name for name in names if name.startswith(within)]
 
 
 def _chosen(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     linear = [name for name in linear_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
+    taken = _taken_names(model, linear)
     if adapter.targets is None or adapter.targets == "all-linear":
-        return linear
+        return [name for name in linear if name not in taken]
     every = [name for name in adaptable_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
     if isinstance(adapter.targets, str):
         names = [name for name in every if re.fullmatch(adapter.targets, name)]
@@ -264,16 +363,17 @@ def _chosen(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
         for target in adapter.targets:
             if not any(ends_with(name, [target]) for name in every):
                 experts = any(ends_with(name, [target], inside=True) for name in expert_parameters(model))
-                why = (
-                    " (in the experts it is a single parameter, for which adapters are not supported)"
-                    if experts
-                    else ""
-                )
+                why = " (in the experts it is a parameter; see model.adapter.target_parameters)" if experts else ""
                 raise RequestError(
                     f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}{why}; choose "
                     f"from {', '.join(_kinds(every))}"
                 )
         names = [name for name in every if ends_with(name, adapter.targets)]
+    if refused := [name for name in names if name in taken]:
+        raise RequestError(
+            f"model.adapter.targets: PEFT takes the name of {refused[0]} for that of an expert's, and would adapt the "
+            "experts in its place; leave it out, or adapt the experts with model.adapter.target_parameters"
+        )
     if ends := [name for name in names if name not in linear]:
         _check_ends(adapter, model, ends)
     return names
@@ -289,8 +389,8 @@ def _check_ends(adapter: AdapterSection, model: PreTrainedModel, ends: Sequence[
             f"model.adapter.targets: {name} has the weight of both embeddings and output head, which a merged model "
             f"could not have; {fix}"
         )
-    if adapter.type == "dora" or adapter.stack or adapter.decomposes:
-        why = "dora" if adapter.type == "dora" else "an adapter on top of another"
+    if not adapter.spec.of_ends or adapter.stack or adapter.decomposes:
+        why = "an adapter on top of another" if adapter.spec.of_ends else adapter.type
         why = f"the initialization {adapter.initialization}" if adapter.decomposes else why
         raise RequestError(f"model.adapter.targets: {name} cannot have {why}; {fix}")
     if adapter.dropout and any(module is head for module in adapted):
@@ -351,8 +451,12 @@ def _short(names: list[str], model: PreTrainedModel) -> list[str]:
 
 def _refuse_beneath(saved: SavedAdapter) -> None:
     """Raise RequestError if the lower adapter cannot be merged: only low-rank products can be added."""
-    problem = "is a DoRA adapter" if saved.type == "dora" else "has modules saved in full"
-    if saved.type == "dora" or saved.config.get("modules_to_save"):
+    if "stack" not in ADAPTERS.get(saved.type).reads:
+        raise RequestError(f"model.adapter.stack: {saved.directory} is an adapter of type {saved.type}; merge it first")
+    kinds = {"modules_to_save": "has modules saved in full", "target_parameters": "adapts weights of experts"}
+    problem = next((text for key, text in kinds.items() if saved.config.get(key)), None)
+    problem = "is a DoRA adapter" if saved.type == "dora" else problem
+    if problem is not None:
         raise RequestError(
             f"model.adapter.stack: {saved.directory} {problem}, so an adapter on top of it could not be saved as one "
             "adapter; remove stack to continue training it"

@@ -27,6 +27,7 @@ from trainwright.models.resolve_model import check_safetensors
 from trainwright.models.safetensors_files import read_header
 from trainwright.models.text_part import causal_name
 from trainwright.recipe.files import read_json
+from trainwright.recipe.registries import ADAPTERS
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
@@ -42,12 +43,15 @@ logger = logging.getLogger(__name__)
 
 # PEFT settings that change the computation in unsupported ways, and the values that do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
+    "peft_type": ("LORA", "OFT"),
+    "coft": (False,),
+    "block_share": (False,),
+    "use_cayley_neumann": (True,),
+    "num_cayley_neumann_terms": (5,),
     "bias": ("none",),
     "lora_bias": (False,),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # other values change the base model
     "layer_replication": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "use_qalora": (False,),
@@ -57,6 +61,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "megatron_config": (None,),
 }
+_OF_LORA = ("r", "lora_alpha", "lora_dropout")  # which other kinds have in other meanings
 _Rank = Annotated[int, Field(ge=1, le=2**16)]  # up to above the rank of any matrix of a model
 _Names = str | list[str] | None
 
@@ -72,6 +77,7 @@ class _Settings(PydanticModel):
     rank_pattern: dict[str, _Rank] | None = Field(None, description="ranks by names of modules")
     alpha_pattern: dict[str, float] | None = Field(None, description="numbers by names of modules")
     target_modules: _Names = Field(None, description="names of modules")
+    target_parameters: list[str] | None = Field(None, description="a list of names of parameters")
     exclude_modules: _Names = Field(None, description="names of modules")
     modules_to_save: list[str] | None = Field(None, description="a list of names of modules")
     layers_to_transform: int | list[int] | None = Field(None, description="numbers of layers")
@@ -151,8 +157,10 @@ class SavedAdapter:
 
     @property
     def type(self) -> str:
-        """Return the adapter's type, lora or dora."""
-        return "dora" if self.config.get("use_dora") else "lora"
+        """Return the adapter's type, such as lora or dora."""
+        if self.config.get("use_dora"):
+            return "dora"
+        return next(name for name in ADAPTERS.names() if ADAPTERS.get(name).peft_type == self.config["peft_type"])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return its tensors by their names in files of causal models; raise RequestError if the file is damaged."""
@@ -225,6 +233,7 @@ class SavedAdapter:
             "type": (section.type, self.type),
             "rank": (section.rank, rank),
             "alpha": (section.alpha, alpha),
+            "block_size": (section.block_size, config.get("oft_block_size")),
             "rank_stabilized": (section.rank_stabilized or None, bool(config.get("use_rslora"))),
             "modules_to_save": (sorted(section.modules_to_save) or None, sorted(config.get("modules_to_save") or [])),
         }
@@ -258,7 +267,8 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         if key in config and config[key] not in supported:
             raise RequestError(f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which is not supported")
     try:
-        _Settings.model_validate(config)
+        is_lora = config.get("peft_type", "LORA") == "LORA"
+        _Settings.model_validate({key: value for key, value in config.items() if is_lora or key not in _OF_LORA})
     except ValidationError as error:
         key = str(error.errors(include_url=False)[0]["loc"][0])
         expected, shown = _Settings.model_fields[key].description, json.dumps(config[key])[:60]

@@ -148,6 +148,10 @@ def _adapter_text(section: AdapterSection) -> str:
         values["initialization"] = section.initialization
     if section.layers is not None:
         values["layers"] = section.layers
+    if section.block_size is not None:
+        values["block_size"] = section.block_size
+    if section.target_parameters:
+        values["target_parameters"] = section.target_parameters
     return canonical(values)
 
 

@@ -10,9 +10,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from trainwright.errors import RequestError
+from trainwright.recipe.adapter_spec import AdapterSpec
 from trainwright.recipe.extensions import is_file
 from trainwright.recipe.registered import Registered
-from trainwright.recipe.registries import ATTENTION_KERNELS
+from trainwright.recipe.registries import ADAPTERS, ATTENTION_KERNELS
 from trainwright.recipe.sections.fields import BelowOne, Count, Pattern, Positive, Section, Text
 from trainwright.utils.paths import user_path
 
@@ -20,12 +21,27 @@ _ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"
 OWN = "own_module"  # model_type of a torch module of the user's own
 _CLASS = r"(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*"
 # Short forms of an adapter, and what they stand for.
-ADAPTERS: dict[str, dict[str, Any]] = {
+SHORT_FORMS: dict[str, dict[str, Any]] = {
     "none": {"type": "none"},
     "lora": {"type": "lora"},
     "rslora": {"type": "lora", "rank_stabilized": True},
     "dora": {"type": "dora"},
+    "oft": {"type": "oft"},
     "qlora": {"type": "lora", "quantization": "nf4"},
+}
+# Adapters of PEFT that would break a guarantee, by key and value.
+_REFUSED = {
+    "type": {
+        "ia3": "ia3 also scales the biases of its modules, which merge and export do not; use lora or oft",
+        "vera": "vera shares random matrices between modules that are no parameters, so strategies and checkpoints "
+        "would miss them; use lora",
+        "adalora": "adalora changes its ranks during training by a schedule of its own, so a resumed run would differ; "
+        "use lora",
+    },
+    "initialization": {
+        "loftq": "loftq needs the weights before their quantization, and weights are quantized as they are read; use "
+        "default, or pissa without quantization",
+    },
 }
 
 
@@ -40,13 +56,18 @@ def _layers(value: object) -> object:
 
 
 class AdapterSection(Section):
-    """An adapter: small weights trained in place of the model's own. Short form: lora, rslora, dora or qlora."""
+    """An adapter: small weights trained in place of the model's own. Short form: lora, rslora, dora, oft or qlora."""
 
-    type: Literal["none", "lora", "rslora", "dora", "qlora"] = Field(
+    type: Annotated[str, Registered(ADAPTERS, ("none", "rslora", "qlora"))] = Field(
         "none",
         description="none: full fine-tuning. lora: low-rank matrices added to frozen weights (arXiv 2106.09685). "
-        "dora: also the magnitudes of the weights (arXiv 2402.09353). rslora: lora with rank_stabilized; qlora: lora "
-        "with quantization nf4; resolved recipes have lora for both.",
+        "dora: also the magnitudes of the weights (arXiv 2402.09353). oft: rotations of the inputs of linear modules, "
+        "in blocks (arXiv 2306.07280). rslora: lora with rank_stabilized; qlora: lora with quantization nf4; resolved "
+        "recipes have lora for both.",
+    )
+    block_size: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="oft: inputs that are rotated together; a divisor of the inputs of every module. Default: 32.",
     )
     rank: Count | None = Field(None, description="Rank of the matrices. Default: 16, or the rank of start_from.")
     alpha: Positive | None = Field(
@@ -63,6 +84,12 @@ class AdapterSection(Section):
         "expression that their names match fully, such as .*self_attn.[qv]_proj. Linear modules, and by name the "
         "embeddings and the output head, if they are not tied. all-linear: all linear ones except the head. Default: "
         "all-linear, or the targets of start_from.",
+    )
+    target_parameters: list[Text] = Field(
+        [],
+        description="Weights of experts to adapt, by the ends of their names, such as [experts.gate_up_proj, "
+        "experts.down_proj]: models that keep the matrices of all experts in one parameter have no linear modules for "
+        "them. Each expert gets matrices of its own. targets may be [] beside them.",
     )
     layers: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_layers)] | None = Field(
         None,
@@ -95,6 +122,11 @@ class AdapterSection(Section):
     )
 
     @property
+    def spec(self) -> AdapterSpec:
+        """What its type reads and needs."""
+        return ADAPTERS.get(self.type)
+
+    @property
     def decomposes(self) -> bool:
         """Whether new matrices are parts of the weights that they adapt."""
         return self.initialization in ("pissa", "olora")
@@ -106,8 +138,11 @@ class AdapterSection(Section):
             values = {"type": values or "none"}
         if not isinstance(values, dict) or "type" not in values:
             return values
+        for key, reasons in _REFUSED.items():
+            if isinstance(values.get(key), str) and values[key] in reasons:
+                raise PydanticCustomError("adapter", "another one: {why}", {"why": reasons[values[key]]})
         word = values["type"]
-        meant = ADAPTERS.get(word) if isinstance(word, str) else None
+        meant = SHORT_FORMS.get(word) if isinstance(word, str) else None
         if meant is None:
             return values
         if word == "qlora" and values.get("quantization") == "none":
@@ -118,7 +153,7 @@ class AdapterSection(Section):
 
 
 def _or_one_word(schema: dict[str, Any]) -> None:
-    schema["anyOf"] = [{"enum": list(ADAPTERS)}, {"$ref": schema.pop("$ref")}]
+    schema["anyOf"] = [{"enum": list(SHORT_FORMS)}, {"$ref": schema.pop("$ref")}]
 
 
 def _implementation(value: object) -> object:
@@ -272,8 +307,8 @@ class ModelSection(Section):
     )
     adapter: AdapterSection = Field(
         default_factory=AdapterSection,
-        description="Adapter to train instead of the model's own weights: none, lora, rslora, dora or qlora, or a "
-        "section with its settings.",
+        description="Adapter to train instead of the model's own weights: none, lora, rslora, dora, oft or qlora, or "
+        "a section with its settings.",
         json_schema_extra=_or_one_word,
     )
 

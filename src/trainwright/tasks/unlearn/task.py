@@ -22,7 +22,7 @@ from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import ForwardOnly, LossSum, Measured
 from trainwright.errors import RequestError
-from trainwright.models.adapters.attaching import ZERO_AT_FIRST, lora_layers, switched_off
+from trainwright.models.adapters.attaching import adapted_layers, switched_off
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.freezing import freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
@@ -31,6 +31,7 @@ from trainwright.models.truncate_config import layer_count
 from trainwright.models.weights import Weights, empty_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
+from trainwright.recipe.adapter_spec import LORA
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
@@ -367,14 +368,14 @@ def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) ->
 def negated_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
     """Negate and scale the matrices of a LoRA, which was initially zero."""
     return (
-        (name, tensor * -scale if any(part in name for part in ZERO_AT_FIRST) else tensor) for name, tensor in tensors
+        (name, tensor * -scale if any(part in name for part in LORA.unchanged) else tensor) for name, tensor in tensors
     )
 
 
 @contextmanager
 def scaled_adapter(model: nn.Module, factor: float) -> Iterator[None]:
     """Scale the contribution of the model's adapter by ``factor``."""
-    scales = [layer.scaling for _, layer in lora_layers(model)]
+    scales = [layer.scaling for _, layer in adapted_layers(model)]
     before = [dict(scaling) for scaling in scales]
     for scaling in scales:
         for name in scaling:
