@@ -42,6 +42,7 @@ from trainwright.models.load import (
     load_tokenizer,
     max_positions,
 )
+from trainwright.models.low_rank import join_adapters
 from trainwright.models.resolve_model import resolve
 from trainwright.models.router_loss import router_loss
 from trainwright.models.tokenization import ending_turns
@@ -175,6 +176,8 @@ class LanguageModelTask:
             freeze(model, recipe.model)
         self._without_adapter = False  # whether the start is the model without its adapter
         self.base = None if self._adapter is None else self._adapter.identity
+        if self._adapter is not None and not spec_of(recipe.parallel.strategy).hooks_modules:
+            join_adapters(model)
         self._lm = self._wrapped(model)
         self._lm.embedding_noise = recipe.train.neftune_noise_alpha or 0.0
         self.module: nn.Module = self._lm
