@@ -30,6 +30,12 @@ def is_fused(requested: Kernels) -> bool:
     return requested == "triton"
 
 
+def reason_of_auto(vendor: str, capability: tuple[int, int], missing: str | None) -> str:
+    """Return why ``auto`` has plain operations on a GPU; the arguments are those of ``refuse_missing``."""
+    against = _against(vendor, capability, missing)
+    return f"triton {against}" if against else "triton is possible, but its kernels were not measured on a GPU yet"
+
+
 def _against(vendor: str, capability: tuple[int, int], missing: str | None) -> str | None:
     if vendor == "CPU":
         return "needs an NVIDIA GPU, the device is a CPU"
