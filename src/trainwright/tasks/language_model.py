@@ -169,6 +169,7 @@ class LanguageModelTask:
             if prepared.validation is not None
             else None
         )
+        self._ahead: tuple[MicroBatch, Batch] | None = None  # collated before it is needed
         self.state: dict[str, float] = {}
         model, self.weights = load(recipe, recipe.model, tokenizer)
         self._adapter = attach_adapter(model, recipe.model, recipe.train.seed)
@@ -225,8 +226,17 @@ class LanguageModelTask:
         """Return the repeated units of the module, in order."""
         return self._lm.blocks()
 
+    def collate_ahead(self, micro: MicroBatch) -> None:
+        """Collate a micro-batch of the stream on the host, for the call of ``loss`` that may follow."""
+        self._ahead = micro, self._collated(self._prepared.train, micro)
+
     def _batch(self, dataset: TokenDataset, micro: MicroBatch, device: torch.device) -> Batch:
-        return collate(dataset, micro, packed=self._packed, pad_token_id=self._pad).to(device)
+        if self._ahead is not None and dataset is self._prepared.train and self._ahead[0] == micro:
+            return self._ahead[1].to(device)
+        return self._collated(dataset, micro).to(device)
+
+    def _collated(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
+        return collate(dataset, micro, packed=self._packed, pad_token_id=self._pad)
 
     def begin(
         self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
