@@ -455,7 +455,8 @@ def test_a_disturbed_calibration_is_told() -> None:
 
 def test_a_plan_says_why_operations_are_not_fused() -> None:
     said = {on: [r for r in plan(SMALL, on).reasons if "model.kernels" in r] for on in ("1xH100", "1xV100-32GB")}
-    assert said["1xH100"] == ["model.kernels eager: triton is possible, but its kernels were not measured on a GPU yet"]
+    (possible,) = said["1xH100"]
+    assert possible.startswith("model.kernels eager: triton is possible, but its kernels were not measured on GPUs")
     assert said["1xV100-32GB"] == [
         "model.kernels eager: triton needs compute capability 8.0 or higher, this GPU has 7.0"
     ]
