@@ -35,7 +35,7 @@ def reason_of_auto(vendor: str, capability: tuple[int, int], missing: str | None
     against = why_not_fused(vendor, capability, missing)
     if against:
         return f"triton {against}"
-    return "triton is possible, but its kernels were not measured on GPUs yet (`trainwright doctor kernels` checks them)"
+    return "triton is possible, but its kernels were not measured on GPUs yet (`trainwright doctor kernels` tests them)"
 
 
 def why_not_fused(vendor: str, capability: tuple[int, int], missing: str | None) -> str | None:
