@@ -128,3 +128,13 @@ def test_separated_layers_are_pefts_again() -> None:
     separate_adapters(block)
     for name, value in passed(block).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_it_is_compiled_without_a_break(kind: str) -> None:
+    block = adapted(kind, bias=True)
+    expected = passed(copy.deepcopy(block))
+    join_adapters(block)
+    block.compile(dynamic=True, backend="aot_eager", fullgraph=True)
+    for name, value in passed(block).items():
+        assert (value - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
