@@ -36,6 +36,28 @@ def gpu_runs() -> str:
     return table(rows, results)
 
 
+def launches() -> str:
+    results, rows = read("launches"), []
+    for name, case in results["cases"].items():
+        eager, fused = (case["passes"][kernels] for kernels in ("eager", "triton"))
+        fewer = "60% and 50%" if name == "smollm2-135m" else "-"
+        rows.append(
+            (
+                f"`{name}`, the passes over {case['packs']} packs of {case['pack']:,} tokens with `model.kernels: "
+                "triton` beside plain operations, counted without a GPU: launches, and bytes "
+                "that operations but products and attention move",
+                fewer,
+                f"{fused['launches']:,} beside {eager['launches']:,} ({fused['launches'] / eager['launches']:.0%}); "
+                f"{fused['bytes_of_others'] / 1e9:,.1f} beside {eager['bytes_of_others'] / 1e9:,.1f} GB "
+                f"({fused['bytes_of_others'] / eager['bytes_of_others']:.0%})",
+                "python bench/launches.py",
+            )
+        )
+        counted = ", ".join(f"{update['launches']:,} ({optimizer})" for optimizer, update in case["update"].items())
+        rows.append(("The same: launches of the update in bf16 on one GPU", "-", counted, "python bench/launches.py"))
+    return table(rows, results)
+
+
 def ledger_gpu() -> str:
     results = read("ledger_gpu")
     (rank,), (phases,) = (results["cases"]["tiny"][key] for key in ("ranks", "phases"))
@@ -60,4 +82,4 @@ def _errors(errors: Sequence[float]) -> str:
     return f"median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}"
 
 
-TABLES = tuple(measured(gpu_runs, ledger_gpu))
+TABLES = tuple(measured(gpu_runs, launches, ledger_gpu))

@@ -15,12 +15,20 @@ import torch
 
 from tests.support.commands import PATIENCE, ROOT, environment, trainwright
 from tests.support.doctor import checked
+from tests.support.interpreted import needs_interpreter
 from trainwright.doctor.checks.check import CannotCheck, Check, CheckContext, CheckResult, Finding, Outcome, Severity
 from trainwright.doctor.checks.cores import _capped, _heat, _shares, _slow
 from trainwright.doctor.checks.disks import _link_rate
 from trainwright.doctor.checks.gpus import _xids
 from trainwright.doctor.checks.gpus import judged as judged_copies
-from trainwright.doctor.checks.kernels import TOLERANCES, ComparedKernel, compare, kernels
+from trainwright.doctor.checks.kernels import (
+    TOLERANCES,
+    ComparedKernel,
+    compare,
+    fused_kernels,
+    has_fused,
+    kernels,
+)
 from trainwright.doctor.checks.nccl import EFFECTS, OLD_NAMES
 from trainwright.doctor.checks.network import _adapters
 from trainwright.doctor.checks.running import CHECKS, MachineReport, examine
@@ -30,6 +38,7 @@ from trainwright.errors import MachineError
 from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
 from trainwright.machine.machine import Gpu, Machine
+from trainwright.machine.processor import why_no_triton
 from trainwright.run.shutdown.stop import Stopping
 
 CPU = torch.device("cpu")
@@ -160,6 +169,21 @@ def test_a_page_and_json_of_the_same(tmp_path: Path) -> None:
 def test_kernels_of_this_processor_are_right(kernel: ComparedKernel) -> None:
     assert compare(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
     assert compare(kernel, CPU, torch.bfloat16) < TOLERANCES["bf16"]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kernel", list(fused_kernels()), ids=lambda kernel: kernel.name)
+def test_fused_kernels_are_compared_with_plain_formulas(kernel: ComparedKernel) -> None:
+    assert compare(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
+
+
+def test_fused_kernels_are_checked_where_a_run_could_have_them() -> None:
+    def machine(*gpus: Gpu) -> Machine:
+        return Machine("here", "a CPU", 8, 2**36, gpus)
+
+    assert not has_fused(machine())
+    assert not has_fused(machine(Gpu("Tesla T4", 2**34, (7, 5))))
+    assert has_fused(machine(Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)))) == (why_no_triton() is None)
 
 
 def test_kernels_that_are_wrong_in_the_result_or_in_a_gradient_alone() -> None:

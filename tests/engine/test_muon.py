@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.operations import Operations
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.optimizers.muon import Muon, orthogonalized
 from trainwright.recipe.schema import OptimizerSection
@@ -92,3 +94,28 @@ def test_muon_takes_no_embedding_and_no_head() -> None:
     optimizer = Muon(made.items(), section())
     orthogonal = {id(p) for group in optimizer.param_groups if group["kind"] for p in group["params"]}
     assert {name for name, parameter in made.items() if id(parameter) in orthogonal} == set(MATRICES)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
+def test_matrices_of_a_stack_are_made_orthogonal_one_by_one(shape: tuple[int, int]) -> None:
+    stack = torch.randn((3, *shape), generator=torch.Generator().manual_seed(7)) * torch.tensor([1.0, 30.0, 0.1]).view(
+        3, 1, 1
+    )
+    for matrix, result in zip(stack, orthogonalized(stack), strict=True):
+        torch.testing.assert_close(result, orthogonalized(matrix), rtol=1e-6, atol=1e-6)
+
+
+def test_equal_matrices_on_a_gpu_are_one_stack() -> None:
+    """Counted on tensors that say they are on a GPU: products of three matrices are those of one."""
+    products = []
+    for layers in (1, 3):
+        with FakeTensorMode():
+            named = [(f"blocks.{n}.up.weight", nn.Parameter(torch.empty(6, 4, device="cuda:0"))) for n in range(layers)]
+            optimizer = Muon(named, section())
+            for _, parameter in named:
+                parameter.grad = torch.empty_like(parameter)
+            with Operations() as operations:
+                optimizer.step()
+        products.append(operations.names.count("baddbmm"))
+        assert operations.names.count("_foreach_lerp") == 1
+    assert products == [10, 10]  # two in each of five iterations

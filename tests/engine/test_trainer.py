@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -429,6 +430,29 @@ def test_a_run_that_goes_on_after_the_step_that_ends_it_takes_no_other(make: Mak
         assert not trainer.run(tmp_path / "final")
         assert [event["step"] for event in seen if event["event"] == "step"] == [1, 2]
         assert last(seen, "finish")["status"] == "stopped"
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_the_first_rows_of_a_step_are_collated_in_the_step_before_and_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, micro_batch_size: int
+) -> None:
+    trainer, _ = make(f"train.micro_batch_size={micro_batch_size}", "data.pack_length=null")
+    dataset, steps = trainer.task.stream.dataset, len(trainer.task.stream)
+    own, read_rows = type(dataset).sequence, []
+
+    def recorded(dataset: Any, sequence: int) -> Any:
+        read_rows.append((trainer.progress.step, sequence))
+        return own(dataset, sequence)
+
+    monkeypatch.setattr(type(dataset), "sequence", recorded)
+    trainer.run_steps(steps)
+    shares = [trainer.task.stream.global_batch(step).for_rank(0, 1) for step in range(steps)]
+    expected = []
+    for step, share in enumerate(shares):
+        for number, micro in enumerate(share):
+            read_in = step if number or not step else step - 1
+            expected += [(read_in, sequence) for example in micro.examples for sequence in dataset.sequences(example)]
+    assert read_rows == expected
 
 
 def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:

@@ -91,6 +91,27 @@ def test_norms(shape: tuple[int, ...], formula, offset: bool, rounded: bool, dty
         assert one.dtype == other.dtype and error < ROUNDING[dtype], name
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 64), (2, 5, 4, 100), pytest.param((700, 576), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("formula", "offset", "rounded"), [(llama_norm, False, True), (gemma_norm, True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_and_their_norms(shape: tuple[int, ...], formula, offset: bool, rounded: bool, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    generator = torch.Generator().manual_seed(1)
+    x, residual, of_total, slope = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    weight = torch.randn(shape[-1:], generator=generator).to(dtype)
+    results = []
+    for fused in (False, True):
+        inputs = [x.clone().requires_grad_(), residual.clone().requires_grad_(), weight.clone().requires_grad_()]
+        if fused:
+            total, out, _ = operators.add_rms_norm(*inputs, 1e-3, offset, rounded)
+        else:
+            total = inputs[0] + inputs[1]
+            out = formula(total, inputs[2], 1e-3)
+        results.append((total, out, *torch.autograd.grad((total, out), inputs, (of_total, slope))))
+    for one, other in zip(*results, strict=True):
+        error = (one.double() - other.double()).norm() / one.double().norm()
+        assert one.dtype == other.dtype and error < 2 * ROUNDING[dtype]  # two roundings
+
+
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gated_activations(silu: bool, dtype: torch.dtype) -> None:

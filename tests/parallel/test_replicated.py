@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.operations import Operations
 from tests.support.runs import Runs
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
@@ -241,3 +243,53 @@ def test_several_processes_train_as_one_does(runs: Runs, tmp_path: Path, process
         for name, expected in alone.parameters():
             torch.testing.assert_close(result[name], expected, rtol=1e-5, atol=1e-6, msg=name)
             assert torch.equal(result[name], results[0][name]), "ranks have drifted apart"
+
+
+def bf16_step(device: str, layers: int) -> Replicated:
+    """Return the strategy of a net of equal layers in bf16 on a device, with a gradient of every weight."""
+    module = nn.Module()
+    for number in range(layers):
+        weight = torch.randn(8, 4, generator=torch.Generator().manual_seed(number)) if device == "cpu" else None
+        weight = torch.empty(8, 4, device=device) if weight is None else weight
+        module.register_parameter(f"weight_{number}", nn.Parameter(weight))
+    module.to = lambda *_: module  # type: ignore[method-assign]  # tensors without data cannot be moved
+    world = World(0, 1, 0, 1, torch.device(device))
+    make = optimizer_factory(section())
+    strategy = Replicated(StrategyConfig(ParallelSection(strategy="single"), world, module, make, torch.bfloat16))
+    for number, parameter in enumerate(module.parameters()):
+        generator = torch.Generator().manual_seed(100 + number)
+        grad = torch.randn(8, 4, generator=generator) if device == "cpu" else torch.empty(8, 4, device=device)
+        parameter.grad = grad.to(parameter.dtype)
+    return strategy
+
+
+def test_a_step_on_a_gpu_calls_the_same_operators_for_any_number_of_weights() -> None:
+    called = []
+    for layers in (2, 9):
+        with FakeTensorMode():
+            strategy = bf16_step("cuda:0", layers)
+            with Operations() as operations:
+                strategy.step(1e-2, 0.5)
+        fixed = {"device", "empty_like", "zeros", "zeros_like", "detach"}  # memory, and state at the first step
+        called.append([name for name in operations.names if name not in fixed])
+    assert called[0] == called[1]
+    assert called[0].count("_foreach_copy_") == 2  # gradients to fp32, and weights to bf16
+    assert called[0].count("_fused_adamw_") == 1
+
+
+def test_a_bf16_step_has_the_masters_of_gradients_converted_one_by_one() -> None:
+    strategy = bf16_step("cpu", 3)
+    masters = {name: parameter.detach().clone() for name, parameter in strategy.parameters()}
+    for name, parameter in strategy.module.named_parameters():
+        assert parameter.grad is not None
+        master = nn.Parameter(masters[name])
+        master.grad = parameter.grad.float() * 0.5
+        decay = section().weight_decay
+        torch.optim.AdamW([master], lr=1e-2, betas=section().betas, eps=1e-6, weight_decay=decay, fused=True).step()
+        masters[name] = master.detach()
+    strategy.step(1e-2, 0.5)
+    for name, parameter in strategy.parameters():
+        assert torch.equal(parameter, masters[name]), name
+    for name, parameter in strategy.module.named_parameters():
+        assert torch.equal(parameter, masters[name].bfloat16()), name
+        assert parameter.grad is None

@@ -451,3 +451,23 @@ def test_what_is_compiled_is_compared_as_the_others_are() -> None:
 def test_a_disturbed_calibration_is_told() -> None:
     found = Calibration("here", {}, "now", (), {}, disturbance=0.5)
     assert found.is_disturbed and not replace(found, disturbance=0.0).is_disturbed
+
+
+def test_a_plan_says_why_operations_are_not_fused() -> None:
+    said = {on: [r for r in plan(SMALL, on).reasons if "model.kernels" in r] for on in ("1xH100", "1xV100-32GB")}
+    (possible,) = said["1xH100"]
+    assert possible.startswith("model.kernels eager: triton is possible, but its kernels were not measured on GPUs")
+    assert said["1xV100-32GB"] == [
+        "model.kernels eager: triton needs compute capability 8.0 or higher, this GPU has 7.0"
+    ]
+    assert not [r for r in plan(SMALL, "1xH100", kernels="eager").reasons if "model.kernels" in r]
+
+
+def test_a_plan_says_where_a_gpu_waits_for_launches() -> None:
+    few, many = (plan(SMALL, "1xH100", rows, tokens) for rows, tokens in ((1, 256), (16, 4096)))
+    assert few.chosen.time is not None and many.chosen.time is not None
+    share = few.chosen.time.parts["launches"] / few.chosen.time.seconds
+    assert share > 0.1 > many.chosen.time.parts["launches"] / many.chosen.time.seconds
+    remark = f"train.micro_batch_size 1: {share:.0%} of a step the GPU waits for Python"
+    assert [r for r in few.reasons if r.startswith(remark)]
+    assert not [r for r in many.reasons if "waits for Python" in r]

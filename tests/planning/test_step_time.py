@@ -12,6 +12,7 @@ from trainwright.machine.measured.calibration import Calibration, Curve, Exchang
 from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.step_time.rates import Group, Rates, nominal_setting, rates_of
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time
+from trainwright.planning.step_time.update import LAUNCHES_OF_STACK, Update
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
@@ -121,6 +122,24 @@ def test_processes_share_the_updates_of_matrices() -> None:
             added.append({part: with_muon[part] - without[part] for part in with_muon})
         assert added[1]["optimizer"] == pytest.approx(added[0]["optimizer"] / 4, rel=0.05), strategy
         assert 0 < added[1]["communication"] < added[1]["optimizer"]
+
+
+def test_equal_matrices_are_updated_together_on_one_gpu() -> None:
+    """Thirty small matrices take as many launches as one."""
+    speeds = rates_of(parse_machine("1xH100")).setting(1)
+    pricing = Pricing(speeds, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
+    launch, single = speeds.launch, choice("single", 1)
+    update = Update(single, pricing, 10**6, 10**6, matrices=30, width=2, orthogonalized=((64, 48),) * 30)
+    alone = replace(update, orthogonalized=((64, 48),))
+    assert update.optimizer() == alone.optimizer() > LAUNCHES_OF_STACK * launch
+    different = replace(update, orthogonalized=((64, 48), (48, 48)))
+    assert different.optimizer() - alone.optimizer() == pytest.approx(LAUNCHES_OF_STACK * launch)
+
+
+def test_rows_of_texts_are_prepared_while_a_gpu_computes() -> None:
+    rates, made = rates_of(H100), choice()
+    data = [step_time(workload(texts=texts), made, H100, rates).parts["data"] for texts in (True, False)]
+    assert data[0] == 0 < data[1]
 
 
 def test_the_share_of_a_gpus_peak_is_of_its_datasheet_also_where_it_was_measured() -> None:

@@ -26,7 +26,7 @@ from trainwright.engine.policies.base import (
 from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import own_seconds
-from trainwright.engine.task import ForwardOnly, LossSum
+from trainwright.engine.task import CollatesAhead, ForwardOnly, LossSum
 from trainwright.machine.allocator import ResidentMemory
 from trainwright.parallel.strategy import Independent
 from trainwright.recipe.schema import OptimizerSection
@@ -142,6 +142,7 @@ class StepPasses:
             self.halving.after_shortage(step, batch, shortage)
             done = ShareSums(*(torch.zeros(n, dtype=torch.float64, device=world.device) for n in (1, 1, self._sums)))
         assert isinstance(done, ShareSums)
+        self._collate_ahead(step)
         (stop, save, written), loss = (
             self.requests(step),
             functools.reduce(torch.add, done.losses.unbind()),
@@ -164,6 +165,15 @@ class StepPasses:
             statistics = world.gather_rows(done.statistics).tolist()
             self._sums = len(done.statistics)
         return replace(gradients, statistics=[sum(column) for column in zip(*statistics, strict=True)])
+
+    def _collate_ahead(self, step: int) -> None:
+        """Let the task collate this rank's first micro-batch of the next step: a GPU still computes this one.
+
+        Otherwise the GPU, which has nothing to do between two steps, would wait for it.
+        """
+        task, world = self.training.task, self.training.world
+        if isinstance(task, CollatesAhead) and step < len(task.stream):
+            task.collate_ahead(task.stream.global_batch(step).for_rank(world.rank, world.size)[0])
 
     def _own_seconds(self) -> list[float]:
         """Return what ``own_seconds`` has counted since the last report."""

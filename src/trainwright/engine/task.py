@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -139,6 +139,14 @@ class Task(Protocol):
         Raises:
             TrainingError: weights or logits differ.
         """
+
+
+@runtime_checkable
+class CollatesAhead(Protocol):
+    """A task that can make the tensors of a micro-batch before it is needed."""
+
+    def collate_ahead(self, micro: MicroBatch) -> None:
+        """Collate a micro-batch of the stream on the host, for the call of ``loss`` that may follow."""
 
 
 class ForwardOnly:

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainwright.errors import RequestError
+from trainwright.models.low_rank import separate_adapters
 
 # Operations whose results `selective` keeps: they take most of a block's time. The name of the attention operation
 # depends on the kernel.
@@ -90,6 +91,7 @@ def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _selective_recompute(block: nn.Module) -> Callable[..., Any]:
+    separate_adapters(block)  # which add to results of products in place, as these cannot be kept then
     # transformers adds the biases of experts in place, and modified results cannot be kept.
     biased = any(getattr(module, "has_bias", False) for module in block.modules())
     return _recompute_all_but_plain_products if biased else _recompute_all_but_products

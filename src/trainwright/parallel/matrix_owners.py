@@ -23,6 +23,14 @@ def is_matrix(name: str, dimensions: int) -> bool:
     return not any("embed" in part or part in _EMBEDDINGS for part in parts)
 
 
+def stacked(elements: int, *, on_gpu: bool) -> int:
+    """Return how many matrices of ``elements`` one process updates together.
+
+    Small ones do not fill a GPU, and each launches some forty kernels; on a CPU products of a batch are not faster.
+    """
+    return max(1, 2**25 // max(1, elements)) if on_gpu else 1
+
+
 def operations(rows: int, columns: int) -> int:
     """Return the FLOPs of orthogonalizing a matrix."""
     low, high = sorted((rows, columns))

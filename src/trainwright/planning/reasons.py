@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
+from trainwright.machine.processor import why_no_triton
 from trainwright.models.attention.kernels import in_words
+from trainwright.models.fused.choice import reason_of_auto
 from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE
 from trainwright.planning.memory.micro_batch import micro_batch
@@ -44,6 +46,22 @@ def reasons_of(
         yield f"train.micro_batch_size {choice.micro_batch_size}: {_why_micro_batch(chosen, constraints, workload)}"
     if "compile" not in constraints.fixed:
         yield f"train.compile {str(choice.compile).lower()}: {_why_compile(choice, workload, uncompiled)}"
+    if workload.kernels == "auto" and cluster.has_gpus:
+        missing = why_no_triton() if cluster.is_here else None
+        yield f"model.kernels eager: {reason_of_auto(cluster.card.vendor, cluster.card.capability, missing)}"
+    if cluster.has_gpus and (share := _waiting(chosen)) > _NOTICED:
+        yield (
+            f"train.micro_batch_size {choice.micro_batch_size}: {share:.0%} of a step the GPU waits for Python to "
+            "launch kernels that are shorter than that; larger micro-batches or fewer kernels (train.compile) lower it"
+        )
+
+
+_NOTICED = 0.1
+
+
+def _waiting(chosen: Candidate) -> float:
+    """Return the share of a step in which a GPU waits for the host to launch kernels."""
+    return 0.0 if chosen.time is None else chosen.time.parts["launches"] / chosen.time.seconds
 
 
 def attention_of(workload: Workload, choice: Choice, cluster: Cluster) -> Iterator[str]:

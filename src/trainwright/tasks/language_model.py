@@ -42,6 +42,7 @@ from trainwright.models.load import (
     load_tokenizer,
     max_positions,
 )
+from trainwright.models.low_rank import join_adapters
 from trainwright.models.resolve_model import resolve
 from trainwright.models.router_loss import router_loss
 from trainwright.models.tokenization import ending_turns
@@ -168,6 +169,7 @@ class LanguageModelTask:
             if prepared.validation is not None
             else None
         )
+        self._ahead: tuple[MicroBatch, Batch] | None = None  # collated before it is needed
         self.state: dict[str, float] = {}
         model, self.weights = load(recipe, recipe.model, tokenizer)
         self._adapter = attach_adapter(model, recipe.model, recipe.train.seed)
@@ -175,6 +177,8 @@ class LanguageModelTask:
             freeze(model, recipe.model)
         self._without_adapter = False  # whether the start is the model without its adapter
         self.base = None if self._adapter is None else self._adapter.identity
+        if self._adapter is not None and not spec_of(recipe.parallel.strategy).hooks_modules:
+            join_adapters(model)
         self._lm = self._wrapped(model)
         self._lm.embedding_noise = recipe.train.neftune_noise_alpha or 0.0
         self.module: nn.Module = self._lm
@@ -222,8 +226,17 @@ class LanguageModelTask:
         """Return the repeated units of the module, in order."""
         return self._lm.blocks()
 
+    def collate_ahead(self, micro: MicroBatch) -> None:
+        """Collate a micro-batch of the stream on the host, for the call of ``loss`` that may follow."""
+        self._ahead = micro, self._collated(self._prepared.train, micro)
+
     def _batch(self, dataset: TokenDataset, micro: MicroBatch, device: torch.device) -> Batch:
-        return collate(dataset, micro, packed=self._packed, pad_token_id=self._pad).to(device)
+        if self._ahead is not None and dataset is self._prepared.train and self._ahead[0] == micro:
+            return self._ahead[1].to(device)
+        return self._collated(dataset, micro).to(device)
+
+    def _collated(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
+        return collate(dataset, micro, packed=self._packed, pad_token_id=self._pad)
 
     def begin(
         self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]

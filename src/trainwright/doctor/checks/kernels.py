@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
+from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
+from trainwright.machine.processor import why_no_triton
+from trainwright.models.fused.choice import why_not_fused
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +29,9 @@ _TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
 
 def check(context: CheckContext) -> CheckResult:
     """Run every kernel in a separate process, on the device that training uses."""
-    work = functools.partial(_compare_all, context.machine.device, precisions(context.machine))
+    work = functools.partial(
+        _compare_all, context.machine.device, precisions(context.machine), has_fused(context.machine)
+    )
     values = answer_of(work, "kernels", context)
     findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
     worst = dict.fromkeys(TOLERANCES, 0.0)
@@ -45,6 +50,14 @@ def precisions(machine: Machine) -> tuple[str, ...]:
     if not machine.gpus:
         return ("fp32", "bf16")
     return ("fp32", "bf16", "fp16") if machine.has_bf16 else ("fp32", "fp16")
+
+
+def has_fused(machine: Machine) -> bool:
+    """Return whether a machine's GPUs can have the kernels of ``model.kernels: triton``."""
+    if not machine.gpus:
+        return False
+    card = cluster_of(machine, 1).card
+    return why_not_fused(card.vendor, card.capability, why_no_triton()) is None
 
 
 def _judged(row: dict[str, object], device: str) -> Finding | None:
@@ -105,7 +118,52 @@ def kernels(device: torch.device) -> Iterator[ComparedKernel]:
     )
 
 
-def _compare_all(device_type: str, names: tuple[str, ...], answer: Path) -> None:
+def fused_kernels() -> Iterator[ComparedKernel]:
+    """Yield the kernels of ``model.kernels: triton``."""
+    import torch
+    import torch.nn.functional as F
+
+    from trainwright.models.fused import operators
+    from trainwright.models.linear_losses import Head, linear_cross_entropy
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([-second, first], -1)
+
+    name = "model.kernels: triton, {}".format
+    hidden, other, scale = torch.randn(_TOKENS, _HIDDEN), torch.randn(_TOKENS, _HIDDEN), torch.rand(_HIDDEN)
+    yield ComparedKernel(
+        name("RMS norms"), (hidden, scale), lambda x, w: operators.rms_norm(x, w, 1e-5, False, False)[0], _plain_norm
+    )
+    yield ComparedKernel(
+        name("norms of sums"),
+        (hidden, other, scale),
+        lambda x, y, w: torch.cat(operators.add_rms_norm(x, y, w, 1e-5, False, False)[:2]),
+        lambda x, y, w: torch.cat([x + y, _plain_norm(x + y, w)]),
+    )
+    yield ComparedKernel(
+        name("SiLU gates"), (hidden, other), lambda x, y: operators.gated(x, y, True), lambda x, y: F.silu(x) * y
+    )
+    angles = torch.randn(1, _TOKENS, _CHANNELS // 2).repeat(1, 1, 2)
+    query, key = (torch.randn(1, heads, _TOKENS, _CHANNELS) for heads in (_HEADS, _KEY_HEADS))
+    yield ComparedKernel(
+        name("rotary positions"),
+        (query, key),
+        lambda q, k: torch.cat(
+            operators.rotary(q, k, angles.cos().to(q.device, q.dtype), angles.sin().to(q.device, q.dtype), False), 1
+        ),
+        lambda q, k: torch.cat([x * angles.cos() + turn(x) * angles.sin() for x in (q, k)], 1),
+    )
+    weight, targets = torch.randn(_VOCABULARY, _HIDDEN) / _HIDDEN**0.5, torch.randint(0, _VOCABULARY, (_TOKENS,))
+    yield ComparedKernel(
+        name("cross-entropy"),
+        (hidden, weight),
+        lambda x, w: linear_cross_entropy(Head(x, w, None, fused=True), targets.to(x.device)),
+        lambda x, w: -F.log_softmax(x @ w.T, -1).gather(1, targets[:, None]).sum(),
+    )
+
+
+def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, answer: Path) -> None:
     import torch
 
     from trainwright.doctor.calibrate_cases import DTYPES
@@ -113,7 +171,7 @@ def _compare_all(device_type: str, names: tuple[str, ...], answer: Path) -> None
     torch.manual_seed(0)
     device = torch.device(device_type)
     rows = []
-    for kernel in kernels(device):
+    for kernel in (*kernels(device), *(fused_kernels() if fused else ())):
         for name in names:
             error, difference = None, None
             try:

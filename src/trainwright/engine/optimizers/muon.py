@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from trainwright.engine.optimizer import parameter_groups
 from trainwright.parallel.matrix_exchange import MatrixExchange
-from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix
+from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix, stacked
 from trainwright.recipe.schema import OptimizerSection
 
 # Coefficients of the quintic Newton-Schulz iteration.
@@ -50,25 +50,37 @@ class Muon(Optimizer):
             self._adamw.step()
         for group in self.param_groups:
             if group["kind"]:
-                for parameter, update in self._updates(group["params"]):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
+                for parameters, updates in self._updates(group["params"]):
+                    torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                    torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
-    def _updates(self, group: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def _updates(self, group: Iterable[nn.Parameter]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Yield parameters and their updates, in the dtype of the parameters."""
         parameters = [parameter for parameter in group if parameter.grad is not None]
         for parameter in parameters:
-            grad, state = parameter.grad, self.state[parameter]
-            assert grad is not None
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(grad)
-            state["momentum_buffer"].lerp_(grad, 1 - self._momentum)
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if parameters:
+            torch._foreach_lerp_(self._momenta(parameters), _grads(parameters), 1 - self._momentum)
         if self.exchange is None:
-            for parameter in parameters:
-                yield parameter, _update(self._ahead(parameter))
+            for stack in _stacks(parameters):
+                update = _update(self._stacked(stack)).to(stack[0].dtype)
+                yield [*stack], list(update.unbind())
             return
         dtype = _working_dtype(self.exchange.device)
         for parameter, update in self.exchange(parameters, self._ahead, _update, dtype):
-            yield parameter, update.to(parameter.device)
+            yield [parameter], [update.to(parameter.device, parameter.dtype)]
+
+    def _stacked(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """Return what the updates of parameters of one shape [m, n] are computed from, as [count, m, n]."""
+        first = parameters[0]
+        stack = first.new_empty((len(parameters), *first.shape), dtype=_working_dtype(first.device))
+        ahead = torch._foreach_lerp(_grads(parameters), self._momenta(parameters), self._momentum)
+        torch._foreach_copy_(list(stack.unbind()), ahead)
+        return stack
+
+    def _momenta(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
 
     def _ahead(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the gradient moved on by the momentum (Nesterov)."""
@@ -77,19 +89,36 @@ class Muon(Optimizer):
         return grad.lerp(momentum, self._momentum)
 
 
+def _grads(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _stacks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one shape that are updated together: on a GPU as many as ``stacked`` says."""
+    by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_shape.setdefault(parameter.shape, []).append(parameter)
+    for shape, alike in by_shape.items():
+        count = stacked(shape.numel(), on_gpu=alike[0].device.type != "cpu")
+        yield from (alike[begin : begin + count] for begin in range(0, len(alike), count))
+
+
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (Newton-Schulz).
+    """Return a matrix with the singular vectors of ``matrix`` [..., m, n] and singular values near 1 (Newton-Schulz).
 
     In bf16 on a GPU, as its authors do; in fp32 on a CPU.
     """
     work = matrix.to(_working_dtype(matrix.device))
-    tall = work.shape[0] > work.shape[1]
-    work = work.t() if tall else work
-    work = work / work.norm().clamp(min=1e-7)
+    tall = work.shape[-2] > work.shape[-1]
+    work = work.mT if tall else work
+    work = work / torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    work = work.unsqueeze(0) if matrix.dim() == 2 else work
     for _ in range(ITERATIONS):
-        square = work @ work.t()
-        work = _A * work + (_B * square + _C * square @ square) @ work
-    return work.t() if tall else work
+        square = work @ work.mT
+        mixed = torch.baddbmm(square, square, square, beta=_B, alpha=_C)
+        work = torch.baddbmm(work, mixed, work, beta=_A)
+    work = work.squeeze(0) if matrix.dim() == 2 else work
+    return work.mT if tall else work
 
 
 def _working_dtype(device: torch.device) -> torch.dtype:
@@ -97,4 +126,4 @@ def _working_dtype(device: torch.device) -> torch.dtype:
 
 
 def _update(matrix: torch.Tensor) -> torch.Tensor:
-    return orthogonalized(matrix) * (_LIKE_ADAMW * math.sqrt(max(matrix.shape)))
+    return orthogonalized(matrix) * (_LIKE_ADAMW * math.sqrt(max(matrix.shape[-2:])))

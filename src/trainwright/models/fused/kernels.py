@@ -104,17 +104,32 @@ def cross_entropy(
 
 @triton.jit
 def rms_norm(
-    inputs, weight, out, inverses, width, eps, OFFSET: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr
+    inputs,
+    residual,
+    weight,
+    total,
+    out,
+    inverses,
+    width,
+    eps,
+    ADDED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Compute the root-mean-square norm of a row, and keep the inverse of its root mean square.
 
-    ROUNDED: normalized numbers are rounded to the dtype of ``inputs`` before they are multiplied. OFFSET: 1 is added to
-    ``weight``.
+    ADDED: the row is ``inputs`` and ``residual`` added, which is stored in ``total``. ROUNDED: normalized numbers are
+    rounded to the dtype of ``inputs`` before they are multiplied. OFFSET: 1 is added to ``weight``.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     raw = tl.load(inputs + row * width + columns, mask=inside, other=0.0)
+    if ADDED:
+        more = tl.load(residual + row * width + columns, mask=inside, other=0.0)
+        raw = (raw.to(tl.float32) + more.to(tl.float32)).to(raw.dtype)
+        tl.store(total + row * width + columns, raw, mask=inside)
     x = raw.to(tl.float32)
     inverse = 1 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(inverses + row, inverse)
@@ -133,15 +148,20 @@ def rms_norm_backward(
     inputs,
     weight,
     inverses,
+    of_total,
     of_inputs,
     of_weight,
     rows,
     width,
+    ADDED: tl.constexpr,
     OFFSET: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradients of some rows, and their part of that of the weight (fp32)."""
+    """Compute the gradients of some rows, and their part of that of the weight (fp32).
+
+    ADDED: those of the rows have another part, ``of_total``.
+    """
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -159,6 +179,8 @@ def rms_norm_backward(
         part += slope * normal
         slope *= factors
         result = inverse * (slope - normal * (tl.sum(slope * normal, 0) / width))
+        if ADDED:
+            result += tl.load(of_total + row * width + columns, mask=present, other=0.0).to(tl.float32)
         tl.store(of_inputs + row * width + columns, result.to(raw.dtype), mask=present)
     tl.store(of_weight + program * width + columns, part, mask=inside)
 

@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def fuse(model: nn.Module) -> dict[str, int]:
     """Let the modules of ``model`` use the fused kernels in place; return how many of each kind do."""
-    counts = {"norms": 0, "gated activations": 0, "rotary positions": 0}
+    counts = {"norms": 0, "gated activations": 0, "rotary positions": 0, "residuals": 0}
     norms: dict[Any, tuple[bool, bool] | None] = {}
     for module in model.modules():
         if (eps := _eps_of(module)) is not None:
@@ -43,6 +43,14 @@ def fuse(model: nn.Module) -> dict[str, int]:
             copied.__kwdefaults__ = own.__kwdefaults__
             module.forward = MethodType(copied, module)
             counts["rotary positions"] += 1
+    block: Any
+    kind: Any
+    for block in list(model.modules()):
+        norm, kind = getattr(block, _SECOND_NORM, None), type(block)
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if (formula := norms.get((type(norm), eps))) is not None and _adds_before_norm(kind):
+            block.__class__ = _adding(kind, eps, *formula)
+            counts["residuals"] += 1
     return counts
 
 
@@ -104,6 +112,59 @@ def _norm(eps: float, offset: bool, rounded: bool, own: Any) -> Callable[..., to
         return operators.rms_norm(hidden_states, weight, eps, offset, rounded)[0]
 
     return forward
+
+
+_SECOND_NORM = "post_attention_layernorm"
+
+
+@cache
+def _adds_before_norm(block: Any) -> bool:
+    """Return whether a block adds its input to its attention, and the norm of the sum through its MLP to that.
+
+    Its class's ``forward`` is called with an object of the class whose parts are known functions; its attention has to
+    get all other arguments.
+    """
+    arguments = {name: object() for name in ("attention_mask", "position_ids", "position_embeddings", "sequences")}
+    passed: dict[str, Any] = {}
+
+    def attention(hidden_states: torch.Tensor, **others: Any) -> tuple[torch.Tensor, None]:
+        passed.update(others)
+        return hidden_states.cos(), None
+
+    stand_in, x = block.__new__(block), torch.linspace(-2, 2, 24).view(1, 3, 8)
+    nn.Module.__init__(stand_in)
+    stand_in.input_layernorm, stand_in.self_attn = torch.sin, attention
+    stand_in.post_attention_layernorm, stand_in.mlp = torch.tanh, torch.exp
+    try:
+        out = block.forward(stand_in, x, **arguments)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    total = x + x.sin().cos()
+    others = {name: value for name, value in passed.items() if value is not None and value is not False}
+    same = isinstance(out, torch.Tensor) and torch.equal(out, total + total.tanh().exp())
+    return same and others == arguments
+
+
+@cache
+def _adding(block: Any, eps: float, offset: bool, rounded: bool) -> type[nn.Module]:
+    """Return a subclass of a block, of its name, whose first addition and second norm are one kernel.
+
+    A class, as recomputation calls the ``forward`` of a block's class.
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = getattr(self, _SECOND_NORM).weight
+        # A strategy with hooks on every module gathers a norm's weight as the norm is called.
+        fits = weight.dtype == hidden_states.dtype != torch.float64 and len(weight) == hidden_states.shape[-1]
+        if args or not fits:
+            result: torch.Tensor = block.forward(self, hidden_states, *args, **kwargs)
+            return result
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        total, normal, _ = operators.add_rms_norm(attended, hidden_states, weight, eps, offset, rounded)
+        added: torch.Tensor = total + self.mlp(normal)
+        return added
+
+    return type(block.__name__, (block,), {"forward": forward, "__module__": block.__module__})
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -101,19 +101,27 @@ def rms_norm(
         offset: 1 is added to the weight.
         rounded: normalized numbers are rounded to their dtype before they are multiplied.
     """
+    return _launch_norm(inputs, None, weight, (eps, offset, rounded))[1:]
+
+
+def _launch_norm(
+    inputs: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, formula: tuple[float, bool, bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sum of inputs and residual, if there is one, its norm, and the inverses."""
     from trainwright.models.fused import kernels
 
-    inputs = inputs.contiguous()
-    out, width = torch.empty_like(inputs), inputs.shape[-1]
-    rows = inputs.numel() // width
+    inputs, width = inputs.contiguous(), inputs.shape[-1]
+    out, rows = torch.empty_like(inputs), inputs.numel() // width
+    total = inputs if residual is None else torch.empty_like(inputs)
+    residual = inputs if residual is None else residual.contiguous()
     inverses = inputs.new_empty(rows, dtype=torch.float32)
-    block = _power_of_two(width)
+    block, (eps, offset, rounded) = _power_of_two(width), formula
     if rows:
         kernels.rms_norm[(rows,)](
-            inputs, weight, out, inverses, width, eps,
-            OFFSET=offset, ROUNDED=rounded, BLOCK=block, num_warps=_warps(block),
+            inputs, residual, weight, total, out, inverses, width, eps,
+            ADDED=total is not inputs, OFFSET=offset, ROUNDED=rounded, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return out, inverses
+    return total, out, inverses
 
 
 @rms_norm.register_fake
@@ -124,9 +132,17 @@ def _(inputs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @custom_op("trainwright::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
-    gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, inverses: torch.Tensor, offset: bool
+    gradient: torch.Tensor,
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    inverses: torch.Tensor,
+    of_total: torch.Tensor | None,
+    offset: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of the inputs, and parts of that of the weight [parts, H], fp32."""
+    """Return the gradient of the inputs, and parts of that of the weight [parts, H], fp32.
+
+    ``of_total``: another part of the gradient of the inputs.
+    """
     from trainwright.models.fused import kernels
 
     gradient, inputs = gradient.contiguous(), inputs.contiguous()
@@ -136,8 +152,9 @@ def rms_norm_backward(
     of_inputs, parts = torch.empty_like(inputs), inputs.new_empty((programs, width), dtype=torch.float32)
     if rows:
         kernels.rms_norm_backward[(programs,)](
-            gradient, inputs, weight, inverses, of_inputs, parts, rows, width,
-            OFFSET=offset, PER_PROGRAM=per_program, BLOCK=block, num_warps=_warps(block),
+            gradient, inputs, weight, inverses, gradient if of_total is None else of_total.contiguous(),
+            of_inputs, parts, rows, width,
+            ADDED=of_total is not None, OFFSET=offset, PER_PROGRAM=per_program, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
     return of_inputs, parts
 
@@ -160,12 +177,44 @@ def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _norm_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     inputs, weight, inverses = ctx.saved_tensors
-    of_inputs, parts = rms_norm_backward(gradient, inputs, weight, inverses, ctx.offset)
+    of_inputs, parts = rms_norm_backward(gradient, inputs, weight, inverses, None, ctx.offset)
     of_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
     return of_inputs, of_weight, None, None, None
 
 
 rms_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
+
+
+@custom_op("trainwright::add_rms_norm", mutates_args=())
+def add_rms_norm(
+    inputs: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return inputs and residual [..., H] added, and what ``rms_norm`` returns for that."""
+    return _launch_norm(inputs, residual, weight, (eps, offset, rounded))
+
+
+@add_rms_norm.register_fake
+def _(inputs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    total = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+    inverses = inputs.new_empty(inputs.numel() // inputs.shape[-1], dtype=torch.float32)
+    return total, torch.empty_like(total), inverses
+
+
+def _keep_sum(ctx: Any, inputs: Any, output: Any) -> None:
+    _, _, weight, _, ctx.offset, _ = inputs
+    total, _, inverses = output
+    ctx.save_for_backward(total, weight, inverses)
+    ctx.mark_non_differentiable(inverses)
+
+
+def _sum_backward(ctx: Any, of_total: torch.Tensor, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    total, weight, inverses = ctx.saved_tensors
+    of_inputs, parts = rms_norm_backward(gradient, total, weight, inverses, of_total, ctx.offset)
+    of_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+    return of_inputs, of_inputs, of_weight, None, None, None
+
+
+add_rms_norm.register_autograd(_sum_backward, setup_context=_keep_sum)
 
 
 @custom_op("trainwright::gated", mutates_args=())

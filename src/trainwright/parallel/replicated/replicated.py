@@ -21,7 +21,7 @@ from trainwright.data.stream.batch import on_device
 from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
-from trainwright.parallel.replicated.spec import STEP_ELEMENTS
+from trainwright.parallel.replicated.spec import step_elements
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
     StrategyConfig,
@@ -249,13 +249,7 @@ class Replicated:
         for names in self._parts():
             masters, working = [self._masters[name] for name in names], [self._working[name] for name in names]
             apart = [(m, w) for m, w in zip(masters, working, strict=True) if m is not w]
-            for master, parameter in zip(masters, working, strict=True):
-                grad = self._gradients.of(parameter)
-                # Missing gradients count as zero, as after an exchange: the optimizer must behave the same on one
-                # process as on several, and must have the same state to save.
-                master.grad = torch.zeros_like(master) if grad is None else grad.float()
-                if master is not parameter:
-                    self._gradients.drop(parameter)
+            self._give_gradients(masters, working)
             if scale != 1.0 and not self._scales_itself:
                 torch._foreach_mul_([master.grad for master in masters if master.grad is not None], scale)
             self._optimizer.step()
@@ -265,16 +259,39 @@ class Replicated:
                 torch._foreach_copy_([parameter.data for _, parameter in apart], [master.data for master, _ in apart])
         self._gradients.clear()
 
+    def _give_gradients(self, masters: list[nn.Parameter], working: list[nn.Parameter]) -> None:
+        """Move the gradients of the weights that compute to their masters, in fp32.
+
+        Missing ones count as zero, as after an exchange: the optimizer must behave the same on one process as on
+        several, and must have the same state to save.
+        """
+        copies, grads = [], []
+        for master, parameter in zip(masters, working, strict=True):
+            grad = self._gradients.of(parameter)
+            if grad is None:
+                master.grad = torch.zeros_like(master)
+            elif grad.dtype == master.dtype:
+                master.grad = grad
+            else:
+                master.grad = torch.empty_like(master)
+                copies.append(master.grad)
+                grads.append(grad)
+        if copies:
+            torch._foreach_copy_(copies, grads)
+        for master, parameter in zip(masters, working, strict=True):
+            if master is not parameter:
+                self._gradients.drop(parameter)
+
     def _parts(self) -> Iterator[list[str]]:
         """Yield names of parameters that are updated together: all if their gradients are in fp32 already."""
         if self.world.size > 1:
             yield list(self._masters)
             return
         part: list[str] = []
-        elements = 0
+        elements, limit = 0, step_elements(self.world.device.type != "cpu")
         for name, master in self._masters.items():
             separate = master is not self._working[name]
-            if part and separate and elements + master.numel() > STEP_ELEMENTS:
+            if part and separate and elements + master.numel() > limit:
                 yield part
                 part, elements = [], 0
             part.append(name)

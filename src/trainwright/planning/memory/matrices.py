@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from trainwright.parallel.matrix_owners import assign, rows_of
+from trainwright.parallel.matrix_owners import assign, rows_of, stacked
 from trainwright.planning.memory.inventory import Inventory
 from trainwright.planning.workload import Choice
 
@@ -22,9 +23,18 @@ def exchanged_width(on_gpu: bool) -> int:
 def orthogonalizing(inventory: Inventory, choice: Choice, on_gpu: bool) -> int:
     """Return the most bytes while Muon updates matrices, in addition to weights, gradients and optimizer state."""
     width, shapes = exchanged_width(on_gpu), inventory.matrices
-    if choice.num_processes == 1:  # the momentum is there in fp32
-        return max((_FP32 * rows * columns + _iterations(rows, columns, width) for rows, columns in shapes), default=0)
+    if choice.num_processes == 1:
+        return max((_stack(shape, count, width, on_gpu) for shape, count in Counter(shapes).items()), default=0)
     return _of_rounds(shapes, choice.num_processes, choice.shards, width)
+
+
+def _stack(shape: Shape, count: int, width: int, on_gpu: bool) -> int:
+    """Return the most bytes of updating ``count`` matrices of a shape, some of them at once."""
+    numel = shape[0] * shape[1]
+    together = min(count, stacked(numel, on_gpu=on_gpu))
+    # The stack, and beside it first the momentum in fp32 that it is made from; then the iterations, and the update in
+    # the width of the iterations and in fp32.
+    return together * max((_FP32 + width) * numel, width * numel + _iterations(*shape, width), 3 * width * numel)
 
 
 @lru_cache(maxsize=64)
@@ -60,6 +70,5 @@ def _share(shape: Shape, shards: int) -> int:
 
 
 def _iterations(rows: int, columns: int, width: int) -> int:
-    """Return the most bytes of the iterations: at the end of one, or within it."""
-    numel, square = rows * columns, min(rows, columns) ** 2
-    return width * max(4 * numel + square, 2 * numel + 4 * square)
+    """Return the most bytes of the iterations: two matrices of the shape, and two products of one with itself."""
+    return 2 * width * (rows * columns + min(rows, columns) ** 2)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from trainwright.parallel.constants import CACHED_ELEMENTS
-from trainwright.parallel.replicated.spec import STEP_ELEMENTS
+from trainwright.parallel.replicated.spec import step_elements
 from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow
@@ -36,8 +36,8 @@ class ReplicatedMemory(StrategyMemory):
         width, trained = self.inventory.width, self.inventory.trained
         if width == FP32 or self._exchanges or self.choice.gradient_accumulation_steps > 1:
             return FP32 * trained
-        part = min(trained, STEP_ELEMENTS)
-        return width * (trained - part) + FP32 * part + width * self.inventory.largest_trained
+        part = max(self.inventory.largest_trained, min(trained, step_elements(self.on_gpu)))
+        return width * trained + FP32 * part
 
     @property
     def _exchanges(self) -> bool:

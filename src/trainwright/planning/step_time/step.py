@@ -161,7 +161,7 @@ class _Step:
                 len(blocks),
             ),
             "launches": self._launches(computed) if self.on_gpu else passes_a_step * passed.host,
-            "data": self._data(),
+            "data": self._data(computed),
         }
         peak, is_nominal = self._peak()
         return StepTime(
@@ -244,11 +244,15 @@ class _Step:
             relative=relative + average * self.workload.averages,
         )
 
-    def _data(self) -> float:
-        """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap."""
+    def _data(self, computed: DeviceWork) -> float:
+        """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap.
+
+        Of texts that one is prepared while the GPU computes the step before.
+        """
         sequences = sum(count for _, count in self.batch.sequences)
         times = 1 if self.on_gpu else self.choice.gradient_accumulation_steps
-        return times * self.speeds.curves["data"].seconds(sequences, self.batch.tokens)
+        seconds = times * self.speeds.curves["data"].seconds(sequences, self.batch.tokens)
+        return max(0.0, seconds - computed.seconds) if self.on_gpu and self.workload.texts else seconds
 
 
 def _peak_names(precision: MixedPrecision, workload: Workload) -> tuple[str, ...]:

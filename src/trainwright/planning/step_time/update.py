@@ -6,16 +6,18 @@ Imports no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainwright.parallel.constants import CACHED_ELEMENTS
-from trainwright.parallel.matrix_owners import ITERATIONS, assign, slowest
+from trainwright.parallel.matrix_owners import ITERATIONS, assign, slowest, stacked
 from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
 
 _FP32 = 4
+LAUNCHES_OF_STACK = 22  # of kernels for matrices that Muon updates together, counted by bench/launches.py
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,25 @@ class Update:
 
     def _orthogonalizing(self) -> float:
         """Return the seconds of Muon's products, on the rank with the most of them in each round."""
+        if self.choice.num_processes > 1:
+            seconds = {shape: self._iterations(shape, 1) for shape in set(self.orthogonalized)}
+            rounds = assign(self.orthogonalized, self.choice.num_processes)
+            return slowest(rounds, [seconds[shape] for shape in self.orthogonalized])
+        computing = stacks = 0.0
+        for shape, count in Counter(self.orthogonalized).items():
+            together = stacked(shape[0] * shape[1], on_gpu=self.pricing.on_gpu)
+            full, rest = divmod(count, together)
+            computing += full * self._iterations(shape, together) + (self._iterations(shape, rest) if rest else 0.0)
+            stacks += -(-count // together)
+        return max(computing, LAUNCHES_OF_STACK * stacks * self.pricing.speeds.launch)
+
+    def _iterations(self, shape: tuple[int, int], together: int) -> float:
+        """Return the seconds of Muon's products of matrices of a shape."""
         curve = self.pricing.curve("product", "bf16" if self.pricing.on_gpu else "fp32", "forward")
-        seconds = {}
-        for rows, columns in set(self.orthogonalized):
-            low, high = sorted((rows, columns))
-            once = curve.seconds(low, low, high) + curve.seconds(low, low, low) + curve.seconds(low, high, low)
-            seconds[rows, columns] = ITERATIONS * once
-        rounds = assign(self.orthogonalized, self.choice.num_processes)
-        return slowest(rounds, [seconds[shape] for shape in self.orthogonalized])
+        low, high = sorted(shape)
+        rows = together * low
+        once = curve.seconds(rows, low, high) + curve.seconds(rows, low, low) + curve.seconds(rows, high, low)
+        return ITERATIONS * once
 
     def keeping(self) -> float:
         """Return the seconds of a step for accumulating gradients and copying them for the exchange."""

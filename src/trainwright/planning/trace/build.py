@@ -22,6 +22,7 @@ from trainwright.models.configuration import layer_configs, making, register, se
 from trainwright.models.files import has_experts
 from trainwright.models.fused.choice import Kernels
 from trainwright.models.gpt.conversion import gpt_config
+from trainwright.models.low_rank import join_adapters
 from trainwright.models.quantization import QuantizedLinear, quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.models.router_loss import RouterLoss
@@ -126,6 +127,8 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     if wanted.trainable is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in wanted.trainable))
+    if wanted.adapter and not request.hooked:
+        join_adapters(model)
     packed, attention = request.rows in ("packed", "equal"), request.device.limits.attention
     kernels: Kernels = "triton" if request.device.fused else "eager"
     lm = (

@@ -147,7 +147,9 @@ def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
     """Return the request that is traced for all that have the same operations."""
     recompute = "none" if request.recompute == "compiled" else request.recompute
     longest = 2**62 if regime.windows else 0
-    request = dataclasses.replace(request, hooked=request.hooked and model_facts(request.model).tied)
+    request = dataclasses.replace(
+        request, hooked=request.hooked and (model_facts(request.model).tied or bool(request.model.adapter))
+    )
     if request.rows == "equal" and any(
         kernel.memory == "scores" for kernel in _kernels(request, request.device, longest)
     ):

@@ -72,10 +72,9 @@ class Pretraining(LanguageModelTask):
         length = self._recipe.evaluate.max_new_tokens
         return Sampling(length, _TEMPERATURE, _TOP_P, seed=self._recipe.train.seed)
 
-    def _batch(self, dataset: TokenDataset, micro: MicroBatch, device: torch.device) -> Batch:
+    def _collated(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
         assert isinstance(dataset, WindowDataset)
-        batch = collate_windows(dataset, micro, packed=self._packed, pad_token_id=self._pad)
-        return batch.to(device)
+        return collate_windows(dataset, micro, packed=self._packed, pad_token_id=self._pad)
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed loss of one micro-batch and the weight of its targets."""
