@@ -177,7 +177,7 @@ def at(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedMod
 
     @cache  # many operations have equal sizes
     def number(size: Size) -> int:
-        return round(sum(a * b for a, b in zip(size, values, strict=False)))
+        return round(value_of(size, values))
 
     def sized(part: PassTrace[Size]) -> PassTrace[int]:
         moments = (Moment(m.gradient, (max(map(number, m.live), default=0),), number(m.after)) for m in part.moments)
@@ -205,6 +205,11 @@ class _Sized(Sequence[Operation[int]]):
 
     def __len__(self) -> int:
         return len(self._operations)
+
+
+def value_of(size: Size, values: Sequence[int]) -> float:
+    """Return a polynomial's value where the terms of ``BASIS`` have these ``values``."""
+    return sum(a * b for a, b in zip(size, values, strict=False))
 
 
 def total(sizes: Sequence[Size]) -> Size:
