@@ -32,7 +32,7 @@ from trainwright.planning.errors import SHARE, Interval, interval_of
 
 STEPS = 4
 CASES = 48
-MAX_TOKENS = 4_096  # of a step; cases with more are left out, which would take minutes each
+MAX_TOKENS = {"no": 4_096, "bf16": 1_024}  # of a step; cases with more are left out, which would take minutes each
 EVALUATED = {"every": 2, "prompts": ["What is a list?"], "max_new_tokens": 16}
 
 
@@ -48,7 +48,11 @@ def main() -> None:
     machine = describe(use_cores(2))
     with tempfile.TemporaryDirectory(prefix="plan-memory-") as work:
         for number, case in enumerate(draw(options.seed, options.cases, detect())):
-            if case.id in measured_ids or time.monotonic() - started > options.seconds or tokens(case) > MAX_TOKENS:
+            if (
+                case.id in measured_ids
+                or time.monotonic() - started > options.seconds
+                or tokens(case) > MAX_TOKENS[case.precision]
+            ):
                 continue
             result = measure(case, Path(work), evaluates=number % 2 == 1)
             if result is None:

@@ -210,9 +210,3 @@ class _Sized(Sequence[Operation[int]]):
 def value_of(size: Size, values: Sequence[int]) -> float:
     """Return a polynomial's value where the terms of ``BASIS`` have these ``values``."""
     return sum(a * b for a, b in zip(size, values, strict=False))
-
-
-def total(sizes: Sequence[Size]) -> Size:
-    """Return the sum of polynomials."""
-    width = max(map(len, sizes), default=0)
-    return tuple(sum(size[i] for size in sizes if i < len(size)) for i in range(width))
