@@ -13,8 +13,8 @@ from trainwright.utils.paths import search_working_directory_last
 from trainwright.utils.text import say
 
 _INTERRUPTED = 130  # the shell's exit code of a program ended by ctrl-C
-# New objects between collections. A plan makes many objects and few cycles: with Python's 700, a tenth is collecting.
-_BETWEEN_COLLECTIONS = 100_000
+# New objects between collections. A plan makes about 150,000 and few cycles: with Python's 700, a tenth is collecting.
+_BETWEEN_COLLECTIONS = 200_000
 
 
 def main() -> None:

@@ -8,13 +8,33 @@ from functools import lru_cache
 
 import pytest
 
-from trainwright.machine.describe import parse_machine
+from trainwright.machine.describe import cluster_of, parse_machine
+from trainwright.machine.machine import Machine
+from trainwright.machine.processor import Processor
+from trainwright.parallel.constants import CACHED_PRODUCTS, PRODUCT_BYTES
+from trainwright.planning.collectives import collectives
 from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.memory.process import libraries
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Recompute, Workload
+from trainwright.recipe.sections.model import AdapterSection
+
+NAME = "process and libraries"
 
 MODEL = TracedModel.of(find_model("HuggingFaceTB/SmolLM2-135M").config)
+TINY = TracedModel.of(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "vocab_size": 128,
+    }
+)
 PARAMETERS, LAYERS, HIDDEN = 134_515_008, 30, 576
 PROCESSES = 4
 SHARD = 1 / PROCESSES
@@ -43,7 +63,7 @@ CASES = [(name, "no") for name in FP32] + [(name, "bf16") for name in BF16]
 @lru_cache
 def predicted(strategy: str, precision: str, passes: int) -> Memory:
     choice = Choice(
-        strategy=strategy,  # type: ignore[arg-type]
+        strategy=strategy,
         num_processes=1 if strategy == "single" else PROCESSES,
         micro_batch_size=2,
         gradient_accumulation_steps=passes,
@@ -137,3 +157,59 @@ def test_an_optimizer_step_of_a_gpu_has_the_gradients(on: str) -> None:
     memory = memory_of(Workload(MODEL, row_tokens=64, global_batch_rows=2), choice, parse_machine(on))
     between = memory.phases["checkpoint"]
     assert memory.phases["optimizer"] == pytest.approx(between + 4 * PARAMETERS, rel=0.01)
+
+
+def on_cpu(precision: str, *instructions: str, lengths: int = 100, steps: int = 100, **more: object) -> Memory:
+    """Rows of up to 192 tokens, of ``lengths`` tokens in the mean, on two cores."""
+    machine = Machine("here", "a CPU", 2, 2**36, (), memory_free_bytes=2**36, processor=Processor("X", 1, instructions))
+    fixed = {"strategy": "single", "num_processes": 1, "micro_batch_size": 4, "gradient_accumulation_steps": 1}
+    choice = Choice(**{**fixed, "mixed_precision": precision, "threads": 1, **more})  # type: ignore[arg-type]
+    rows = {"packed": False, "row_tokens": 192, "document_tokens": lengths, "steps": steps}
+    return memory_of(Workload(TINY, global_batch_rows=4, **rows), choice, cluster_of(machine))  # type: ignore[arg-type]
+
+
+def test_code_of_products_is_that_of_the_shapes_that_a_run_computes_in_bf16() -> None:
+    """oneDNN has code for the sizes m, n and k of a product, for torch/aten/src/ATen/native/mkldnn/Matmul.cpp."""
+    amx = ("amx_bf16", "avx512_bf16", "avx512f")
+    one, four, many = (
+        on_cpu("bf16", *amx, lengths=lengths, steps=steps).overhead["code of products"]
+        for lengths, steps in ((192, 100), (100, 4), (100, 100))
+    )
+    # Of a block the queries' and output's, keys' and values', gate's and up's, and down's; with the head's 5, each
+    # forward, and for both of its gradients.
+    assert one % PRODUCT_BYTES == 0 and 10 <= one / PRODUCT_BYTES <= 20
+    assert four == 4 * one and many == min(16 * one, CACHED_PRODUCTS * PRODUCT_BYTES)
+    assert all("code of products" not in on_cpu(*without).overhead for without in (("bf16", "avx2"), ("no", *amx)))
+
+
+def test_a_process_on_a_cpu_keeps_what_passes_free_up_to_what_is_returned() -> None:
+    small, large = (on_cpu("no", micro_batch_size=rows) for rows in (4, 8192))
+    temporary = [memory.tensors - memory.phases["checkpoint"] for memory in (small, large)]
+    assert small.overhead["allocator slack"] == temporary[0] < 2**28 < large.overhead["allocator slack"]
+    assert large.overhead["allocator slack"] < temporary[1] / 2
+
+
+def test_libraries_that_share_their_code_are_counted_once() -> None:
+    cluster = cluster_of(Machine("here", "a CPU", 2, 2**36, ()))
+
+    def mebibytes(strategy: str, model: TracedModel) -> float:
+        choice = Choice(strategy, 2, 1, 1, "no", threads=1)
+        return libraries(Workload(model, row_tokens=64, global_batch_rows=2), choice, cluster)[NAME] / 2**20
+
+    adapted = TINY.adapted(AdapterSection(type="lora"))
+    plain, adapter = mebibytes("ddp", TINY), mebibytes("ddp", adapted) - mebibytes("ddp", TINY)
+    assert mebibytes("fsdp", adapted) == plain + 20 + adapter
+    assert mebibytes("zero1", TINY) == plain + 70 == mebibytes("zero1", adapted) and 0 < adapter < 70
+
+
+def test_gradients_of_hybrid_sharding_are_summed_over_the_replicas() -> None:
+    """Against torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: each unit's shard, after the last pass."""
+    workload, cluster = Workload(MODEL, row_tokens=256, global_batch_rows=16), parse_machine("4xA100-80GB")
+    counts = collectives(workload, Choice("fsdp", 4, 2, 2, "bf16", replicate_size=2), cluster)
+    assert counts is not None
+    assert counts["all_reduce"].number == LAYERS + 1
+    assert counts["all_reduce"].bytes == pytest.approx(4 * PARAMETERS / 2, rel=0.001)
+    assert counts["all_gather"] == (
+        2 * (2 * LAYERS + 1),
+        pytest.approx(4 * (2 * PARAMETERS - 49_152 * HIDDEN), rel=0.001),
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.matrix_owners import assign, rows_of
-from trainwright.planning.memory.fsdp import ShardedUnit, units
+from trainwright.planning.memory.fsdp import units
 from trainwright.planning.memory.inventory import Inventory, inventory
 from trainwright.planning.memory.matrices import exchanged_width
 from trainwright.planning.memory.micro_batch import computed
@@ -47,24 +47,21 @@ def collectives(workload: Workload, choice: Choice, cluster: Cluster) -> dict[st
 def _sharded(inventory: Inventory, choice: Choice) -> dict[str, Count]:
     """Count FSDP2's collectives: a unit is gathered as one, and its gradients are reduced as one."""
     everything, passes = units(inventory, choice.shards), choice.gradient_accumulation_steps
-    blocks, trained = everything[1:], [unit for unit in everything if unit.trained]
-    width = inventory.width
+    trained = [unit for unit in everything if unit.trained]
     counts: dict[str, Count] = {}
     if choice.shards > 1:
         times = passes if choice.reshard_after_forward else 1
-        gathered = _sum(everything, "padded", width, times)
-        if choice.reshard_after_forward:  # blocks are gathered again for the backward pass
-            again = _sum(blocks, "padded", width, times)
-            gathered = Count(gathered.number + again.number, gathered.bytes + again.bytes)
-        counts["all_gather"] = gathered
-        counts["reduce_scatter"] = _sum(trained, "trained", _REDUCED, times)
+        # Blocks are gathered again for the backward pass.
+        gathered = [*everything, *everything[1:]] if choice.reshard_after_forward else everything
+        counts["all_gather"] = _sum([unit.padded for unit in gathered], inventory.width, times)
+        counts["reduce_scatter"] = _sum([unit.trained for unit in trained], _REDUCED, times)
     if choice.replicate_size > 1:
-        counts["all_reduce"] = _sum(trained, "own_trained", _REDUCED, 1)
+        counts["all_reduce"] = _sum([unit.local_trained for unit in trained], _REDUCED, 1)
     return counts
 
 
-def _sum(those: Sequence[ShardedUnit], size: str, width: int, times: int) -> Count:
-    return Count(times * len(those), times * width * sum(getattr(unit, size) for unit in those))
+def _sum(elements: Sequence[int], width: int, times: int) -> Count:
+    return Count(times * len(elements), times * width * sum(elements))
 
 
 def _updates(inventory: Inventory, choice: Choice) -> dict[str, Count]:

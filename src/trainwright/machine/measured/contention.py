@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from trainwright.machine.cgroups import groups, read
 
 _STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5))
@@ -81,6 +79,8 @@ def usable_cores() -> int:
 
 def other_cores(seconds: float) -> float:
     """Return how many cores programs other than this process and its children use on average, in ``seconds``."""
+    import psutil
+
     before = _own_seconds()
     busy = psutil.cpu_percent(seconds) / 100 * (psutil.cpu_count() or 1)
     return max(0.0, busy - (_own_seconds() - before) / seconds)
@@ -88,6 +88,8 @@ def other_cores(seconds: float) -> float:
 
 def _own_seconds() -> float:
     """Return the processor time of this process and those that it has started."""
+    import psutil
+
     process, used = psutil.Process(), 0.0
     for each in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):  # it has ended

@@ -16,7 +16,7 @@ DEEPSPEED = Library(
     versions=("0.19.",),
     install="pip install 'deepspeed==0.19.*'",
     users="zero1, zero2 and zero3",
-    process_bytes=150 * 2**20,
+    process_bytes=70 * 2**20,
 )
 _OPTIMIZER = frozenset({"master weights", "optimizer state", "gradients"})
 _UPDATED = Collective("all_gather", "parameters", "update")

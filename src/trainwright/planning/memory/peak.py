@@ -106,7 +106,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     moment = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total).parts()
     parts = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
     temporary = max(phases.values()) - between
-    extra = overhead(workload, choice, cluster, parameters, walk, temporary)
+    extra = overhead(workload, choice, cluster, parameters, walk, temporary, trace)
     return Memory(parts, phases, extra, host, trace.facts.failed)
 
 

@@ -5,9 +5,10 @@ unused. Imports no torch.
 from __future__ import annotations
 
 from trainwright.machine.describe import Cluster
-from trainwright.parallel.constants import CACHED_PRODUCTS, PRODUCT_BYTES
+from trainwright.parallel.constants import CACHED_PRODUCTS, PADDED_SIZES, PRODUCT_BYTES
 from trainwright.planning.memory.inventory import Inventory
 from trainwright.planning.memory.walk import Walk
+from trainwright.planning.trace.units import SizedModel
 from trainwright.planning.workload import Choice, Workload
 
 _MIB = 2**20
@@ -22,28 +23,44 @@ WORKSPACES = "workspaces of matrix products"
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
 # Blocks that a GPU's allocator holds unused, as a share of temporary memory.
 _CUDA_SLACK = 0.04
-# Resident: Python, torch, transformers and the mapped code of both; PEFT, which adapters need.
-_PROCESS, _PEFT = 400 * _MIB, 40 * _MIB
+# Resident: Python, torch, transformers and the mapped code of both; torch's exchange between processes and its sharded
+# tensors; PEFT, which adapters need, and of whose code DeepSpeed needs most too. All measured.
+_PROCESS, _EXCHANGE, _SHARDED, _PEFT = 378 * _MIB, 8 * _MIB, 20 * _MIB, 60 * _MIB
+_TRIMMED = 256 * _MIB  # of free memory at the end of the heap, what glibc does not return (run/process.py)
 
 
 def overhead(
-    workload: Workload, choice: Choice, cluster: Cluster, inventory: Inventory, walk: Walk, temporary: int
+    workload: Workload,
+    choice: Choice,
+    cluster: Cluster,
+    inventory: Inventory,
+    walk: Walk,
+    temporary: int,
+    model: SizedModel,
 ) -> dict[str, int]:
-    """Return the overhead by name. ``temporary``: the most bytes of tensors that do not last from step to step."""
-    on_cpu = cluster.device == "cpu"
-    unused = _unused(choice, inventory, walk, temporary) if on_cpu else int(_CUDA_SLACK * temporary)
-    slack = {"allocator slack": unused}
-    products = {"code of products": CACHED_PRODUCTS * PRODUCT_BYTES} if on_cpu and choice.width == 2 else {}
-    return {**libraries(workload, choice, cluster), **slack, **products}
+    """Return the overhead by name.
+
+    Args:
+        temporary: the most bytes of tensors that do not last from step to step.
+        model: the trace of the largest micro-batch.
+    """
+    parts = libraries(workload, choice, cluster)
+    if cluster.device != "cpu":
+        return {**parts, "allocator slack": int(_CUDA_SLACK * temporary)}
+    products = _code_of_products(workload, choice, model) if choice.width == 2 and "bf16" in cluster.card.rates else 0
+    slack = {"allocator slack": _unused(choice, inventory, walk, temporary)}
+    return {**parts, **slack, **({"code of products": products} if products else {})}
 
 
 def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str, int]:
     """Return the bytes of the process, the driver and the libraries, by name."""
+    several = choice.num_processes > 1
     if cluster.device == "cpu":
         library = choice.spec.library
-        optional = _PEFT * bool(workload.model.adapter) + (library.process_bytes if library else 0)
-        return {"process and libraries": _PROCESS + optional}
-    several = choice.num_processes > 1
+        optional = max(_PEFT * bool(workload.model.adapter), library.process_bytes if library else 0)
+        return {
+            "process and libraries": _PROCESS + _EXCHANGE * several + _SHARDED * choice.spec.gathers_blocks + optional
+        }
     between = choice.num_processes > cluster.devices_per_node
     nccl = _NCCL_IN_NODE * several + _NCCL_BETWEEN_NODES * between
     workspaces = _WORKSPACES if (cluster.card.capability or (0, 0)) >= (9, 0) else _WORKSPACES_BEFORE_HOPPER
@@ -57,9 +74,23 @@ def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str,
 def _unused(choice: Choice, inventory: Inventory, walk: Walk, temporary: int) -> int:
     """Return the bytes of freed memory that a CPU process keeps (machine/allocator.py).
 
-    A block of the next size does not fit where the largest was; with gathered parameters that happens twice in a step.
+    Small blocks that live on settle in what a pass has freed, so the blocks of the next one need as much again, until
+    glibc returns the end of the heap. A block of the next size does not fit where the largest was; with gathered
+    parameters that happens twice in a step.
     """
     shards = choice.spec.shards_parameters
     gathered = choice.width * inventory.largest if shards else 0
     largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered)
-    return min(temporary, largest) * (1 + shards)
+    return min(temporary, max(_TRIMMED, largest)) + shards * min(temporary, largest)
+
+
+def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:
+    """Return the bytes of oneDNN's code for the run's products, each of which has its own (models/linear_losses.py)."""
+    passes = [part for unit in model.units for part in (unit.forward, unit.backward)]
+    products = {(o.m, o.n, o.k) for part in passes for o in part.operations if o.kind == "product" and o.width == 2}
+    sizes = PADDED_SIZES  # of batches of varied lengths
+    if workload.longest == workload.mean_length:
+        sizes = 1
+    elif workload.steps is not None:
+        sizes = min(sizes, workload.steps * choice.gradient_accumulation_steps)
+    return PRODUCT_BYTES * min(CACHED_PRODUCTS, sizes * len(products))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -106,32 +103,31 @@ def _one_thread() -> Iterator[None]:
 
 
 def _in_child(values: Callable[[], Any]) -> Any:
-    """Return JSON values that a forked process computes. Raises RequestError as it does."""
-    readable, writable = os.pipe()
-    child = os.fork()
-    if not child:
-        status = 1
+    """Return what a forked process computes. Raises RequestError as it does."""
+    from multiprocessing import get_context
+
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def compute() -> None:
         try:
-            with os.fdopen(writable, "w", encoding="utf-8") as stream:
-                try:
-                    json.dump({"values": values()}, stream)
-                except RequestError as error:
-                    json.dump({"error": str(error)}, stream)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writable)
-    with os.fdopen(readable, encoding="utf-8") as stream:
-        text = stream.read()
-    _, status = os.waitpid(child, 0)
-    if status:
-        raise RuntimeError(f"the process that traces the model ended with status {os.waitstatus_to_exitcode(status)}")
-    answer = json.loads(text)
-    if "error" in answer:
-        raise RequestError(answer["error"])
-    return answer["values"]
+            sender.send(values())
+        except RequestError as error:
+            sender.send(error)
+
+    child = context.Process(target=compute)
+    child.start()
+    sender.close()
+    try:
+        answer = receiver.recv()
+    except EOFError:
+        answer = None
+    child.join()
+    if child.exitcode:
+        raise RuntimeError(f"the process that traces the model ended with status {child.exitcode}")
+    if isinstance(answer, RequestError):
+        raise answer
+    return answer
 
 
 def key_of(request: TraceRequest, regime: Regime) -> str:

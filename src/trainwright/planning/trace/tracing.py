@@ -32,7 +32,7 @@ from trainwright.planning.trace.fit import Fitter, natural_terms, passes
 from trainwright.planning.trace.gpu import functions_as_on_gpu, workspace_on_gpu
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment, TooManyError
 from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace
+from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace, value_of
 
 _MOST = 40_000  # operations of a step and an evaluation, before it is traced with shorter sequences
 _EXACT = 0.002  # of a trace's error, up to which it is kept
@@ -93,8 +93,8 @@ def _error(
             for direction in _DIRECTIONS:
                 moments = getattr(unit, direction).moments
                 most, last = _most_and_last(segments.get((number, direction), Segment(number, direction)))
-                planned = max((_value(size, values) for moment in moments for size in moment.live), default=0.0)
-                after = _value(moments[-1].after, values) if moments else 0.0
+                planned = max((value_of(size, values) for moment in moments for size in moment.live), default=0.0)
+                after = value_of(moments[-1].after, values) if moments else 0.0
                 high, error = max(high, most), max(error, abs(planned - most), abs(after - last))
         worst = max(worst, error / high)
     return worst
@@ -104,10 +104,6 @@ def _most_and_last(segment: Segment) -> tuple[int, int]:
     changes = (event.size if event.kind == "allocated" else -event.size for event in segment.events)
     live = [*accumulate(changes, initial=0)]
     return max(live), live[-1]
-
-
-def _value(size: Size, values: Sequence[int]) -> float:
-    return sum(a * b for a, b in zip(size, values, strict=False))
 
 
 def _fake(built: Built, division: Division) -> Built:

@@ -6,10 +6,10 @@ are polynomials of a batch (``batch.BASIS``); ``at`` gives the numbers for one b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Generic, Literal, NamedTuple, TypeVar
+from functools import cache, cached_property, lru_cache
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from trainwright.planning.trace.batch import BatchShape, basis
 
@@ -57,7 +57,7 @@ class PassTrace(NamedTuple, Generic[N]):
     """A pass over a unit. ``saved``: bytes of tensors for the backward pass that offloading would move."""
 
     moments: tuple[Moment[N], ...] = ()
-    operations: tuple[Operation[N], ...] = ()
+    operations: Sequence[Operation[N]] = ()
     saved: tuple[N, ...] = ()
 
 
@@ -164,7 +164,6 @@ class ModelTrace(Generic[N]):
 
 
 SizedModel = ModelTrace[int]
-_SIZES = ("launches", "m", "n", "k", "times", "flops", "read", "written")  # of an operation
 
 
 @lru_cache(maxsize=256)
@@ -178,18 +177,11 @@ def at(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedMod
 
     @cache  # many operations have equal sizes
     def number(size: Size) -> int:
-        return round(sum(a * b for a, b in zip(size, values, strict=False)))
+        return round(value_of(size, values))
 
     def sized(part: PassTrace[Size]) -> PassTrace[int]:
         moments = (Moment(m.gradient, (max(map(number, m.live), default=0),), number(m.after)) for m in part.moments)
-        operations = (
-            Operation(
-                *(o.kind, o.name, number(o.launches), number(o.m), number(o.n), number(o.k), number(o.times)),
-                *(number(o.flops), number(o.read), number(o.written), o.width, o.generation),
-            )
-            for o in part.operations
-        )
-        return PassTrace(tuple(moments), tuple(operations), tuple(map(number, part.saved)))
+        return PassTrace(tuple(moments), _Sized(part.operations, number), tuple(map(number, part.saved)))
 
     units = tuple(
         UnitTrace(unit.parameters, sized(unit.forward), sized(unit.backward), sized(unit.evaluation))
@@ -198,7 +190,23 @@ def at(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedMod
     return ModelTrace(units, trace.order, trace.facts, trace.reference, trace.reference_copied)
 
 
-def total(sizes: Sequence[Size]) -> Size:
-    """Return the sum of polynomials."""
-    width = max(map(len, sizes), default=0)
-    return tuple(sum(size[i] for size in sizes if i < len(size)) for i in range(width))
+class _Sized(Sequence[Operation[int]]):
+    """The operations of one batch, computed when they are first read: memory needs none of them."""
+
+    def __init__(self, operations: Sequence[Operation[Size]], number: Callable[[Size], int]) -> None:
+        self._operations, self._number = operations, number
+
+    @cached_property
+    def _all(self) -> list[Operation[int]]:
+        return [Operation._make((*o[:2], *map(self._number, o[2:10]), *o[10:])) for o in self._operations]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+
+def value_of(size: Size, values: Sequence[int]) -> float:
+    """Return a polynomial's value where the terms of ``BASIS`` have these ``values``."""
+    return sum(a * b for a, b in zip(size, values, strict=False))
