@@ -258,8 +258,8 @@ def _script(text: str, path: Path) -> list[Tree]:
                 value,
                 Origin(str(path), node.lineno if hasattr(node, "lineno") else call.lineno),
             )
-    for key, other in _other_kinds(module):
-        put(tree, key, True, Origin(str(path), getattr(other, "lineno", 1)))
+    for key, part in _other_kinds(module):
+        put(tree, key, True, Origin(str(path), getattr(part, "lineno", 1)))
     docstring = ast.get_docstring(module, clean=False)
     is_library = docstring and not {"learning_rate", "per_device_train_batch_size"} & tree.values.keys()
     return _commands(docstring, path) if is_library and docstring else [tree]
