@@ -11,6 +11,7 @@ from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, missing_kernels
 from trainwright.models.fused.choice import Kernels, is_fused
 from trainwright.planning.trace.batch import BatchShape
+from trainwright.recipe.modalities import text_part
 
 if TYPE_CHECKING:
     from trainwright.machine.describe import Cluster
@@ -88,8 +89,6 @@ class TracedModel:
     @classmethod
     def of(cls, configuration: Mapping[str, Any], recipe: RecipeSchema | None = None) -> TracedModel:
         """Return the model of a recipe with a configuration; without a recipe, one that is trained in full."""
-        from trainwright.recipe.sections.model import text_part  # pydantic, which looking up a model does not need
-
         text = canonical(text_part(configuration))  # of several modalities, the language model is trained
         if recipe is None:
             return cls(text)
