@@ -101,7 +101,7 @@ class Measuring:
             self._say(f"measuring {_described(setting)}")
             started = time.monotonic()
             end_of_setting = started + max(0.0, end - started) / (len(settings) - number)
-            if effort.fewest is not None:
+            if effort.fewest is not None:  # the second setting has all cores; the block is measured there
                 effort = replace(effort, waits=number < 2)
             measured = self._in_processes(setting, (end_of_setting, limit), effort)
             measured["parts"]["starting"] = time.monotonic() - started - sum(measured["parts"].values())

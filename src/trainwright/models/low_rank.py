@@ -43,8 +43,8 @@ def _is_plain(layer: Any) -> bool:
     base = layer.get_base_layer()
     if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear):
         return False
-    kept = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
-    return not any(kept) and not layer.lora_variant and all(b.bias is None for b in layer.lora_B.values())
+    rates = [getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values()]
+    return not any(rates) and not layer.lora_variant and all(b.bias is None for b in layer.lora_B.values())
 
 
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,15 +95,15 @@ class _Joined(torch.autograd.Function):
         pairs = len(how.scales)
         x, weight, *others = ctx.saved_tensors
         matrices, inner = others[: 2 * pairs], others[2 * pairs :]
-        wanted = ctx.needs_input_grad
+        needs_gradient = ctx.needs_input_grad
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        of_x = slopes @ how.weight(weight, slopes.dtype) if wanted[0] else None
+        of_x = slopes @ how.weight(weight, slopes.dtype) if needs_gradient[0] else None
         of_matrices: list[torch.Tensor | None] = []
         for index, scale in enumerate(how.scales):
             a, b = matrices[2 * index : 2 * index + 2]
             of_inner = (slopes @ b).mul_(scale)
-            of_matrices.append(of_inner.t() @ rows if wanted[4 + 2 * index] else None)
-            of_matrices.append((slopes.t() @ inner[index]).mul_(scale) if wanted[5 + 2 * index] else None)
+            of_matrices.append(of_inner.t() @ rows if needs_gradient[4 + 2 * index] else None)
+            of_matrices.append((slopes.t() @ inner[index]).mul_(scale) if needs_gradient[5 + 2 * index] else None)
             if of_x is not None:
                 of_x.addmm_(of_inner, a)
         return None if of_x is None else of_x.view(x.shape), None, None, None, *of_matrices

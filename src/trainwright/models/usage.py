@@ -32,15 +32,15 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
     """
     base = _base(weights)
     if base is None:
-        implementation = class_in(weights)
+        implementation, kind = class_in(weights), model_class(weights)
         own = [] if implementation is None else ["from trainwright.models.own_module import register"]
         return "\n".join(
             [
                 *own,
-                f"from transformers import {model_class(weights)}, AutoTokenizer",
+                f"from transformers import {kind}, AutoTokenizer",
                 "",
                 *([] if implementation is None else [f"register()  # so that transformers imports {implementation}"]),
-                f"model = {model_class(weights)}.from_pretrained({_text(name)})",
+                f"model = {kind}.from_pretrained({_text(name)})",
                 f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
             ]
         )
