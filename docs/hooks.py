@@ -12,7 +12,7 @@ import typer
 
 from trainwright.cli.main import app
 from trainwright.cli.recipe import recipe_json_schema
-from trainwright.compatibility.conversion.table import names, table
+from trainwright.compatibility.conversion.convert import names, table
 from trainwright.recipe import registries
 from trainwright.recipe.extensions import Registry
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.commands import ROOT
-from trainwright.compatibility.conversion.table import Rule, table
+from trainwright.compatibility.conversion.convert import Rule, table
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 TOOLS = ("axolotl", "trl", "llamafactory", "torchtune")

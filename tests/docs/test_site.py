@@ -15,7 +15,7 @@ import yaml
 from tests.support.commands import ROOT
 from trainwright.cli.main import app
 from trainwright.cli.recipe import recipe_json_schema
-from trainwright.compatibility.conversion.table import names, table
+from trainwright.compatibility.conversion.convert import names, table
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.clusters.hosts.starting import exports
+from trainwright.clusters.hosts import exports
 from trainwright.clusters.job import captured
 
 NEEDED = {

@@ -21,7 +21,7 @@ from trainwright.utils import text
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
-    from trainwright.clusters.hosts.names import Host
+    from trainwright.clusters.hosts import Host
     from trainwright.clusters.job import Job
     from trainwright.clusters.slurm.scheduler import QueuedJob
     from trainwright.compatibility.script_run import NodeOptions
@@ -47,8 +47,7 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
         FaultError: a host was lost, and the run cannot go on with those that are left.
         Stopped: a stop was requested after a host was lost, before the run was started again.
     """
-    from trainwright.clusters.hosts.names import ask, processes_of
-    from trainwright.clusters.hosts.starting import exports, run_on
+    from trainwright.clusters.hosts import ask, exports, processes_of, run_on
     from trainwright.recipe.sections.parallel import ProcessRange
     from trainwright.run import run_directory
     from trainwright.run.process import ignore_closed_output
@@ -89,7 +88,7 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
         stopped = ended.stopped or stop_was_requested(run, within=process_age())
         if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and host_list[0] not in ended.lost):
             break
-        from trainwright.clusters.hosts.starting import HostRestarts  # imports torch
+        from trainwright.clusters.hosts import HostRestarts  # imports torch
 
         restarts = restarts or HostRestarts(run, request.recipe.faults.restarts, may_lose, started_at)
         try:
@@ -127,8 +126,7 @@ def launch_on_hosts(
         RequestError: the request is wrong or a host unknown; nothing is started.
         MachineError: a host cannot take part; nothing is started.
     """
-    from trainwright.clusters.hosts.names import ask, processes_of
-    from trainwright.clusters.hosts.starting import exports, run_on
+    from trainwright.clusters.hosts import ask, exports, processes_of, run_on
     from trainwright.compatibility.script_run import check_script, make_logs
     from trainwright.run.process import ignore_closed_output
 
@@ -152,7 +150,7 @@ def _hosts_of(
     hosts: str | None, hostfile: Path | None, nodes: int | None, node_rank: int | None, rendezvous: str | None
 ) -> list[Host]:
     """Return the hosts of ``--hosts`` or ``--hostfile``. Raises RequestError, also for options that these set."""
-    from trainwright.clusters.hosts.names import parse_hosts, read_hostfile
+    from trainwright.clusters.hosts import parse_hosts, read_hostfile
     from trainwright.run.group.addresses import is_loopback
 
     options = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
@@ -315,7 +313,7 @@ def _expected_end(last: int, steps: Sequence[EventRecord]) -> float | None:
 
 
 _WRITERS = {
-    "slurm": "trainwright.clusters.slurm.job",
+    "slurm": "trainwright.clusters.slurm.submission",
     "kubernetes": "trainwright.clusters.kubernetes",
     "skypilot": "trainwright.clusters.skypilot",
     "ray": "trainwright.clusters.ray",
@@ -423,8 +421,7 @@ def submit(
         >>> "#SBATCH --time=4:00:00" in made.script.splitlines()
         True
     """
-    from trainwright.clusters.job import first_overrides, job_of
-    from trainwright.clusters.settings import SLURM
+    from trainwright.clusters.job import SLURM, first_overrides, job_of
     from trainwright.clusters.slurm import submission
     from trainwright.recipe.sections.launch import job_seconds
 

@@ -270,7 +270,7 @@ LAUNCHERS: Registry[Any] = Registry(
 # their precision, `facts(file)` its sha256 and precision, `export(directory, file, precision)` writes one.
 WEIGHT_FORMATS: Registry[Any] = Registry(
     "trainwright.weight_formats",
-    {"gguf": "trainwright.compatibility.gguf.format:Gguf"},
+    {"gguf": "trainwright.compatibility.gguf.export:Gguf"},
     kind="weight format",
     required=("convert", "facts", "export"),
 )

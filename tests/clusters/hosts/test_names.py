@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.clusters.hosts.names import Host, check_clocks, parse_hosts, processes_of, read_hostfile
-from trainwright.clusters.hosts.starting import exit_code
+from trainwright.clusters.hosts import Host, check_clocks, exit_code, parse_hosts, processes_of, read_hostfile
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, MachineError, RequestError
 
 

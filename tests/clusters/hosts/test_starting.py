@@ -16,9 +16,8 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY, events
-from trainwright.clusters.hosts import starting
-from trainwright.clusters.hosts.names import Host
-from trainwright.clusters.hosts.starting import HostsResult, run_on
+from trainwright.clusters import hosts
+from trainwright.clusters.hosts import Host, HostsResult, run_on
 from trainwright.clusters.operations import train_on_hosts
 from trainwright.errors import RequestError, Stopped
 from trainwright.run.request import TrainingRequest
@@ -36,8 +35,8 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("TRAINWRIGHT_SSH", shlex.quote(str(tmp_path / "ssh")))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starting, "_AGAIN_SECONDS", 0.2)
-    monkeypatch.setattr(starting, "_ENDS_AFTER_FIRST", 0.5)
+    monkeypatch.setattr(hosts, "_AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "_ENDS_AFTER_FIRST", 0.5)
 
 
 def command(name: str, until: str, code: int = 0) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import values, written
-from trainwright.compatibility.accelerate.environment import from_environment, worker_environment
+from trainwright.compatibility.accelerate.launcher import from_environment, worker_environment
 from trainwright.compatibility.accelerate.reading import read
 from trainwright.compatibility.accelerate.translation import interpret
 from trainwright.errors import RequestError

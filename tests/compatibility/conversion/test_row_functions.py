@@ -13,7 +13,7 @@ from tests.compatibility.conversion import files
 from tests.compatibility.conversion.test_convert import failures, of, recipe
 from tests.data.test_row_settings import converted
 from tests.data.test_templates import CHATML, byte_level
-from trainwright.compatibility.conversion.row_functions import Unclear, settings_of
+from trainwright.compatibility.conversion.unsloth import Unclear, settings_of
 from trainwright.data.rows.chat_templates import named_template
 
 HEAD = """\

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from trainwright.compatibility.conversion.table import NULL, Rule, names, table
+from trainwright.compatibility.conversion.convert import NULL, Rule, names, table
 from trainwright.data.rows.chat_templates import template_of
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import OBSERVERS
@@ -114,7 +114,7 @@ def test_every_key_that_a_rule_names_has_a_rule(name: str) -> None:
 @pytest.mark.parametrize("name", _TABLES)
 def test_a_key_of_a_table_is_written_once(name: str) -> None:
     """In groups: a key of its own under [keys] replaces one of an included table, and no other."""
-    from trainwright.compatibility.conversion.table import read_document
+    from trainwright.compatibility.conversion.convert import read_document
 
     document = read_document(name)
     groups = [*document.get("without_effect", []), *document.get("not_possible", [])]

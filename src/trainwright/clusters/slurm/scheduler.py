@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.clusters.slurm.job import COMMENT
 from trainwright.errors import RequestError
 from trainwright.run.run_directory import SUBMITTED
 from trainwright.utils.text import say
 
+COMMENT = "trainwright:"  # of a job; the run directory follows, as squeue shows it
 _SECONDS = 60
 _SUBMIT_SECONDS = 180  # sbatch itself tries for two minutes
 _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"

@@ -1,23 +1,30 @@
-"""Accelerate as another launcher (``recipe/registries.py``, LAUNCHERS): its file, or what it has passed on."""
+"""Accelerate as another launcher (``recipe/registries.py``, LAUNCHERS): its file, or the variables that it has set.
+
+Accelerate's library reads the variables in the worker (ACCELERATE_*, FSDP_*, PARALLELISM_CONFIG_*). Its launcher
+always sets most of them, so a default value need not be a choice of the user; see AccelerateConfig.stated.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from trainwright.compatibility.accelerate.environment import from_environment
+from trainwright.compatibility.accelerate import strategies
 from trainwright.compatibility.accelerate.machine import refuse_count_of_one_machine, require
-from trainwright.compatibility.accelerate.reading import default_path
+from trainwright.compatibility.accelerate.reading import AccelerateConfig, ConfigSection, default_path
 from trainwright.compatibility.accelerate.translation import (
     Translation,
+    interpret,
     last_value,
     missing_rendezvous,
     read_translation,
 )
 from trainwright.errors import MachineError, TrainwrightError
 from trainwright.machine.detect import detect
+from trainwright.run.group.environment import Variables
 
 
 def find_translation(
@@ -88,3 +95,217 @@ class Accelerate:
     of_file = staticmethod(find_translation)
     of_environment = staticmethod(joined_translation)
     default_file = staticmethod(default_file)
+
+
+_ENVIRONMENT = "the environment of accelerate launch"
+
+# Key of fsdp_config -> variable and the value that Accelerate's launcher sets by default.
+_FSDP: dict[str, tuple[str, str | None]] = {
+    "fsdp_version": ("FSDP_VERSION", "1"),
+    "fsdp_sharding_strategy": ("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
+    "fsdp_reshard_after_forward": ("FSDP_RESHARD_AFTER_FORWARD", "true"),
+    "fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS", "false"),
+    "fsdp_min_num_params": ("FSDP_MIN_NUM_PARAMS", "100000000"),
+    "fsdp_auto_wrap_policy": ("FSDP_AUTO_WRAP_POLICY", None),
+    "fsdp_transformer_layer_cls_to_wrap": ("FSDP_TRANSFORMER_CLS_TO_WRAP", None),
+    "fsdp_backward_prefetch": ("FSDP_BACKWARD_PREFETCH", None),
+    "fsdp_state_dict_type": ("FSDP_STATE_DICT_TYPE", None),
+    "fsdp_forward_prefetch": ("FSDP_FORWARD_PREFETCH", "false"),
+    "fsdp_use_orig_params": ("FSDP_USE_ORIG_PARAMS", "true"),
+    "fsdp_cpu_ram_efficient_loading": ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"),
+    "fsdp_sync_module_states": ("FSDP_SYNC_MODULE_STATES", "true"),
+    "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "false"),
+    "fsdp_activation_checkpointing_offload": ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false"),
+    "fsdp_ignored_modules": ("FSDP_IGNORED_MODULES", None),
+}
+_NAMES = ("sharding_strategy", "auto_wrap_policy", "backward_prefetch", "state_dict_type")
+_DEEPSPEED = {
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+_DYNAMO: dict[str, tuple[str, str | None]] = {
+    "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "NO"),
+    "dynamo_mode": ("ACCELERATE_DYNAMO_MODE", "default"),
+    "dynamo_use_fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "False"),
+    "dynamo_use_dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", "False"),
+    "dynamo_use_regional_compilation": ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "False"),
+}
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_PARALLELISM: dict[str, tuple[str, str | None]] = {
+    f"parallelism_config_{name}": (f"PARALLELISM_CONFIG_{name.upper()}", default)
+    for name, default in (
+        ("dp_replicate_size", "1"),
+        ("dp_shard_size", "1"),
+        ("tp_size", "1"),
+        ("cp_size", "1"),
+        ("cp_backend", "torch"),
+        ("cp_comm_strategy", None),
+        ("sp_size", "1"),
+        ("sp_backend", "deepspeed"),
+        ("sp_seq_length", None),
+        ("sp_seq_length_is_variable", None),
+        ("sp_attn_implementation", None),
+    )
+}
+
+
+def from_environment(environment: Mapping[str, str] | None = None) -> Translation | None:
+    """Return the settings that `accelerate launch` passed to this worker; None if something else started it."""
+    variables = os.environ if environment is None else environment
+    if "ACCELERATE_MIXED_PRECISION" not in variables and not Variables(variables).accelerate_plugins():
+        return None
+    return interpret(_source(variables))
+
+
+def worker_environment(source: AccelerateConfig, translation: Translation, *, on_cpu: bool) -> dict[str, str]:
+    """Return the variables for workers that run a user's own script, from the settings of the file.
+
+    ``on_cpu``: the workers have no GPU. Accelerate's library would otherwise make each of them a separate run.
+    """
+    variables = {"ACCELERATE_MIXED_PRECISION": str(_precision(source))}
+    if on_cpu:
+        variables["ACCELERATE_USE_CPU"] = "true"
+    dynamo = dict(_items(source, "dynamo_config", "dynamo_"))
+    if isinstance(source.values.get("dynamo_backend"), str):
+        dynamo.setdefault("dynamo_backend", source.values["dynamo_backend"])
+    for key, (name, default) in _DYNAMO.items():
+        value = _text(default if dynamo.get(key) is None else dynamo[key])
+        variables[name] = value.upper() if key == "dynamo_backend" else value
+    for key, name in (("debug", "ACCELERATE_DEBUG_MODE"), ("enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY")):
+        if _text(source.values.get(key, False)).lower() in ("true", "yes", "1"):
+            variables[name] = "1"
+    for key, value in _items(source, "fp8_config", "fp8_"):
+        variables[f"ACCELERATE_{key.upper()}"] = _text(value)
+    if translation.distributed_type == "FSDP":
+        variables |= _fsdp(source)
+    if translation.distributed_type == "DEEPSPEED":
+        variables |= _deepspeed(source)
+    if isinstance(source.values.get("parallelism_config"), dict):
+        variables |= _parallelism(source)
+    return variables
+
+
+def _precision(source: AccelerateConfig) -> str:
+    value = source.values.get("mixed_precision")
+    if value in (None, False):
+        return "fp16" if source.values.get("fp16") else "no"
+    return str(value).lower()
+
+
+def _fsdp(source: AccelerateConfig) -> dict[str, str]:
+    fields = dict(_items(source, "fsdp_config", "fsdp_"))
+    reshard = str(fields.get("fsdp_reshard_after_forward", "")).upper()
+    if reshard in strategies.SHARDING:
+        # Version 1's wizard writes the sharding strategy under this name. In Accelerate 1.15 the default of the other
+        # variable takes precedence, so it must be set there.
+        fields.setdefault("fsdp_sharding_strategy", reshard)
+    variables = {"ACCELERATE_USE_FSDP": "true"}
+    for key, (name, default) in _FSDP.items():
+        value = fields.get(key)
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        if value is None and default is None:
+            continue
+        text = _text(default if value is None else value)
+        named = key.removeprefix("fsdp_") in _NAMES
+        variables[name] = text.upper() if named else text if "cls" in key or "modules" in key else text.lower()
+    return variables
+
+
+def _deepspeed(source: AccelerateConfig) -> dict[str, str]:
+    options = dict(_items(source, "deepspeed_config", ""))
+    variables = {"ACCELERATE_USE_DEEPSPEED": "true"}
+    fields = [*options, *(["mixed_precision"] if source.values.get("mixed_precision") is not None else [])]
+    variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
+    for key, name in _DEEPSPEED.items():
+        if options.get(key) is not None:
+            text = _text(options[key])
+            variables[name] = text if key.endswith(("file", "path", "names")) else text.lower()
+    if options.get("deepspeed_config_file") is not None:
+        json_file = strategies.find_json(str(options["deepspeed_config_file"]), source)
+        variables[_DEEPSPEED["deepspeed_config_file"]] = str(json_file or options["deepspeed_config_file"])
+    return variables
+
+
+def _parallelism(source: AccelerateConfig) -> dict[str, str]:
+    sizes = dict(_items(source, "parallelism_config", "parallelism_config_"))
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} if sizes else {}
+    for key, (name, default) in _PARALLELISM.items():
+        value = sizes.get(key, default)
+        if sizes and value is not None:
+            variables[name] = _text(value)
+    return variables
+
+
+def _items(source: AccelerateConfig, name: str, prefix: str) -> list[tuple[str, Any]]:
+    part = ConfigSection(source, (name,), prefix)
+    return [(key, part.raw(key)) for key in part.given()]
+
+
+def _text(value: Any) -> str:
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+
+def _source(variables: Mapping[str, str]) -> AccelerateConfig:
+    values: dict[str, Any] = {}
+    places: dict[tuple[str, ...], str] = {}
+
+    def take(path: tuple[str, ...], name: str, unless: str | None = None) -> None:
+        value = variables.get(name)
+        if value is None or value == "" or value == unless:
+            return
+        part = values
+        for key in path[:-1]:
+            part = part.setdefault(key, {})
+        part[path[-1]] = value
+        places[path] = name
+
+    plugins = Variables(variables).accelerate_plugins()
+    take(("mixed_precision",), "ACCELERATE_MIXED_PRECISION", unless="no")
+    for part, keys in (("dynamo_config", _DYNAMO), ("parallelism_config", _PARALLELISM), ("fsdp_config", _FSDP)):
+        for key, (name, default) in keys.items():
+            if part != "fsdp_config" or "FSDP" in plugins:
+                take((part, key), name, unless=default)
+    if "DEEPSPEED" in plugins:
+        for key, name in _DEEPSPEED.items():
+            take(("deepspeed_config", key), name)
+    take(("num_processes",), "WORLD_SIZE")
+    take(("num_machines",), "GROUP_WORLD_SIZE")
+    take(("machine_rank",), "GROUP_RANK")
+    take(("main_process_ip",), "MASTER_ADDR")
+    on_cpu = variables.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    alone = not any(name in variables for name in _SIZES)
+    kind, variable = _kind(plugins, variables, on_cpu=on_cpu, alone=alone)
+    values["distributed_type"], values["use_cpu"] = kind, on_cpu
+    places |= {("distributed_type",): variable, ("use_cpu",): "ACCELERATE_USE_CPU"}
+    return AccelerateConfig(
+        name=_ENVIRONMENT,
+        values=values,
+        places=places,
+        directory=Path(),
+        stated=False,
+        # Its launchers of several processes do not pass use_cpu on: an FSDP file with and without it looks the same.
+        device_stated=kind == "MULTI_GPU",
+        # Its launcher of one process sets a rendezvous address only if the file has several processes.
+        one_of_several=alone and "MASTER_ADDR" in variables,
+    )
+
+
+def _kind(plugins: Mapping[str, str], variables: Mapping[str, str], *, on_cpu: bool, alone: bool) -> tuple[str, str]:
+    for name, variable in plugins.items():
+        return name, variable
+    if variables.get("ACCELERATE_USE_MEGATRON_LM", "").lower() == "true":
+        return "MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM"
+    if alone:
+        several = "MASTER_ADDR" in variables
+        return ("MULTI_CPU" if on_cpu else "MULTI_GPU") if several else "NO", "ACCELERATE_USE_CPU"
+    return ("MULTI_CPU" if on_cpu else "MULTI_GPU"), "WORLD_SIZE"

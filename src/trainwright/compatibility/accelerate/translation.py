@@ -8,9 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainwright.compatibility.accelerate import deepspeed, fsdp
-from trainwright.compatibility.accelerate.reading import AccelerateConfig, read
-from trainwright.compatibility.accelerate.values import ConfigProblem, ConfigSection, Draft, Note, RecipeValue
+from trainwright.compatibility.accelerate import strategies
+from trainwright.compatibility.accelerate.reading import (
+    AccelerateConfig,
+    ConfigProblem,
+    ConfigSection,
+    Draft,
+    Note,
+    RecipeValue,
+    read,
+)
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.recipe.loading import Override, read_merged
 from trainwright.recipe.strategy_spec import spec_of
@@ -219,11 +226,11 @@ def interpret(source: AccelerateConfig) -> Translation:
     parts = [top, part]
     if kind == "FSDP":
         part = ConfigSection(source, ("fsdp_config",), "fsdp_")
-        fsdp.interpret(part, draft, nodes)
+        strategies.interpret_fsdp(part, draft, nodes)
         parts.append(part)
     elif kind == "DEEPSPEED":
         part = ConfigSection(source, ("deepspeed_config",))
-        deepspeed.interpret(part, draft)
+        strategies.interpret_deepspeed(part, draft)
         parts.append(part)
     elif kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
         single = kind == "NO" or processes == 1
@@ -510,7 +517,9 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
     if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
         draft.note("mpirun_config", "processes are started without MPI; on several machines, start the command on each")
     supported = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
-    elsewhere = dict.fromkeys(deepspeed.KEYS, "deepspeed_config") | dict.fromkeys(fsdp.KEYS, "fsdp_config")
+    elsewhere = dict.fromkeys(strategies.DEEPSPEED_KEYS, "deepspeed_config") | dict.fromkeys(
+        strategies.FSDP_KEYS, "fsdp_config"
+    )
     for text in top.unknown(supported, elsewhere):
         draft.problem(text, for_script=True)
 

@@ -6,9 +6,8 @@ import re
 from typing import Any
 
 from trainwright.compatibility.conversion import functions
-from trainwright.compatibility.conversion.convert import Conversion, Setting
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 from trainwright.compatibility.conversion.reading import shown
-from trainwright.compatibility.conversion.table import Rule
 
 _ALPACA = "{instruction}\n\n### Input:\n{input}"
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
-from trainwright.compatibility.conversion.convert import Conversion, Setting, files_named
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, files_named
 from trainwright.compatibility.conversion.reading import LAUNCHER, Code
-from trainwright.compatibility.conversion.table import Rule
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS
 from trainwright.utils.text import plural

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from trainwright.compatibility.conversion import functions
-from trainwright.compatibility.conversion.convert import Conversion, Setting
-from trainwright.compatibility.conversion.table import Rule
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 
 
 def alpha(conversion: Conversion, setting: Setting, rule: Rule, rank: str) -> None:

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.convert import Conversion, Setting
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 from trainwright.compatibility.conversion.reading import Code, near, shown
-from trainwright.compatibility.conversion.table import Rule
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
 from trainwright.recipe.strategy_spec import spec_of

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.compatibility.conversion.convert import Conversion, Setting
-from trainwright.compatibility.conversion.table import Rule
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 
 _MODULES = {"output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]

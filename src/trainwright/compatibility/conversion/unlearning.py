@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainwright.compatibility.conversion.convert import Conversion, Setting
-from trainwright.compatibility.conversion.table import Rule
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 
 
 def tokenizer(conversion: Conversion, setting: Setting, rule: Rule, model: str) -> None:

@@ -1,14 +1,23 @@
-"""What the table of Unsloth's scripts computes."""
+"""What the table of Unsloth's scripts computes, also from their functions. Nothing in a script is executed.
+
+The functions that scripts give to ``map``, and to a trainer as ``formatting_func``, nearly all do one of four things:
+render turns with the chat template, make turns of columns, fill columns into a prompt, or add the end-of-text token to
+a text. Their statements are followed with columns in place of values; for anything else ``Unclear`` is raised.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from string import Formatter
+from typing import Any, NamedTuple
 
 from trainwright.compatibility.conversion import functions
-from trainwright.compatibility.conversion.convert import Conversion, Setting
-from trainwright.compatibility.conversion.reading import script_of, shown
-from trainwright.compatibility.conversion.row_functions import Unclear, settings_of
-from trainwright.compatibility.conversion.table import Rule
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
+from trainwright.compatibility.conversion.reading import calls_of, script_of, shown
 
 _TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
 _OWN = ("unsloth", "alpaca", "vicuna", "vicuna_old", "vicuna old")  # texts that no tokenizer brings
@@ -95,3 +104,367 @@ def preference(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "data.max_length", setting.value)
     elif name == "ref_model" and setting.is_on:
         conversion.drop(setting, "is the model that training starts from")
+
+
+# Methods that change no more than what training adds or leaves out by itself, of rendered turns and of texts.
+_WITHOUT_EFFECT = ("removeprefix", "strip")
+_TURNS = ("messages", "conversations")
+
+
+class Unclear(Exception):
+    """The function does something else; the text is the expression or statement."""
+
+
+class ColumnValue(NamedTuple):
+    """A column: of one row, or, as functions of batches have them, the list of its values."""
+
+    name: str
+
+
+class EndOfText(NamedTuple):
+    """The end-of-text token."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A text of constants, columns and end-of-text tokens."""
+
+    parts: tuple[str | ColumnValue | EndOfText, ...]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of turns, written by the chat template; ``tools``: the column of the tools."""
+
+    turns: Any
+    tools: ColumnValue | None = None
+
+
+class _Index:
+    """The variable of ``for i in range(len(column))``."""
+
+
+class _TokenizerValue:
+    """The tokenizer, or anything else that is only known when the script runs."""
+
+
+class _ReadRow(dict[str, Any]):
+    """The values of a row that are not the columns of the same names."""
+
+    def __missing__(self, name: str) -> ColumnValue:
+        return ColumnValue(name)
+
+
+def settings_of(module: ast.Module) -> dict[str, Any]:
+    """Return the keys of the source, as ``format``, ``prompt`` and ``columns.answer``, that read the rows as a script's
+    functions do, and ``chat_template: plain`` if these write the text without one.
+
+    Raises:
+        Unclear: a function does something that no settings do.
+    """
+    row = _ReadRow()
+    text = None
+    for name, call in calls_of(module):
+        if name == "map":
+            new_row = _Function(module, row).result(_argument(call, "function"))
+            if not isinstance(new_row, dict):
+                raise Unclear("returns no row")
+            row.update(new_row)
+        elif name == "rename_column":
+            old, new = (
+                _argument(call, word, at) for at, word in enumerate(("original_column_name", "new_column_name"))
+            )
+            row[_constant(new)] = row[_constant(old)]
+        elif name == "rename_columns":
+            written = _argument(call, "column_mapping")
+            if not isinstance(written, ast.Dict) or None in written.keys:
+                raise Unclear(ast.unparse(written))
+            names = zip(filter(None, written.keys), written.values, strict=True)
+            row.update({_constant(new): row[_constant(old)] for old, new in names})
+        elif any(word.arg == "formatting_func" for word in call.keywords):
+            function = next(word.value for word in call.keywords if word.arg == "formatting_func")
+            text = _Function(module, row).result(function)
+            text = text.get("text") if isinstance(text, dict) else text
+    return _settings(row, text)
+
+
+def _settings(row: _ReadRow, text: Any) -> dict[str, Any]:
+    """Return the settings for the value that is trained on."""
+    if text is None and "text" in row:
+        text = row["text"]
+    if text is None:
+        turns = next((row[name] for name in _TURNS if name in row), None)
+        if turns is None:
+            return _renamed(row)
+        return _of_turns(turns)
+    if isinstance(text, Rendered):
+        tools = {} if text.tools in (None, ColumnValue("tools")) else {"columns.tools": text.tools.name}
+        return _of_turns(text.turns) | tools
+    return _of_text(_joined(text).parts)
+
+
+def _renamed(row: _ReadRow) -> dict[str, Any]:
+    columns = {f"columns.{field}": value.name for field, value in row.items() if isinstance(value, ColumnValue)}
+    if len(columns) < len(row):
+        raise Unclear(f"makes the columns {', '.join(row)}")
+    return columns
+
+
+def _of_turns(turns: Any) -> dict[str, Any]:
+    if isinstance(turns, ColumnValue):
+        return {} if turns.name in _TURNS else {"columns.messages": turns.name}
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Unclear("renders something else than turns")
+    roles = [turn.get("role", turn.get("from")) for turn in turns]
+    texts = [_joined(turn.get("content", turn.get("value"))).parts for turn in turns]
+    settings: dict[str, Any] = {}
+    if roles[:1] == ["system"]:
+        settings = _of_system(texts.pop(0))
+        roles.pop(0)
+    if roles not in (["user", "assistant"], ["human", "gpt"]):
+        raise Unclear(f"makes turns of {', '.join(map(str, roles))}")
+    question, answer = texts
+    return settings | _of_question(question) | {"columns.answer": _only_column(answer)}
+
+
+def _of_system(parts: tuple[Any, ...]) -> dict[str, Any]:
+    if all(isinstance(part, str) for part in parts):
+        return {"system": "".join(parts)} if any(parts) else {}
+    return {"columns.system": _only_column(parts)}
+
+
+def _of_question(parts: tuple[Any, ...]) -> dict[str, Any]:
+    if len(parts) == 1 and isinstance(parts[0], ColumnValue):
+        return {"columns.question": parts[0].name}
+    return {"prompt": _prompt(parts)}
+
+
+def _of_text(parts: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the settings for a text that ends with a column: the answer, if there is anything before it."""
+    if parts[-1:] == (EndOfText(),):
+        parts = parts[:-1]
+    if not parts:
+        raise Unclear("writes a text without columns")
+    *before, last = parts
+    if not before:
+        return {"format": "text", "columns.text": _only_column((last,))}
+    settings = {"prompt": _prompt(tuple(before)), "columns.answer": _only_column((last,))}
+    return {**settings, "chat_template": "plain"}
+
+
+def _prompt(parts: tuple[Any, ...]) -> str:
+    if not any(isinstance(part, ColumnValue) for part in parts) or EndOfText() in parts:
+        raise Unclear("writes a prompt without columns, or an end of text inside")
+    if names := [part.name for part in parts if isinstance(part, ColumnValue) and not part.name.isidentifier()]:
+        raise Unclear(f"reads the column {names[0]!r}, which a prompt cannot name")
+    return "".join(
+        f"{{{part.name}}}" if isinstance(part, ColumnValue) else part.replace("{", "{{").replace("}", "}}")
+        for part in parts
+    )
+
+
+def _only_column(parts: tuple[Any, ...]) -> str:
+    if len(parts) != 1 or not isinstance(parts[0], ColumnValue):
+        raise Unclear("writes more around an answer than its column")
+    return parts[0].name
+
+
+def _joined(value: Any) -> Joined:
+    if isinstance(value, Joined):
+        return value
+    if isinstance(value, str | ColumnValue | EndOfText):
+        return Joined((value,))
+    raise Unclear("makes something else than a text")
+
+
+def _plus(left: Any, right: Any) -> Joined:
+    parts: list[Any] = []
+    for part in (*_joined(left).parts, *_joined(right).parts):
+        if isinstance(part, str) and parts and isinstance(parts[-1], str):
+            parts[-1] += part
+        elif part != "":
+            parts.append(part)
+    return Joined(tuple(parts))
+
+
+def _argument(call: ast.Call, name: str, at: int = 0) -> ast.expr:
+    arguments = [word.value for word in call.keywords if word.arg == name] or call.args[at : at + 1]
+    if not arguments:
+        raise Unclear(ast.unparse(call))
+    return arguments[0]
+
+
+def _constant(node: ast.expr) -> str:
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        raise Unclear(ast.unparse(node))
+    return node.value
+
+
+class _Function:
+    """One function of a script, followed with ``row`` as its argument."""
+
+    def __init__(self, module: ast.Module, row: _ReadRow) -> None:
+        self._module, self._row = module, row
+        self._names: dict[str, Any] = {}
+        self._outside: frozenset[str] = frozenset()  # names that were set before the loop
+        self._following: list[str] = []  # names of the module whose values are being looked for
+
+    def result(self, function: ast.expr) -> Any:
+        """Return what it returns."""
+        if isinstance(function, ast.Lambda) and function.args.args:
+            self._names[function.args.args[0].arg] = self._row
+            return self._value(function.body)
+        written = [
+            node
+            for node in ast.walk(self._module)
+            if isinstance(node, ast.FunctionDef) and isinstance(function, ast.Name) and node.name == function.id
+        ]
+        if len(written) != 1 or not written[0].args.args:
+            raise Unclear(ast.unparse(function))
+        first, *others = written[0].args.args
+        self._names = {first.arg: self._row, **{other.arg: _TokenizerValue() for other in others}}
+        return self._run(written[0].body)
+
+    def _run(self, body: Iterable[ast.stmt]) -> Any:
+        for statement in body:
+            match statement:
+                case ast.Return(value=ast.expr() as value):
+                    return self._value(value)
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self._names[name] = self._value(value)
+                case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if name not in self._outside:
+                    self._names[name] = _plus(self._names.get(name), self._value(value))
+                case ast.For(target=target, iter=iterated, body=inner, orelse=[]):
+                    self._outside = frozenset(self._names)
+                    self._bind(target, self._value(iterated))
+                    self._run(inner)
+                    self._outside = frozenset()
+                case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value])):
+                    if self._names.get(name) != []:
+                        raise Unclear(ast.unparse(statement))
+                    self._names[name] = self._value(value)  # a list of a batch stands for one of its values
+                case ast.Expr(value=ast.Constant()) | ast.Pass():
+                    pass
+                case _:
+                    raise Unclear(ast.unparse(statement).partition("\n")[0])
+        return None
+
+    def _bind(self, target: ast.expr, value: Any) -> None:
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        values = value if isinstance(value, tuple) and not isinstance(value, ColumnValue) else (value,)
+        if len(names) != len(values):
+            raise Unclear(ast.unparse(target))
+        for name, one in zip(names, values, strict=True):
+            if not isinstance(name, ast.Name):
+                raise Unclear(ast.unparse(target))
+            self._names[name.id] = one
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=str() as text):
+                return text
+            case ast.Name(id=name):
+                return self._names[name] if name in self._names else self._of_module(name)
+            case ast.Attribute(attr="eos_token"):
+                return EndOfText()
+            case ast.JoinedStr(values=values):
+                return self._sum(values)
+            case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+                return self._value(value)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return _plus(self._value(left), self._value(right))
+            case ast.Subscript(value=value, slice=index):
+                return self._item(self._value(value), index, node)
+            case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+                return {key.value: self._value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+            case ast.List(elts=[ast.List() as turns]):
+                return self._value(turns)  # of a batch of one
+            case ast.List(elts=items):
+                return [self._value(item) for item in items]
+            case ast.ListComp(elt=element, generators=[ast.comprehension(target=target, iter=iterated, ifs=[])]):
+                self._bind(target, self._value(iterated))
+                return self._value(element)
+            case ast.Call():
+                return self._called(node)
+        raise Unclear(ast.unparse(node))
+
+    def _sum(self, nodes: Iterable[ast.expr]) -> Joined:
+        total = Joined(())
+        for node in nodes:
+            total = _plus(total, self._value(node))
+        return total
+
+    def _item(self, value: Any, index: ast.expr, node: ast.expr) -> Any:
+        if isinstance(value, dict) and isinstance(index, ast.Constant) and isinstance(index.value, str):
+            return value[index.value]
+        if isinstance(index, ast.Name) and isinstance(self._names.get(index.id), _Index):
+            return value
+        raise Unclear(ast.unparse(node))
+
+    def _of_module(self, name: str) -> Any:
+        """Return the value that the module gives a name once."""
+        values = [
+            node.value
+            for node in ast.walk(self._module)
+            if isinstance(node, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+        ]
+        if len({ast.dump(value) for value in values}) != 1 or name in self._following:
+            return _TokenizerValue()
+        self._following.append(name)
+        try:
+            return self._value(values[0])
+        except Unclear:
+            return _TokenizerValue()
+        finally:
+            self._following.remove(name)
+
+    def _called(self, call: ast.Call) -> Any:
+        match call.func:
+            case ast.Name(id="zip"):
+                return tuple(self._value(argument) for argument in call.args)
+            case ast.Name(id="range") if len(call.args) == 1 and ast.unparse(call.args[0]).startswith("len("):
+                return _Index()
+            case ast.Name(id="str") if len(call.args) == 1:
+                return self._value(call.args[0])
+            case ast.Attribute(attr="apply_chat_template"):
+                return self._rendered(call)
+            case ast.Attribute(value=text, attr="format"):
+                return self._formatted(self._value(text), call)
+            case ast.Attribute(value=text, attr=name) if name in _WITHOUT_EFFECT:
+                value = self._value(text)
+                if isinstance(value, Rendered) or (name == "strip" and isinstance(value, ColumnValue)):
+                    return value
+        raise Unclear(ast.unparse(call))
+
+    def _rendered(self, call: ast.Call) -> Rendered:
+        turns = self._value(_argument(call, "conversation"))
+        options = {word.arg: word.value for word in call.keywords if word.arg != "conversation"}
+        tools = self._value(options.pop("tools")) if "tools" in options else None
+        off = ("tokenize", "add_generation_prompt")
+        if any(
+            name not in off or not isinstance(value, ast.Constant) or value.value is not False
+            for name, value in options.items()
+        ):
+            raise Unclear(ast.unparse(call))
+        if not isinstance(tools, ColumnValue | None):
+            raise Unclear(ast.unparse(call))
+        return Rendered(turns, tools)
+
+    def _formatted(self, text: Any, call: ast.Call) -> Joined:
+        if not isinstance(text, str):
+            raise Unclear(ast.unparse(call))
+        positions = [self._value(argument) for argument in call.args]
+        names = {word.arg: self._value(word.value) for word in call.keywords if word.arg}
+        total, counted = Joined(()), count()
+        try:
+            for constant, name, spec, conversion in Formatter().parse(text):
+                total = _plus(total, constant)
+                if spec or conversion:
+                    raise Unclear(ast.unparse(call))
+                if name is not None:
+                    value = names[name] if name in names else positions[int(name) if name else next(counted)]
+                    total = _plus(total, value)
+        except (ValueError, IndexError):  # no format, or another number of arguments
+            raise Unclear(ast.unparse(call)) from None
+        return total

@@ -1,4 +1,4 @@
-"""Export a model directory as one GGUF file, for llama.cpp and compatible programs.
+"""GGUF as a format of weights (``recipe/registries.py``): export a model directory as one file, as llama.cpp reads it.
 
 The names, keys and tensor conversions are the inverse of what transformers applies when it reads such a file
 (transformers.modeling_gguf_pytorch_utils), which is also used to verify the result.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.compatibility.gguf.assumed import adds_space, query_scalar
+from trainwright.compatibility.gguf.reading import adds_space, convert_gguf, gguf_facts, query_scalar
 from trainwright.errors import MachineError, RequestError, TrainingError
 from trainwright.models.tokenization import turn_end
 from trainwright.utils.activity import doing
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 
 GgufPrecision = Literal["f32", "f16"]
 
@@ -379,3 +380,11 @@ def _rotations(model: PreTrainedModel) -> dict[str, torch.Tensor]:
                 more = () if kind is None else (kind,)
                 rotations[f"{name} {kind}"] = torch.cat(module(torch.zeros(1), positions, *more))
     return rotations
+
+
+class Gguf:
+    """The functions that the core calls."""
+
+    convert = staticmethod(convert_gguf)
+    facts = staticmethod(gguf_facts)
+    export = staticmethod(export_gguf)

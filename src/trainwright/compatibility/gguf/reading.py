@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.compatibility.gguf.assumed import adds_space, query_scalar
 from trainwright.compatibility.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.cache import cache_in_words, cache_root, try_write
@@ -19,7 +18,8 @@ from trainwright.recipe.sections.model import check_sizes
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 
 CONVERTER = "4"  # part of the fingerprint: raise it when the output changes, so that older conversions are not used
 # A quantized value is scale * integer + offset with at least 15 significant bits: fp32 represents it exactly, bf16 (8
@@ -292,3 +292,18 @@ def _stored_precision(directory: Path) -> str:
 
     dtype = json.loads((directory / "config.json").read_text(encoding="utf-8"))["dtype"]
     return {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+
+
+# The numbers of layers of the largest Gemma 2 and Gemma 3, which scale queries by the width of the model.
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+
+
+def query_scalar(architecture: str, layers: int, heads: int, width: int, head: int) -> float:
+    """Return what llama.cpp takes for Gemma's ``query_pre_attn_scalar``."""
+    return width / heads if layers == _LARGEST[architecture] else head
+
+
+def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a SentencePiece tokenizer adds a space before a text."""
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("x", add_special_tokens=False).input_ids)
+    return str(tokens[0]).startswith("\u2581")

@@ -1,1 +1,0 @@
-"""Runs on several hosts, started over ssh by one command."""
