@@ -20,7 +20,7 @@ from support.faults import catalog  # noqa: F401
 from support.faults.setting import setting
 from support.results import results_directory
 
-from trainwright.faults.drills import phases
+from trainwright.faults.drills import watched_commands
 from trainwright.faults.drills.kinds import KINDS, matching, schedule
 from trainwright.faults.drills.operations import BROKEN, HELD, MISSED, SKIPPED, CampaignResults, run_trials, table
 
@@ -28,7 +28,7 @@ from trainwright.faults.drills.operations import BROKEN, HELD, MISSED, SKIPPED, 
 def main() -> int:
     options = _parse()
     runs = setting(options.work)
-    cases = {name: kind.cases(runs.spreads, phases.ALL) for name, kind in matching(options.kinds).items()}
+    cases = {name: kind.cases(runs.spreads, watched_commands.ALL) for name, kind in matching(options.kinds).items()}
     trials = schedule(options.seed, options.trials, cases)
     if options.only:
         trials = [trial for trial in trials if trial.name in options.only]

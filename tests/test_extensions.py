@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.recipe import extensions
+from trainwright.recipe import extensions, registries
 from trainwright.recipe.extensions import Registry
 
 Install = Callable[[str, str, str], None]
@@ -116,3 +119,12 @@ def test_two_packages_with_one_name_are_refused(install: Install) -> None:
             ask()
         said = str(refused.value)
         assert "package first" in said and "package second" in said and "uninstall or rename one" in said
+
+
+def test_what_built_in_specs_name_exists() -> None:
+    for registry in (value for value in vars(registries).values() if isinstance(value, Registry)):
+        for spec in map(registry.get, registry.names()):
+            for text in vars(spec).values() if hasattr(spec, "__dict__") else ():
+                if isinstance(text, str) and re.fullmatch(r"trainwright[\w.]*:[\w.]+", text):
+                    module, _, attribute = text.partition(":")
+                    assert attrgetter(attribute)(import_module(module)) is not None

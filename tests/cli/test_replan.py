@@ -13,7 +13,7 @@ import pytest
 from tests.support.commands import MACHINE
 from tests.support.measured import measurement
 from tests.support.runs import ON_ROWS, TINY, EventRecord, Runs, read_events
-from trainwright.doctor.calibrate_fits import curve_of
+from trainwright.doctor.calibrate_worker import curve_of
 from trainwright.machine.measured.calibration import Calibration, Exchanged, ProcessRates, as_json
 
 STEPS, SAVED = 18, 14

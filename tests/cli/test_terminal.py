@@ -22,7 +22,7 @@ from tests.support.commands import PATIENCE, environment
 from tests.support.runs import ON_ROWS, TINY
 from tests.support.slow import slow_but
 from tests.support.terminal import lines, record
-from trainwright.doctor.comparison import Comparison
+from trainwright.doctor.verify import Comparison
 from trainwright.run.observers.console import ConsoleObserver
 from trainwright.utils.text import say
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.doctor.comparison import Comparison
+from trainwright.doctor.verify import Comparison
 
 STEP = {"tokens": 100, "target_tokens": 40, "learning_rate": 1e-3, "loss": 5.0, "grad_norm": 2.0}
 

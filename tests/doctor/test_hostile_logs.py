@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.slow import slow_but
-from trainwright.doctor.diagnosis.explain import explain
+from trainwright.doctor.diagnosis import explain
 
 MEGABYTE = 1_000_000
 SECONDS = 20.0  # of one core; here five or less

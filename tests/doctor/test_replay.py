@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainwright.doctor.replay import block_case
+from trainwright.doctor.calibrate_cases import block_case
 from trainwright.machine.measured.kernels import KINDS, Block, MeasuredBlock, blocks_to_measure
 from trainwright.planning.step_time.basis import block_passes
 from trainwright.planning.trace.request import TracedModel

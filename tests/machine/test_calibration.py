@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.doctor.calibrate import calibrate, process_counts
-from trainwright.doctor.calibrate_fits import curve_of, fit
-from trainwright.doctor.calibrate_table import lines
+from trainwright.doctor.calibrate import calibrate, lines, process_counts
+from trainwright.doctor.calibrate_worker import curve_of, fit
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least, undisturbed
 from trainwright.errors import MachineError
 from trainwright.machine.detect import detect

@@ -22,8 +22,8 @@ from tests.support.commands import environment
 from tests.support.doctor import driver
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.errors import RequestError
-from trainwright.observe.trackers import services
-from trainwright.observe.trackers.services import TrackerObserver, Values, values_of
+from trainwright.observe import trackers
+from trainwright.observe.trackers import TrackerObserver, Values, values_of
 from trainwright.recipe import observer_spec
 
 START = {"event": "start", "time": 1.0, "resumed_from": None}
@@ -79,8 +79,8 @@ def test_a_tracker_gets_the_figures_in_order(run: Path) -> None:
 def test_a_tracker_that_does_not_answer_is_left_behind(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(services, "_EVENTS", 5)
-    monkeypatch.setattr(services, "_LAST_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "_EVENTS", 5)
+    monkeypatch.setattr(trackers, "_LAST_SECONDS", 0.2)
     gate = threading.Event()
     observer = TrackerObserver("x", run, lambda: Recording(gate))
     observer(START)
@@ -227,7 +227,7 @@ def test_prometheus_reads_what_gpus_do(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     program = """if True:
         from prometheus_client import CollectorRegistry, generate_latest
-        from trainwright.observe.trackers.prometheus import GPUCollector
+        from trainwright.observe.trackers import GPUCollector
         registry = CollectorRegistry()
         registry.register(GPUCollector())
         print(generate_latest(registry).decode())
@@ -280,7 +280,7 @@ def test_a_collector_gets_figures_and_spans_by_otlp(
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    from trainwright.observe.trackers.services import OpenTelemetry
+    from trainwright.observe.trackers import OpenTelemetry
 
     secret = "Bearer-of-a-secret"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)

@@ -12,7 +12,7 @@ from tests.support.runs import ON_ROWS, Runs, difference, events
 from tests.support.slow import slow_but
 from trainwright.observe.reports.figures import RunFigures
 from trainwright.observe.reports.page import report_of
-from trainwright.observe.watching.board import Board
+from trainwright.observe.watching.app import Board
 
 BASE = (ON_ROWS, "data.validation=8", "train.max_steps=8", "checkpoint.every=4", "checkpoint.keep_last=5")
 BASE = (*BASE, "model.dropout=0", "train.mixed_precision=no", "train.micro_batch_size=2", "optimizer.warmup_steps=0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trainwright.doctor.calibrate_fits import curve_of
+from trainwright.doctor.calibrate_worker import curve_of
 from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates
 
 _WIDTHS = ((512, 512), (1024, 512), (512, 1024))

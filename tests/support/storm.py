@@ -27,9 +27,9 @@ from tests.support.commands import MACHINE, environment
 from tests.support.interruptions import KINDS, MINUTES, Interruption
 from tests.support.runs import ON_ROWS, TINY
 from tests.support.slurm import Slurm
-from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.invariants import InvariantBroken, require
-from trainwright.faults.drills.shortened import shortened
+from trainwright.faults.drills.trial_settings import shortened
 from trainwright.recipe.loading import dump_recipe
 
 START, STEP, EVALUATION, CHECKPOINT = "start-up", "step", "evaluation", "checkpoint"
@@ -138,12 +138,12 @@ class _Scene:
     def _sight(self, job: str) -> Callable[[], object]:
         """What shows that the phase begins, or is about to."""
         step = {
-            STEP: self.draw.randrange(1, phases.STEPS - 2),
-            EVALUATION: self.draw.choice([0, phases.EVALUATES_EVERY - 1, phases.EVALUATES_EVERY]),
-            CHECKPOINT: self.draw.choice([1, 2, 3]) * phases.SAVES_EVERY - self.draw.choice([0, 1]),
+            STEP: self.draw.randrange(1, watched_commands.STEPS - 2),
+            EVALUATION: self.draw.choice([0, watched_commands.EVALUATES_EVERY - 1, watched_commands.EVALUATES_EVERY]),
+            CHECKPOINT: self.draw.choice([1, 2, 3]) * watched_commands.SAVES_EVERY - self.draw.choice([0, 1]),
         }.get(self.trial.phase)
         if step is not None:
-            return lambda: phases.has_event(self.run, "step" if step else "start", step or None)
+            return lambda: watched_commands.has_event(self.run, "step" if step else "start", step or None)
         files = ("job", "recipe.yaml", "logs/prepare.log", "logs/rank-0.log")
         file = self.draw.choice(files)
         return lambda: self._state(job) == "RUNNING" and (file == "job" or (self.run / file).exists())
@@ -170,9 +170,12 @@ class _Scene:
         require(not left, f"left in checkpoints/: {left}")
         require("Traceback (most recent call last)" not in log, f"a traceback in the log: {log}")
         lost = _lost(self.run)
-        bound = 1 if self.interruption.grace else phases.SAVES_EVERY + 1
+        bound = 1 if self.interruption.grace else watched_commands.SAVES_EVERY + 1
         # Before the first checkpoint there is nothing to resume from, whoever kills the run.
-        require(lost <= bound or (not self.interruption.grace and reached < phases.SAVES_EVERY), f"{lost} steps lost")
+        require(
+            lost <= bound or (not self.interruption.grace and reached < watched_commands.SAVES_EVERY),
+            f"{lost} steps lost",
+        )
         require(not self.slurm.run("squeue", "--noheader"), f"in the queue: {self.slurm.run('squeue')}")
         end = time.monotonic() + _GONE_SECONDS
         while (processes := self.slurm.processes(job)) and time.monotonic() < end:

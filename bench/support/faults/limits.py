@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.damage import (
     fill,
     join,
@@ -39,7 +39,7 @@ def few_files(scene: Scene) -> None:
         scene.resumes()
 
 
-@fault("no more open files", spreads=ANY, phases=phases.TRAINING, share=1)
+@fault("no more open files", spreads=ANY, phases=watched_commands.TRAINING, share=1)
 def no_more_files(scene: Scene) -> None:
     """Another program of the user has opened them all: checkpoints fail in words, and the run is not lost."""
     command = started(scene)
@@ -97,7 +97,7 @@ def small_cgroup(scene: Scene) -> None:
 def no_more_time(scene: Scene) -> None:
     """`ulimit -t`: the kernel ends a worker in mid-run."""
     command = scene.train("train.max_steps=4000", "checkpoint.every=20", "evaluate.every=null")
-    scene.wait_until(command, lambda: phases.has_event(scene.run, "checkpoint"))
+    scene.wait_until(command, lambda: watched_commands.has_event(scene.run, "checkpoint"))
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
     limits = (0, resource.RLIM_INFINITY) if scene.variant == "soft" else (0, 0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainwright.doctor.calibrate_cases import unequal_lengths
-from trainwright.doctor.calibrate_fits import Numbers, non_negative
+from trainwright.doctor.calibrate_worker import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, ProcessRates

@@ -14,8 +14,7 @@ from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
 from trainwright.utils.text import plural, say
 
 if TYPE_CHECKING:
-    from trainwright.doctor.diagnosis.explain import Diagnosis, LogError
-    from trainwright.doctor.diagnosis.log import LogText
+    from trainwright.doctor.diagnosis import Diagnosis, LogError, LogText
 
 
 def doctor(
@@ -89,7 +88,7 @@ def _check_machine(
 
 
 def _explain(source: str, as_json: bool) -> None:
-    from trainwright.doctor.diagnosis.explain import explain as diagnose
+    from trainwright.doctor.diagnosis import explain as diagnose
 
     log = _read(source)
     diagnosis = diagnose(log.text)
@@ -106,7 +105,7 @@ def _explain(source: str, as_json: bool) -> None:
 
 def _read(source: str) -> LogText:
     """Return the text of a log, whatever bytes it has."""
-    from trainwright.doctor.diagnosis.log import LogText
+    from trainwright.doctor.diagnosis import LogText
     from trainwright.doctor.operations import read_log
 
     if source == "-":
@@ -120,7 +119,7 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     if cause is not None:
         lines += _explanation(diagnosis, cause, log)
     elif unknown is not None and diagnosis.is_unknown_first:
-        from trainwright.doctor.diagnosis.explain import shortened
+        from trainwright.doctor.diagnosis import shortened
 
         location = _location(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
         lines += [f"not a known error ({location}):", f"  {shortened(unknown.text)}"]
@@ -131,7 +130,7 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     if diagnosis.signs:
         lines += ["also seen:", *(_short(one, log) for one in diagnosis.signs)]
     if cause is not None and unknown is not None:
-        from trainwright.doctor.diagnosis.explain import shortened
+        from trainwright.doctor.diagnosis import shortened
 
         lines.append(f"also in the log, but unknown: {_location(log, unknown.number, [])}: {shortened(unknown.text)}")
     if diagnosis.skipped:
@@ -155,7 +154,7 @@ def _short(finding: LogError, log: LogText) -> str:
 
 
 def _location(log: LogText, number: int, ranks: list[int]) -> str:
-    from trainwright.doctor.diagnosis.explain import ranks_in_words
+    from trainwright.doctor.diagnosis import ranks_in_words
 
     file, line = log.place(number)
     where = f"line {line}" if file is None else f"line {line} of {file}"
@@ -238,7 +237,7 @@ def calibrate(
     import json
 
     from trainwright.doctor.calibrate import calibrate as measure
-    from trainwright.doctor.calibrate_table import lines
+    from trainwright.doctor.calibrate import lines
     from trainwright.errors import MachineError
     from trainwright.machine.detect import detect
     from trainwright.machine.measured.calibration import as_json as values

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.separate_process import run_in_process
 from trainwright.doctor.checks.running import MachineReport
-from trainwright.doctor.comparison import Comparison
-from trainwright.doctor.diagnosis.explain import Diagnosis
-from trainwright.doctor.diagnosis.explain import explain as diagnose
-from trainwright.doctor.diagnosis.log import LogText, read_file, read_run
+from trainwright.doctor.diagnosis import Diagnosis, LogText, read_file, read_run
+from trainwright.doctor.diagnosis import explain as diagnose
 from trainwright.errors import MachineError, RequestError
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.utils.activity import Activity, doing
@@ -26,6 +24,7 @@ from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.api.run import Run
+    from trainwright.doctor.verify import Comparison
     from trainwright.recipe.yaml_text import Tree
     from trainwright.run.request import LauncherSettings
 

@@ -20,14 +20,13 @@ from trainwright.doctor.calibrate_cases import (
     PRECISIONS,
     CalibrationCase,
     attention_of,
+    block_case,
     loss_of,
     optimizer_of,
     products_of,
     traffic_of,
 )
-from trainwright.doctor.calibrate_fits import curve_of
-from trainwright.doctor.calibrate_worker import Cases, Effort, collective_of
-from trainwright.doctor.replay import block_case
+from trainwright.doctor.calibrate_worker import Cases, Effort, collective_of, curve_of
 from trainwright.errors import TrainwrightError
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
 from trainwright.machine.vendors import processor_of

@@ -33,17 +33,17 @@ REPORT = ObserverSpec(
 )
 PROMETHEUS = ObserverSpec(
     "The newest figures, served to Prometheus.",
-    create=f"{_TRACKERS}.prometheus:of_run",
+    create=f"{_TRACKERS}:prometheus",
     options=PrometheusOptions,
     library="prometheus_client",
     extra="prometheus",
 )
-WANDB = ObserverSpec("Weights & Biases.", create=f"{_TRACKERS}.services:wandb", library="wandb", extra="wandb")
-MLFLOW = ObserverSpec("MLflow.", create=f"{_TRACKERS}.services:mlflow", library="mlflow", extra="mlflow")
-TRACKIO = ObserverSpec("trackio.", create=f"{_TRACKERS}.services:trackio", library="trackio", extra="trackio")
+WANDB = ObserverSpec("Weights & Biases.", create=f"{_TRACKERS}:wandb", library="wandb", extra="wandb")
+MLFLOW = ObserverSpec("MLflow.", create=f"{_TRACKERS}:mlflow", library="mlflow", extra="mlflow")
+TRACKIO = ObserverSpec("trackio.", create=f"{_TRACKERS}:trackio", library="trackio", extra="trackio")
 OPENTELEMETRY = ObserverSpec(
     "Gauges and spans, sent to a collector of OpenTelemetry.",
-    create=f"{_TRACKERS}.opentelemetry:of_run",
+    create=f"{_TRACKERS}:opentelemetry",
     library="opentelemetry.exporter.otlp.proto.http",
     extra="opentelemetry",
 )

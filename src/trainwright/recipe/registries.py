@@ -290,7 +290,7 @@ STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
 # Each is a run.watchers.Watcher.
 WATCHERS: Registry[Watcher] = Registry(
     "trainwright.watchers",
-    {"hangs": "trainwright.faults.hangs.sidecar_watcher:HANGS"},
+    {"hangs": "trainwright.faults.hangs.watcher:HANGS"},
     kind="watcher",
     required=("install", "watch", "watch_beside"),
 )

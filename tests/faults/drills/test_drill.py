@@ -19,7 +19,7 @@ from tests.support.commands import PATIENCE, started, wait_for
 from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
-from trainwright.faults.drills import damage, kills, phases  # noqa: F401
+from trainwright.faults.drills import damage, kills, watched_commands  # noqa: F401
 from trainwright.faults.drills.damage import disk_size
 from trainwright.faults.drills.invariants import (
     InvariantBroken,
@@ -46,15 +46,21 @@ from trainwright.faults.drills.operations import (
     shown,
     table,
 )
-from trainwright.faults.drills.shortened import phases_of, setting_of, shortened, spreads_of
 from trainwright.faults.drills.trial_environment import Scene, measures_of, undisturbed_seconds
-from trainwright.faults.drills.trial_settings import TrialSettings, refusals
+from trainwright.faults.drills.trial_settings import (
+    TrialSettings,
+    phases_of,
+    refusals,
+    setting_of,
+    shortened,
+    spreads_of,
+)
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import FaultsSection
 
 SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("zero2", 2))
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if "objectives:" not in path.read_text())
-CASES = {name: kind.cases(SPREADS, phases.ALL) for name, kind in KINDS.items()}
+CASES = {name: kind.cases(SPREADS, watched_commands.ALL) for name, kind in KINDS.items()}
 
 
 def request(directory: Path, **values: Any) -> DrillRequest:
@@ -88,23 +94,29 @@ def test_kinds_are_tried_where_they_can_be() -> None:
     assert {case.spread[1] for case in CASES["connections that are cut"]} == {2, 3}
     # Where the optimizer state is sharded, the next step replaces a wrong weight.
     assert {case.spread for case in CASES["a flipped bit of a weight"]} == {("ddp", 2), ("ddp", 3)}
-    assert not KINDS["a flipped bit of a weight"].cases((("single", 1),), phases.ALL)
-    assert {case.phase for case in KINDS["connections that are cut"].cases(SPREADS, (phases.STEP,))} == {phases.STEP}
+    assert not KINDS["a flipped bit of a weight"].cases((("single", 1),), watched_commands.ALL)
+    assert {case.phase for case in KINDS["connections that are cut"].cases(SPREADS, (watched_commands.STEP,))} == {
+        watched_commands.STEP
+    }
 
 
 def test_the_recipe_is_shortened_and_spread() -> None:
     recipe = shortened(TINY, ["train.max_steps=null", "train.epochs=3"])
-    assert (recipe.train.max_steps, recipe.train.epochs, recipe.checkpoint.every) == (phases.STEPS, None, 6)
+    assert (recipe.train.max_steps, recipe.train.epochs, recipe.checkpoint.every) == (watched_commands.STEPS, None, 6)
     assert spreads_of(recipe, ["single", "zero3"], [1, 3]) == (("single", 1), ("zero3", 1), ("zero3", 3))
     assert set(spreads_of(recipe, [], [])) >= {("single", 1), ("ddp", 2), ("fsdp", 2)}
-    assert phases.GENERATION not in phases_of(recipe) and phases.EVALUATION in phases_of(recipe)
+    assert watched_commands.GENERATION not in phases_of(recipe) and watched_commands.EVALUATION in phases_of(recipe)
     # Texts are generated without validation rows, and learning histories are evaluated without.
     generating = shortened(TINY, ["data.validation=null", "evaluate.prompts=[a, b]"])
-    assert phases.GENERATION in phases_of(generating) and phases.EVALUATION not in phases_of(generating)
-    assert phases.GENERATION not in phases_of(shortened(TINY, ["data.validation=null"]))
+    assert watched_commands.GENERATION in phases_of(generating) and watched_commands.EVALUATION not in phases_of(
+        generating
+    )
+    assert watched_commands.GENERATION not in phases_of(shortened(TINY, ["data.validation=null"]))
     distilling = shortened(ROOT / "recipes" / "algorithm_distillation" / "tiny.yaml", [])
-    assert phases.EVALUATION in phases_of(distilling) and phases.GENERATION not in phases_of(distilling)
-    assert generating.evaluate.every == distilling.evaluate.every == phases.EVALUATES_EVERY
+    assert watched_commands.EVALUATION in phases_of(distilling) and watched_commands.GENERATION not in phases_of(
+        distilling
+    )
+    assert generating.evaluate.every == distilling.evaluate.every == watched_commands.EVALUATES_EVERY
     with pytest.raises(RequestError, match="unknown; one of single, ddp"):
         spreads_of(recipe, ["dpp"], [])
     with pytest.raises(RequestError, match="single supports none"):
@@ -118,7 +130,7 @@ def test_every_recipe_can_be_shortened(path: Path, tmp_path: Path, monkeypatch: 
     setting = setting_of(recipe, tmp_path / "recipe.yaml", spreads_of(recipe, [], []), tmp_path / "shared")
     for strategy, processes in setting.spreads:
         spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}", *setting.halvable)
-        assert load_recipe(setting.files["recipe.yaml"], spread).train.max_steps == phases.STEPS
+        assert load_recipe(setting.files["recipe.yaml"], spread).train.max_steps == watched_commands.STEPS
 
 
 @pytest.mark.parametrize(
@@ -289,12 +301,12 @@ def test_texts_that_are_generated_without_an_evaluation_are_seen(tmp_path: Path)
     def write(*events: dict[str, Any]) -> None:
         (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
-    start, last = {"event": "start"}, {"event": "step", "step": phases.EVALUATES_EVERY}
+    start, last = {"event": "start"}, {"event": "step", "step": watched_commands.EVALUATES_EVERY}
     for evaluates in (True, False):
         write(start, last)
-        sight = phases.sight(run, phases.GENERATION, random.Random(0), evaluates=evaluates)
+        sight = watched_commands.sight(run, watched_commands.GENERATION, random.Random(0), evaluates=evaluates)
         assert sight() is not evaluates
-        write(start, last, {"event": "evaluate", "step": phases.EVALUATES_EVERY})
+        write(start, last, {"event": "evaluate", "step": watched_commands.EVALUATES_EVERY})
         assert sight()
 
 

@@ -23,7 +23,7 @@ from trainwright.faults.hangs import machines
 from trainwright.faults.hangs.evidence import keep_collectives, remove_pipes, wait_for_collectives, write_collectives
 from trainwright.faults.hangs.judge import RankState, judge
 from trainwright.faults.hangs.machines import Machines
-from trainwright.faults.hangs.sidecar_watcher import _workers, watching
+from trainwright.faults.hangs.watcher import _workers, watching
 from trainwright.parallel.world import RankInfo
 from trainwright.utils.heartbeat import Heartbeat
 from trainwright.utils.heartbeat_file import (

@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 from tests.support.commands import trainwright
 from trainwright.machine.sharing import lock_directory
 from trainwright.observe.following import RunFollower
-from trainwright.observe.watching.app import application
-from trainwright.observe.watching.board import Board
+from trainwright.observe.watching.app import Board, application
 
 NAME = "a\u202e<script>'\""
 STEP = {"event": "step", "loss": 2.0, "step_time": 1.0, "tokens": 10, "tokens_per_second": 9.0}
@@ -229,12 +228,12 @@ def test_a_run_of_a_newer_version_and_an_incomplete_line_are_named(board: Board,
 def test_long_runs_have_a_row_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         write(tmp_path / name, {"event": "finish", "time": 15.0, "status": "finished", "step": 3})
-    monkeypatch.setattr("trainwright.observe.watching.board._LITTLE_BYTES", 10)
-    monkeypatch.setattr("trainwright.observe.watching.board._LOOK_SECONDS", 0.0)  # no time for long runs
+    monkeypatch.setattr("trainwright.observe.watching.app._LITTLE_BYTES", 10)
+    monkeypatch.setattr("trainwright.observe.watching.app._LOOK_SECONDS", 0.0)  # no time for long runs
     board = Board(tmp_path)
     assert not board.look()
     assert [(row["read"], row["status"], row["step"]) for row in board.rows().values()] == [(0.0, "finished", 3)] * 2
-    monkeypatch.setattr("trainwright.observe.watching.board._LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("trainwright.observe.watching.app._LOOK_SECONDS", 60.0)
     board.curves(["two"], "step", 10)
     assert board.look()
     assert {row["read"] for row in board.rows().values()} == {1.0}

@@ -20,7 +20,7 @@ from tests.support.commands import started, trainwright, wait_for
 from trainwright.engine.event_reader import read_log, read_recipe
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import lock_directory
-from trainwright.observe.watching.board import Board
+from trainwright.observe.watching.app import Board
 
 START = {"event": "start", "time": 10.0, "max_steps": 5, "resumed_from": None, "parameters": 7, "world_size": 1}
 STEP = {"event": "step", "time": 11.0, "step": 1, "loss": 2.0, "step_time": 1.0, "tokens": 10, "tokens_per_second": 9.0}
@@ -347,12 +347,12 @@ def test_what_asks_a_run_to_stop_writes_nowhere_else(tmp_path: Path) -> None:
 def test_a_look_reads_only_some_of_many_large_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         run_of(tmp_path / f"run-{number}")
-    monkeypatch.setattr("trainwright.observe.watching.board._LOOK_SECONDS", 0.0)  # no time for recipes
+    monkeypatch.setattr("trainwright.observe.watching.app._LOOK_SECONDS", 0.0)  # no time for recipes
     board = Board(tmp_path)
     board.look()
     assert {(row["step"], row["model"], row["note"]) for row in board.rows().values()} == {
         (3, "", "recipe.yaml is still to be read")
     }
-    monkeypatch.setattr("trainwright.observe.watching.board._LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("trainwright.observe.watching.app._LOOK_SECONDS", 60.0)
     board.look()
     assert {(row["step"], row["model"], row["note"]) for row in board.rows().values()} == {(3, "m", "")}

@@ -146,7 +146,7 @@ def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) ->
 
 
 def _failed(what: str, message: str, log: Path) -> Finding:
-    from trainwright.doctor.diagnosis.explain import explain
+    from trainwright.doctor.diagnosis import explain
 
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     cause = explain(f"{message}\n{text}").cause

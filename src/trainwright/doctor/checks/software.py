@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
-from trainwright.doctor.diagnosis.explain import explain
+from trainwright.doctor.diagnosis import explain
 from trainwright.machine.accelerators import HIDE, installed_build
 
 _SECONDS = 120.0

@@ -135,7 +135,7 @@ def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
 
 
 def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple[str, list[Finding]]:
-    from trainwright.doctor.comparison import TOLERANCES, Comparison
+    from trainwright.doctor.verify import TOLERANCES, Comparison
     from trainwright.errors import Stopped, TrainwrightError
 
     started, what = time.monotonic(), f"two ranks of {name}"
@@ -156,7 +156,7 @@ def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple
 
 
 def _failed(what: str, message: str) -> Finding:
-    from trainwright.doctor.diagnosis.explain import explain
+    from trainwright.doctor.diagnosis import explain
 
     cause = explain(message).cause
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(("log:", "- "))]
@@ -263,7 +263,7 @@ def _judged(values: dict[str, Any], context: CheckContext, device: str) -> Check
 
 
 def _links_failed(message: str) -> Finding:
-    from trainwright.doctor.diagnosis.explain import explain
+    from trainwright.doctor.diagnosis import explain
 
     cause = explain(message).cause
     first, *_ = (line for line in reversed(message.splitlines()) if line.strip() and not line.startswith("log:"))

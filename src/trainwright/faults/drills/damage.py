@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.invariants import Skipped, require
 from trainwright.faults.drills.kills import started
 from trainwright.faults.drills.kinds import ANY, COPIES, SEVERAL, fault
@@ -188,7 +188,7 @@ def damaged_and_pruned(scene: Scene) -> None:
         starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
         newest = _newest_complete(scene, bad)
-        reached = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, phases.STEPS - 2)))
+        reached = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, watched_commands.STEPS - 2)))
         scene.wait_for_step(command, reached, starts)
         if scene.draw.random() < 0.7:
             command.send(signal.SIGTERM)
@@ -316,8 +316,8 @@ _BITS = 23
 @fault("NaN in a pass", spreads=ANY, variants=("at a step before a checkpoint", "after one"), share=2)
 def not_a_number(scene: Scene) -> None:
     """The run fails at that step, is not restarted, stores no such number, and continues without the cause."""
-    first = 2 if scene.variant.startswith("at") else phases.SAVES_EVERY + 1
-    step = scene.draw.randrange(first, first + phases.SAVES_EVERY - 2)
+    first = 2 if scene.variant.startswith("at") else watched_commands.SAVES_EVERY + 1
+    step = scene.draw.randrange(first, first + watched_commands.SAVES_EVERY - 2)
     rank = scene.draw.randrange(scene.case.spread[1])
     plain = _uncompiled(scene)
     ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0}, *plain)
@@ -343,7 +343,7 @@ def flipped_activation(scene: Scene) -> None:
 @fault("a clock that jumps", spreads=ANY, variants=("+3600", "-3600", "+86400", "-1"), share=1)
 def clock(scene: Scene) -> None:
     """Nothing changes."""
-    rank, step = scene.draw.randrange(scene.case.spread[1]), scene.draw.randrange(1, phases.STEPS - 1)
+    rank, step = scene.draw.randrange(scene.case.spread[1]), scene.draw.randrange(1, watched_commands.STEPS - 1)
     scene.stays_undisturbed(_train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)}))
 
 
@@ -371,7 +371,7 @@ def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) 
 
 _SMALLEST_DISK = 96 * 2**20
 _FULL = os.strerror(errno.ENOSPC)
-_LATE = (phases.JOINING, *phases.TRAINING, phases.EXPORT)
+_LATE = (watched_commands.JOINING, *watched_commands.TRAINING, watched_commands.EXPORT)
 
 
 @fault(
@@ -405,7 +405,13 @@ def full_disk(scene: Scene) -> None:
     scene.as_undisturbed()
 
 
-@fault("files limited in size", spreads=ANY, phases=phases.TRAINING, variants=("to the end", "for a moment"), share=1.5)
+@fault(
+    "files limited in size",
+    spreads=ANY,
+    phases=watched_commands.TRAINING,
+    variants=("to the end", "for a moment"),
+    share=1.5,
+)
 def limited_files(scene: Scene) -> None:
     """A quota or `ulimit -f`: a checkpoint that does not fit is not left half-written, and earlier ones stay."""
     command = started(scene)

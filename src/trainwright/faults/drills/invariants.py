@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.comparison import TOLERANCES, magnitude
+from trainwright.doctor.verify import TOLERANCES, magnitude
 from trainwright.recipe.loading import load_recipe
 
 _EXACT = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens")

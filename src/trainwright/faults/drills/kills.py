@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.invariants import Missed, Skipped, require
 from trainwright.faults.drills.kinds import ANY, SEVERAL, Spread, fault
 from trainwright.faults.drills.trial_environment import FAILED, FAULT, FINISHED, MACHINE, REQUEST, STOPPED, Scene
@@ -32,21 +32,21 @@ RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restar
 @fault(
     "SIGKILL of a worker",
     spreads=ANY,
-    phases=(phases.JOINING, *phases.TRAINING, phases.EXPORT),
+    phases=(watched_commands.JOINING, *watched_commands.TRAINING, watched_commands.EXPORT),
     variants=RESTARTS,
     share=4,
 )
 def kill_worker(scene: Scene) -> None:
     """The rank is named, no process is left behind, and the run continues from its checkpoint, restarted or resumed."""
     command = started(scene, RESTARTS[scene.variant])
-    workers = command.workers() if scene.phase == phases.JOINING else scene.workers(command)
+    workers = command.workers() if scene.phase == watched_commands.JOINING else scene.workers(command)
     if not workers:
         raise Missed("no worker was seen")
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGKILL, workers[rank])
     ended = scene.wait(command)
     restarts = [event for event in invariants.lines(scene.run) if event["event"] == "restart"]
-    if ended.code == FINISHED and not restarts and scene.phase == phases.EXPORT:
+    if ended.code == FINISHED and not restarts and scene.phase == watched_commands.EXPORT:
         raise Missed("the run had finished when the signal came")
     if scene.variant == "restarted":
         scene.stays_undisturbed(ended)
@@ -58,7 +58,7 @@ def kill_worker(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("SIGKILL of the launcher", spreads=ANY, phases=phases.ALL, share=3)
+@fault("SIGKILL of the launcher", spreads=ANY, phases=watched_commands.ALL, share=3)
 def kill_launcher(scene: Scene) -> None:
     """Its workers end with it, and the run can be resumed at once."""
     command = started(scene)
@@ -66,7 +66,7 @@ def kill_launcher(scene: Scene) -> None:
     _killed_and_resumed(scene, command)
 
 
-@fault("SIGKILL of everything", spreads=ANY, phases=phases.ALL, share=4)
+@fault("SIGKILL of everything", spreads=ANY, phases=watched_commands.ALL, share=4)
 def kill_everything(scene: Scene) -> None:
     """As when a container or the machine is lost."""
     command = started(scene)
@@ -74,7 +74,7 @@ def kill_everything(scene: Scene) -> None:
     _killed_and_resumed(scene, command)
 
 
-@fault("SIGKILL again and again", spreads=ANY, phases=phases.TRAINING, variants=("2", "3"), share=1.5)
+@fault("SIGKILL again and again", spreads=ANY, phases=watched_commands.TRAINING, variants=("2", "3"), share=1.5)
 def kill_repeatedly(scene: Scene) -> None:
     """Also while a run is being resumed, or before it has progressed."""
     command = started(scene)
@@ -95,7 +95,7 @@ def kill_repeatedly(scene: Scene) -> None:
 @fault(
     "the shell that runs the command is killed",
     spreads=ANY,
-    phases=(phases.IMPORTS, *phases.TRAINING),
+    phases=(watched_commands.IMPORTS, *watched_commands.TRAINING),
     variants=("SIGTERM", "SIGHUP", "SIGKILL"),
     share=1.5,
 )
@@ -123,7 +123,13 @@ def kill_shell(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("a run directory that is deleted", spreads=ANY, phases=phases.TRAINING, variants=("deleted", "moved"), share=1)
+@fault(
+    "a run directory that is deleted",
+    spreads=ANY,
+    phases=watched_commands.TRAINING,
+    variants=("deleted", "moved"),
+    share=1,
+)
 def delete_run(scene: Scene) -> None:
     """The run does not end as if it had been saved."""
     command = started(scene)
@@ -144,7 +150,7 @@ def delete_run(scene: Scene) -> None:
 
 def started(scene: Scene, *overrides: str) -> Command:
     """Start the run; return in the phase of the case."""
-    if scene.phase == phases.PREPARATION:
+    if scene.phase == watched_commands.PREPARATION:
         scene.use_own_cache()
     command = scene.train(*overrides)
     scene.reach(command)
@@ -175,7 +181,7 @@ def another_world(scene: Scene) -> None:
     if scene.variant == "after SIGKILL":
         scene.stopped_run()
     else:
-        _stop(scene, scene.train(), phases.STEPS // 2)
+        _stop(scene, scene.train(), watched_commands.STEPS // 2)
     _resumed_as(scene, other)
 
 
@@ -184,20 +190,22 @@ def leave_and_come_back(scene: Scene) -> None:
     """Another number of processes for some steps, then the original: the same losses up to rounding."""
     own = scene.case.spread
     other = _other(scene, [spread for spread in scene.setting.spreads if spread[1] != own[1]])
-    _stop(scene, scene.train(), phases.SAVES_EVERY + 1)
-    _stop(scene, scene.trainwright("train", "--resume", str(scene.run), *_as(other)), 2 * phases.SAVES_EVERY + 1)
+    _stop(scene, scene.train(), watched_commands.SAVES_EVERY + 1)
+    _stop(
+        scene, scene.trainwright("train", "--resume", str(scene.run), *_as(other)), 2 * watched_commands.SAVES_EVERY + 1
+    )
     _resumed_as(scene, own)
 
 
-@fault("a run that is being trained is resumed too", spreads=ANY, phases=(phases.STEP,), share=1)
+@fault("a run that is being trained is resumed too", spreads=ANY, phases=(watched_commands.STEP,), share=1)
 def resumed_twice(scene: Scene) -> None:
     """The second command is refused with a clear message, and the first, suspended meanwhile, is not disturbed."""
     first = scene.train()
-    scene.wait_until(first, lambda: phases.has_event(scene.run, "step", 1))
+    scene.wait_until(first, lambda: watched_commands.has_event(scene.run, "step", 1))
     suspended = first.processes()
     for process in suspended:
         first.send(signal.SIGSTOP, process)
-    if first.ended or phases.has_event(scene.run, "finish"):
+    if first.ended or watched_commands.has_event(scene.run, "finish"):
         raise Missed("the first had finished")
     second = scene.wait(scene.trainwright("train", "--resume", str(scene.run)))
     for process in suspended:
@@ -242,7 +250,11 @@ def _resumed_as(scene: Scene, spread: Spread) -> None:
 
 
 @fault(
-    "an address space that is limited later", spreads=ANY, phases=phases.TRAINING, variants=("0", "1", "8"), share=1.5
+    "an address space that is limited later",
+    spreads=ANY,
+    phases=watched_commands.TRAINING,
+    variants=("0", "1", "8"),
+    share=1.5,
 )
 def limited_addresses(scene: Scene) -> None:
     """A worker's memory is limited to what it has plus some MiB: smaller micro-batches, or a clear error."""
@@ -265,7 +277,7 @@ def limited_addresses(scene: Scene) -> None:
 _STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
-@fault("stop signal to the launcher", spreads=ANY, phases=phases.ALL, variants=_STOPS, share=4)
+@fault("stop signal to the launcher", spreads=ANY, phases=watched_commands.ALL, variants=_STOPS, share=4)
 def stop_launcher(scene: Scene) -> None:
     """The run stops after a checkpoint, or before the first step without one, and can be continued."""
     command = started(scene)
@@ -273,7 +285,7 @@ def stop_launcher(scene: Scene) -> None:
     _stopped_and_resumed(scene, scene.wait(command))
 
 
-@fault("stop signal to the whole group", spreads=ANY, phases=phases.ALL, variants=_STOPS, share=3)
+@fault("stop signal to the whole group", spreads=ANY, phases=watched_commands.ALL, variants=_STOPS, share=3)
 def stop_group(scene: Scene) -> None:
     """Like Ctrl-C in a terminal, or a scheduler that signals every process."""
     command = started(scene)
@@ -281,7 +293,7 @@ def stop_group(scene: Scene) -> None:
     _stopped_and_resumed(scene, scene.wait(command))
 
 
-@fault("stop signal to one worker", spreads=ANY, phases=phases.TRAINING, variants=_STOPS, share=3)
+@fault("stop signal to one worker", spreads=ANY, phases=watched_commands.TRAINING, variants=_STOPS, share=3)
 def stop_worker(scene: Scene) -> None:
     """The run stops, fails and names that rank, or ignores it; continued, it equals the undisturbed run."""
     command = started(scene)
@@ -308,7 +320,7 @@ def stop_start(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("a second ctrl-C", spreads=ANY, phases=phases.TRAINING, share=1)
+@fault("a second ctrl-C", spreads=ANY, phases=watched_commands.TRAINING, share=1)
 def second_interrupt(scene: Scene) -> None:
     """The second signal kills; complete checkpoints stay."""
     command = started(scene)
@@ -324,7 +336,10 @@ def second_interrupt(scene: Scene) -> None:
 
 
 @fault(
-    "a stopped worker, then SIGTERM", spreads=ANY, phases=(phases.STEP, phases.FIRST_STEP, phases.CHECKPOINT), share=1
+    "a stopped worker, then SIGTERM",
+    spreads=ANY,
+    phases=(watched_commands.STEP, watched_commands.FIRST_STEP, watched_commands.CHECKPOINT),
+    share=1,
 )
 def frozen_worker(scene: Scene) -> None:
     """A worker that does not respond does not prevent the run from ending."""
@@ -340,7 +355,9 @@ def frozen_worker(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("a worker stopped for ever", spreads=ANY, phases=phases.TRAINING, variants=("restart", "stop"), share=1.5)
+@fault(
+    "a worker stopped for ever", spreads=ANY, phases=watched_commands.TRAINING, variants=("restart", "stop"), share=1.5
+)
 def hanging_worker(scene: Scene) -> None:
     """The rank is named within seconds, and the run continues by itself or, with on_hang: stop, when it is resumed."""
     command = started(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
@@ -358,7 +375,7 @@ def hanging_worker(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("a worker stopped for a while", spreads=SEVERAL, phases=phases.TRAINING, share=1)
+@fault("a worker stopped for a while", spreads=SEVERAL, phases=watched_commands.TRAINING, share=1)
 def paused_worker(scene: Scene) -> None:
     """SIGSTOP and SIGCONT change nothing."""
     command = started(scene)
@@ -374,7 +391,7 @@ def _stopped_and_resumed(scene: Scene, ended: CommandResult) -> None:
     if ended.code == FINISHED:
         # Only a run whose last step was done when the signal came may finish.
         invariants.complete_and_same(scene.run, scene.reference(), exact=True)
-        if scene.phase != phases.EXPORT:
+        if scene.phase != watched_commands.EXPORT:
             raise Missed("the run had finished when the signal came")
         return
     scene.expect(ended, (STOPPED,), "stop")
@@ -403,7 +420,12 @@ def cut_refused() -> str | None:
 
 
 @fault(
-    "connections that are cut", spreads=SEVERAL, phases=phases.TRAINING, variants=RESTARTS, share=2, needs=cut_refused
+    "connections that are cut",
+    spreads=SEVERAL,
+    phases=watched_commands.TRAINING,
+    variants=RESTARTS,
+    share=2,
+    needs=cut_refused,
 )
 def cut_connections(scene: Scene) -> None:
     """Every rank ends in bounded time, and the run goes on, by itself or resumed."""
@@ -457,7 +479,9 @@ def _file_of(pid: int, number: int) -> int:
         os.close(process)
 
 
-@fault("a stop under torchrun", spreads=SEVERAL, phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)
+@fault(
+    "a stop under torchrun", spreads=SEVERAL, phases=watched_commands.TRAINING, variants=("SIGTERM", "SIGINT"), share=1
+)
 def stop_torchrun(scene: Scene) -> None:
     """Its workers write a checkpoint of the current step."""
     command = _started(scene)
@@ -470,7 +494,7 @@ def stop_torchrun(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("a worker killed under torchrun", spreads=SEVERAL, phases=phases.TRAINING, share=0.7)
+@fault("a worker killed under torchrun", spreads=SEVERAL, phases=watched_commands.TRAINING, share=0.7)
 def kill_under_torchrun(scene: Scene) -> None:
     """The other rank ends by itself and names the killed one."""
     command = _started(scene)
@@ -485,7 +509,7 @@ def kill_under_torchrun(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("SIGKILL of the node agent", spreads=SEVERAL, phases=phases.TRAINING, share=0.7)
+@fault("SIGKILL of the node agent", spreads=SEVERAL, phases=watched_commands.TRAINING, share=0.7)
 def kill_agent(scene: Scene) -> None:
     """The workers of torchrun end with it, and the run goes on."""
     command = _started(scene)

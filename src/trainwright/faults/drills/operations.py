@@ -423,7 +423,7 @@ class DrillRequest:
 
 def _drill(request: DrillRequest, progress: bool) -> Drill:
     """Perform the trials that have no verdict yet, in a process that does nothing else."""
-    from trainwright.faults.drills.shortened import setting_of, shortened, spreads_of
+    from trainwright.faults.drills.trial_settings import setting_of, shortened, spreads_of
     from trainwright.run.group.environment import refuse_worker
     from trainwright.run.shutdown.stop import interruptible
 
@@ -474,7 +474,7 @@ def _trials(request: DrillRequest, recipe: schema.RecipeSchema, spreads: tuple[S
     """Return the trials in their order. Raises RequestError if there are none."""
     from trainwright.faults.drills import damage, kills  # noqa: F401
     from trainwright.faults.drills.kinds import KINDS, matching, schedule
-    from trainwright.faults.drills.shortened import phases_of
+    from trainwright.faults.drills.trial_settings import phases_of
 
     for name, value in (("tries", request.tries), ("minutes", request.minutes), ("jobs", request.jobs)):
         if value is not None and value <= 0:
@@ -497,8 +497,7 @@ def _possible(
 ) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
     from trainwright.faults.drills.kinds import KINDS, moved
-    from trainwright.faults.drills.shortened import phases_of
-    from trainwright.faults.drills.trial_settings import refusals
+    from trainwright.faults.drills.trial_settings import phases_of, refusals
 
     refused = refusals(setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)]))
     others = [spread for spread in setting.spreads if spread not in refused]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.faults.drills import invariants, phases
+from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.invariants import InvariantBroken, Missed, Undisturbed, require
 from trainwright.faults.drills.kinds import KINDS, DrillTrial, FaultCase, Spread
 from trainwright.faults.drills.trial_settings import REFERENCE, TrialSettings, forget_refusals, make_once
@@ -122,13 +122,13 @@ class Scene:
 
     def reach(self, command: Command) -> None:
         """Wait for the phase of the case, just before the fault."""
-        sight = phases.sight(self.run, self.phase, self.draw, evaluates=self.setting.evaluates)
-        phases.reach(command, sight, self.phase, self.draw, self.setting.patience)
+        sight = watched_commands.sight(self.run, self.phase, self.draw, evaluates=self.setting.evaluates)
+        watched_commands.reach(command, sight, self.phase, self.draw, self.setting.patience)
         self.injected = time.time()
 
     def wait_until(self, command: Command, condition: Callable[[], Any]) -> None:
         """Return as soon as ``seen()``; see phases.py."""
-        phases.wait_until(command, condition, self.setting.patience)
+        watched_commands.wait_until(command, condition, self.setting.patience)
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:
         """Wait until the launch with this index has reached a step."""
@@ -292,7 +292,7 @@ class Scene:
             shutil.rmtree(run, ignore_errors=True)
             command = self._start_at(run, overrides)
             try:
-                self.wait_until(command, lambda: phases.has_event(run, "step", phases.STEPS - 4))
+                self.wait_until(command, lambda: watched_commands.has_event(run, "step", watched_commands.STEPS - 4))
             finally:
                 command.kill()
             if invariants.checkpoint_steps(run) == [6, 12, 18]:

@@ -1,14 +1,18 @@
-"""The page of runs, and what it asks for. Nothing is answered without the token."""
+"""The page of runs: all runs under a directory, followed in a thread. Nothing is answered without the token."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,18 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from trainwright.api.run import checkpoint, stop
+from trainwright.engine.event_reader import EventRecord, read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
-from trainwright.observe.reports.page import RunRemarks, as_json
-from trainwright.observe.watching.board import AXES, Board
+from trainwright.machine.usage.sample import figures_of
+from trainwright.observe.following import RunFollower, follower_of, keep
+from trainwright.observe.ledger import CATEGORIES, read_ledger
+from trainwright.observe.reports.comparing import recipe_differences
+from trainwright.observe.reports.figures import FLOPS, RunFigures
+from trainwright.observe.reports.page import RunRemarks, as_json, machine_curves, read_remarks, write_remarks
+from trainwright.observe.runs import directories, unreadable
+from trainwright.run.run_directory import RECIPE
 from trainwright.utils.installation import install_command
+from trainwright.utils.paths import files_inside, open_inside
 from trainwright.utils.text import say
 
 _PAGE = files("trainwright.observe.watching")
@@ -83,7 +95,7 @@ def application(board: Board, token: str) -> Starlette:
         Route("/page.css", styles),
         Route("/events", events),
         Route("/runs", lambda request: _json(board.rows())),
-        Route("/curves", lambda request: _json(_curves(board, request))),
+        Route("/curves", lambda request: _json(_curves_asked(board, request))),
         Route("/differences", lambda request: _json(board.differences(request.query_params.getlist("run")))),
         Route("/details", lambda request: _json(board.details(_run(request)))),
         Route("/seconds", lambda request: _json(board.seconds(_run(request)))),
@@ -130,7 +142,7 @@ async def _changes(board: Board) -> AsyncIterator[str]:
         await asyncio.sleep(_SEND_SECONDS)
 
 
-def _curves(board: Board, request: Request) -> dict[str, Any]:
+def _curves_asked(board: Board, request: Request) -> dict[str, Any]:
     query = request.query_params
     axis, limit = query.get("axis", "step"), int(query.get("points", "600"))
     if axis not in AXES or not 1 <= limit <= _MOST_POINTS:
@@ -171,7 +183,6 @@ def serve(root: Path, host: str = LOCAL, port: int = 0) -> None:
         import uvicorn
     except ImportError as error:
         raise RequestError(f"watch: {error.name} is not installed; {install_command('watch')}") from None
-    from trainwright.observe.watching.board import Board
 
     token = secrets.token_urlsafe(24)
     with _listener(host, port) as listener:
@@ -198,3 +209,333 @@ def _listener(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port}: {error.strerror}; choose another port, or 0 for any free one"
         ) from None
     return listener
+
+
+AXES = ("step", "tokens", "seconds", "flops")
+_LOOK_SECONDS = 1.0
+_LITTLE_BYTES = 2**20  # of a run, read without delay
+_LOG_BYTES = 2**16  # the end of a log that is shown
+_MOST_CURVES = 100  # of the metrics of evaluations
+_NEWEST = 200  # events and samples of a run that are shown
+
+
+class Board:
+    """Follows the runs under ``root``; everything is asked for by a run's path in it.
+
+    Raises:
+        KeyError: from methods with the path of a run, if there is none.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._followers: dict[str, RunFollower] = {}
+        self._recipes: dict[str, RunFigures] = {}  # a recipe is parsed once
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()  # held while a part of a file is read
+        self._ends = threading.Event()
+        self._ledgers = Ledgers()
+        self._numbers: dict[str, int] = {}  # which stay while this program runs
+        self._kept: dict[str, int] = {}  # bytes that the cache has
+        self._glances: dict[str, dict[str, Any]] = {}  # rows of long runs, until they are read
+        self._until = math.inf  # when no more recipes are read in this look
+        self._asked: tuple[str, ...] = ()  # the runs that the page shows, which are read first
+
+    def start(self) -> None:
+        """Follow in a thread until ``close``."""
+        threading.Thread(target=self._follow, name="watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ends.set()
+
+    def look(self) -> bool:
+        """Read what is new in every run; return whether that was all.
+
+        First comes what little is new in each. Long runs that are new follow for a second, those on the page first.
+        """
+        self._find()
+        self._until = time.monotonic() + _LOOK_SECONDS
+        long = []
+        for name, follower in list(self._followers.items()):
+            if self._ends.is_set():
+                return False
+            with self._noting(name):
+                if _unread(follower) <= _LITTLE_BYTES:
+                    self._look_at(name, follower, math.inf)
+                    continue
+                long.append(name)
+                if name not in self._glances:
+                    self._glance_at(name)
+        until = time.monotonic() + _LOOK_SECONDS
+        for name in sorted(long, key=lambda name: name not in self._asked):
+            if time.monotonic() >= until or self._ends.is_set():
+                return False
+            with self._noting(name):
+                self._look_at(name, self._followers[name], until)
+        return True
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """Return the row of each run by its path, as far as they have been read."""
+        with self._lock:
+            return dict(self._rows)
+
+    def directory(self, name: str) -> Path:
+        """Return a run's directory."""
+        return self._followers[name].directory
+
+    def curves(self, names: Sequence[str], axis: str, limit: int) -> dict[str, dict[str, list[list[float | None]]]]:
+        """Return all curves of several runs by name, each as columns: place, mean, lowest and highest value.
+
+        A curve is named as a field or metric of steps, or ``validation/METRIC``.
+        """
+        self._asked = tuple(names)
+        curves = {}
+        for name in names:
+            with self._lock:
+                curves[name] = _curves(self._followers[name], axis, limit)
+        return curves
+
+    def differences(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Return the keys of the recipes whose values differ, with the value of every run."""
+        return recipe_differences([self._recipes[name] for name in names])
+
+    def details(self, name: str) -> dict[str, Any]:
+        """Return what one run is shown with: evaluations, samples, events and names of logs."""
+        with self._lock:
+            follower = self._followers[name]
+            figures = RunFigures.followed(follower)
+            samples = [event for event in follower.events if event["event"] == "generate"]
+            return {
+                "row": self._rows.get(name),
+                "samples": samples[-_NEWEST:],
+                "events": figures.timeline[-_NEWEST:],
+                "evaluations": figures.evaluations[-_NEWEST:],
+                "logs": _logs(follower.directory),
+            }
+
+    def remark(self, name: str, remarks: RunRemarks) -> None:
+        """Write the tags and the note of a run. Raises RequestError if its directory cannot be written to."""
+        directory = self.directory(name)
+        try:
+            write_remarks(directory, remarks)
+        except OSError as error:
+            raise RequestError(f"{directory}: {error.strerror}") from None
+        with self._lock:
+            self._rows[name] = {**self._rows[name], "tags": remarks.tags, "remark": remarks.note}
+
+    def seconds(self, name: str) -> dict[str, Any]:
+        """Return the seconds of every rank of a run by category. Raises KeyError if the run is gone."""
+        with self._lock:
+            follower = self._followers[name]
+            events = list(follower.events)
+        return self._ledgers.of(follower.directory, events)
+
+    def log(self, name: str, file: str) -> str:
+        """Return the end of a log."""
+        directory = self.directory(name)
+        if file not in _logs(directory):
+            raise KeyError(file)
+        with open_inside(directory, "logs", file) as log:
+            size = log.seek(0, 2)
+            log.seek(max(0, size - _LOG_BYTES))
+            return log.read(_LOG_BYTES).decode(errors="replace")
+
+    def _find(self) -> None:
+        runs = {str(each.relative_to(self.root)): each for each in directories(self.root)}
+        with self._lock:
+            for gone in self._followers.keys() - runs.keys():
+                del self._followers[gone], self._recipes[gone], self._kept[gone]
+                self._rows.pop(gone, None)
+                self._glances.pop(gone, None)
+        # In the order in which they were begun, as their numbers give them their colors.
+        for name in sorted(runs.keys() - self._followers.keys(), key=lambda name: (_started_at(runs[name]), name)):
+            self._numbers.setdefault(name, len(self._numbers))
+            follower = follower_of(runs[name])
+            with self._lock:
+                self._followers[name] = follower
+                self._recipes[name] = RunFigures(runs[name], [], [])
+                self._kept[name] = follower.read_bytes
+
+    def _follow(self) -> None:
+        while not self._ends.is_set():
+            if self.look():
+                self._ends.wait(_LOOK_SECONDS)
+
+    @contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Show an error as a note of its run, so that the others are followed whatever is wrong with this one."""
+        try:
+            yield
+        except Exception as error:
+            shown = dict.fromkeys(("step", "steps", "best", "speed", "goodput", "changed"))
+            about = {"name": name, "task": "", "model": "", "status": "unknown", "version": 0, "read": 1.0}
+            about |= {"number": self._numbers[name], "tags": [], "remark": ""}
+            with self._lock:
+                self._rows[name] = {"id": name, **shown, **about, "note": unreadable(error)}
+
+    def _glance_at(self, name: str) -> None:
+        """Show what the beginning and the end of a long run say."""
+        with suppress(OSError):
+            self._glances[name] = self._row(name, RunFollower.glanced(self._followers[name].directory), "")
+            self._show_reading(name)
+
+    def _show_reading(self, name: str) -> None:
+        follower = self._followers[name]
+        share = follower.read_bytes / max(1, follower.read_bytes + _unread(follower))
+        with self._lock:
+            self._rows[name] = {**self._glances[name], "read": share, "version": follower.version}
+
+    def _look_at(self, name: str, follower: RunFollower, until: float) -> None:
+        damage = ""
+        parts = follower.looks()
+        try:
+            while not self._ends.is_set():
+                with self._lock:  # only for one part, as the page waits for it
+                    if next(parts, None) is None:
+                        break
+                if time.monotonic() >= until:
+                    break
+        except FileNotFoundError:  # it has not begun, or was deleted
+            pass
+        except OSError as error:
+            damage = f"events.jsonl: {error.strerror}"
+        if name in self._glances and not damage and _unread(follower) > _LITTLE_BYTES:
+            self._show_reading(name)
+            return
+        self._glances.pop(name, None)
+        row = self._row(name, follower, damage)
+        with self._lock:
+            self._rows[name] = row
+        self._kept[name] = keep(follower, self._kept[name])
+
+    def _row(self, name: str, follower: RunFollower, damage: str) -> dict[str, Any]:
+        figures, recipe = RunFigures.followed(follower), self._recipes[name]
+        # Of hundreds of large recipes, each look reads some.
+        reads = recipe.recipe_is_read or time.monotonic() < self._until
+        problem = recipe.recipe_problem if reads else "recipe.yaml is still to be read"
+        notes = [note for note in (figures.parent, damage, *figures.damage, problem, figures.newer) if note]
+        last, remarks = follower.last_step or {}, read_remarks(follower.directory)
+        return {
+            "id": name,
+            "number": self._numbers[name],
+            "tags": remarks.tags,
+            "remark": remarks.note,
+            "name": name if name != "." else follower.directory.resolve().name,
+            "task": recipe.task if reads else "",
+            "model": recipe.model if reads else "",
+            "status": figures.status,
+            "step": follower.step,
+            "steps": (follower.start or {}).get("max_steps"),
+            "best": None if figures.best is None else figures.best[1],
+            "speed": last.get("tokens_per_second"),
+            "goodput": follower.goodput,
+            "changed": follower.changed,
+            "version": follower.version,
+            "note": "; ".join(notes),
+            "read": 1.0,
+        }
+
+
+def _curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list[float | None]]]:
+    by = "tokens" if axis == "flops" else axis
+    columns_by_name = {name: follower.curves.points(name, by, limit) for name in follower.curves.values}
+    evaluated = {metric for event in follower.events if event["event"] == "evaluate" for metric in event["metrics"]}
+    columns_by_name |= {
+        f"validation/{metric}": _evaluations(follower, metric, by) for metric in sorted(evaluated)[:_MOST_CURVES]
+    }
+    columns_by_name |= {
+        name: curves.points(name, by, limit) for name, curves in follower.metrics.items() if name not in columns_by_name
+    }
+    if axis == "flops":
+        per_token = FLOPS * float((follower.start or {}).get("parameters", 0))
+        for columns in columns_by_name.values():
+            columns[0] = [None if step is None else step * per_token for step in columns[0]]
+    return {
+        name: columns for name, columns in columns_by_name.items() if any(value is not None for value in columns[1])
+    }
+
+
+def _started_at(directory: Path) -> float:
+    try:
+        return (directory / RECIPE).lstat().st_mtime
+    except OSError:  # deleted meanwhile
+        return 0.0
+
+
+def _unread(follower: RunFollower) -> int:
+    try:
+        return follower.unread()
+    except OSError:  # it has not begun, or was deleted
+        return 0
+
+
+def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float | None]]:
+    at, places = follower.curves.positions["step"], follower.curves.positions[by]
+    points: list[tuple[float | None, float]] = []
+    for event in follower.events:
+        value = event["metrics"].get(metric) if event["event"] == "evaluate" else None
+        if isinstance(value, int | float) and value - value == 0:
+            index = bisect_left(at, event["step"])
+            step = 0.0 if event["step"] == 0 or not at else places[min(index, len(at) - 1)]
+            points.append((step, float(value)))
+    values: list[float | None] = [value for _, value in points]
+    return [[step for step, _ in points], values, values, values]
+
+
+def _logs(directory: Path) -> list[str]:
+    return [name for name in files_inside(directory, "logs") if name.endswith(".log")]
+
+
+_MAX_RANKS = 256  # of more, the first ones
+_MAX_POINTS = 120  # of a curve
+# A ledger is read again after this time, or this many times what reading it takes.
+_REREAD_SECONDS, _REREAD_TIMES = 5.0, 20.0
+
+
+class Ledgers:
+    """The ledgers of runs, which are read at most every few seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[float, dict[str, Any]]] = {}  # until when, and what
+
+    def of(self, run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
+        """Return ``categories`` in their order, and for each of ``ranks`` its number, ``trained``, ``seconds`` by
+        category and ``now``, what it does in few words by name; and ``machine``, its curves over the seconds since the
+        run began.
+
+        Args:
+            events: those of the run that count.
+        """
+        until, figures = self._known.get(run, (0.0, {}))
+        started = time.monotonic()
+        if started >= until:
+            figures = _ledger_figures(run, events)
+            now = time.monotonic()
+            self._known[run] = now + max(_REREAD_SECONDS, _REREAD_TIMES * (now - started)), figures
+        return figures
+
+
+def _ledger_figures(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
+    # Only a run that went back has repeated anything; which steps, all its events say.
+    went_back = sum(event["event"] in ("start", "rewind") for event in events) > 1
+    ledger = read_ledger(run, read_log(run / "events.jsonl").everything if went_back else ())[:_MAX_RANKS]
+    return {
+        "categories": [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)],
+        "ranks": [
+            {
+                "rank": each.rank,
+                "trained": each.trained,
+                "seconds": dict(each.seconds),
+                "now": figures_of([each.lines[-1].system]),
+            }
+            for each in ledger
+        ],
+        "machine": [
+            {
+                "title": f"{curves.title} ({curves.unit})",
+                "notable": curves.is_notable,
+                "ranks": {rank: list(zip(*points, strict=True)) for rank, points in curves.points.items() if points},
+            }
+            for curves in machine_curves(ledger, _MAX_POINTS)
+        ],
+    }

@@ -1,9 +1,9 @@
-"""Trackers that are services or programs of their own: Weights & Biases, MLflow and trackio. Their variables apply.
+"""Trackers: services and programs that show the figures of runs. Their own variables apply.
 
-OpenTelemetry by OTLP over HTTP (https://opentelemetry.io/docs/specs/otlp); the SDK's variables apply.
-
-For instance ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME`` and
-``OTEL_RESOURCE_ATTRIBUTES`` (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables).
+Weights & Biases, MLflow, trackio; OpenTelemetry by OTLP over HTTP (https://opentelemetry.io/docs/specs/otlp), for
+instance ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME`` and
+``OTEL_RESOURCE_ATTRIBUTES`` (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables);
+Prometheus, which asks for the newest figures at http://HOST:PORT/metrics.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.engine.event_reader import EventRecord, resumed_step
+from trainwright.errors import RequestError
 from trainwright.machine.cache import try_write
+from trainwright.machine.usage.gpu import all_gpus
+from trainwright.observe.specs import PrometheusOptions
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.run.observers.hooks import ObservedRun
 from trainwright.run.observers.tensorboard import Values, values_of
 from trainwright.run.process import console
 from trainwright.utils.text import say
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
 
 _OURS = "trainwright"  # the project, unless a variable names another
 _MLFLOW_RUN = "mlflow-run"  # file in the run directory with the identity of MLflow's run, to continue it
@@ -230,7 +237,7 @@ _LAST_MILLISECONDS = 10_000
 _NANOSECONDS = 1e9
 
 
-def of_run(run: ObservedRun, _: object) -> TrackerObserver:
+def opentelemetry(run: ObservedRun, _: object) -> TrackerObserver:
     """Return an observer that sends a run's figures and spans to a collector."""
     return TrackerObserver("opentelemetry", run.directory, OpenTelemetry)
 
@@ -314,3 +321,79 @@ def _print_once(name: str) -> None:
     logger = logging.getLogger("opentelemetry")
     logger.handlers = [_Once(name)]
     logger.propagate = False
+
+
+# By name of `all_gpus`: the gauge, and what it is.
+_GPU_GAUGES = {
+    "used": ("utilization", "share of the time in which the GPU computed"),
+    "memory": ("memory_used_bytes", "memory of the GPU in use, of all programs"),
+    "total_memory": ("memory_total_bytes", "memory of the GPU"),
+    "power": ("power_watts", "power that the GPU draws"),
+    "temperature": ("temperature_celsius", "temperature of the GPU"),
+}
+
+
+def prometheus(run: ObservedRun, setting: Any) -> PrometheusObserver:
+    """Return an observer that serves the newest figures of a run."""
+    options = PrometheusOptions.model_validate(setting if isinstance(setting, dict) else {})
+    return PrometheusObserver(run.directory, options.address)
+
+
+class PrometheusObserver:
+    """Observer that answers Prometheus in a thread: a gauge for every figure, ``trainwright_step``, and what the GPUs
+    of this machine do when Prometheus asks.
+
+    Args:
+        address: a port of this machine alone (127.0.0.1), or HOST:PORT.
+
+    Raises:
+        RequestError: the port is in use.
+    """
+
+    def __init__(self, run: Path, address: int | str) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._registry = CollectorRegistry()
+        self._registry.register(GPUCollector())
+        self._labels = {"run": run.resolve().name}
+        self._gauges: dict[str, object] = {}
+        host, _, port = str(address).rpartition(":")
+        try:
+            self._server, _ = start_http_server(int(port), addr=host or "127.0.0.1", registry=self._registry)
+        except OSError as error:
+            raise RequestError(f"logging.observers.prometheus: port {port} cannot be used: {error.strerror}") from None
+
+    def __call__(self, event: EventRecord) -> None:
+        """Keep the figures of an event; at the end of the run, close the port."""
+        if event["event"] in ("step", "evaluate"):
+            for name, value in {**values_of(event), "step": float(event["step"])}.items():
+                self._set(name, value)
+        elif event["event"] == "finish":
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _set(self, name: str, value: float) -> None:
+        from prometheus_client import Gauge
+
+        plain = "trainwright_" + "".join(each if each.isalnum() else "_" for each in name)
+        gauge = self._gauges.get(plain)
+        if gauge is None:
+            gauge = self._gauges[plain] = Gauge(plain, f"{name} of the run", ["run"], registry=self._registry)
+        gauge.labels(**self._labels).set(value)  # type: ignore[attr-defined]
+
+
+class GPUCollector:
+    """What the GPUs of this machine do, by index, as NVML tells when it is collected; nothing without NVML."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield a gauge for each figure."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        gpus = all_gpus()
+        for key, (name, described) in _GPU_GAUGES.items():
+            gauge = GaugeMetricFamily(f"trainwright_gpu_{name}", described, labels=["gpu"])
+            for index, gpu in enumerate(gpus):
+                if key in gpu:
+                    gauge.add_metric([str(index)], float(gpu[key]))
+            if gauge.samples:
+                yield gauge

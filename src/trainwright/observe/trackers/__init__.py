@@ -1,1 +1,0 @@
-"""Trackers of experiments, as observers: they get the figures of ``events.jsonl`` in a thread of their own."""
