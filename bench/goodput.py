@@ -27,7 +27,7 @@ from support.results import results_directory
 from support.runs import write_results
 
 from trainwright.engine.event_reader import read_events
-from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"

@@ -32,11 +32,10 @@ from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.engine.policies.base import StepPolicy, TrainingContext
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage import process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import Use
-from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import Use, heartbeat_directory, heartbeat_file, read
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = results_directory() / "ledger.json"

@@ -30,7 +30,7 @@ from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.engine.event_reader import read_log
-from trainwright.utils.heartbeat_file import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"

@@ -9,8 +9,18 @@ from types import SimpleNamespace
 import pytest
 
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import DeviceEvent, Heartbeat, Use
-from trainwright.utils.heartbeat_file import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, EnteredCollective, read
+from trainwright.utils.heartbeat import (
+    CALLS,
+    COLLECTIVES,
+    FINISHED,
+    PHASES,
+    Beat,
+    DeviceEvent,
+    EnteredCollective,
+    Heartbeat,
+    Use,
+    read,
+)
 
 
 class Worker:

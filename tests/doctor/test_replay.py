@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainwright.doctor.calibrate_cases import block_case
-from trainwright.machine.measured.kernels import KINDS, Block, MeasuredBlock, blocks_to_measure
+from trainwright.machine.measured.quick import KINDS, Block, MeasuredBlock, blocks_to_measure
 from trainwright.planning.step_time.basis import block_passes
 from trainwright.planning.trace.request import TracedModel
 

@@ -17,8 +17,7 @@ from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingS
 from trainwright.engine.events import Record
 from trainwright.errors import FaultError, MachineError, RequestError, TrainwrightError
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import Heartbeat
-from trainwright.utils.heartbeat_file import read
+from trainwright.utils.heartbeat import Heartbeat, read
 
 Made = Callable[..., tuple[Checkpointing, list[Record]]]
 

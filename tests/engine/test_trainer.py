@@ -32,8 +32,7 @@ from trainwright.errors import RequestError
 from trainwright.faults.hangs.judge import limit
 from trainwright.parallel.world import World
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import Heartbeat
-from trainwright.utils.heartbeat_file import read
+from trainwright.utils.heartbeat import Heartbeat, read
 
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
 NO_DROPOUT = "model.dropout=0"

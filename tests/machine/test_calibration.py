@@ -27,9 +27,9 @@ from trainwright.machine.measured.calibration import (
     from_json,
     load_calibration,
     save_calibration,
+    save_if_reliable,
     versions,
 )
-from trainwright.machine.measured.contradictions import save_if_reliable
 
 MACHINE = Machine("here", "Some CPU", 8, 2**34, ())
 SHAPES = [(64, 512, 512), (1024, 128, 512), (1024, 576, 1536), (2048, 256, 64), (512, 2048, 2048), (32, 4096, 64)]

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from trainwright.cli.machine import app
 from trainwright.errors import RequestError
-from trainwright.machine.describe import parse_machine
-from trainwright.machine.machine_file import machine_of, read_machine
+from trainwright.machine.describe import machine_of, parse_machine, read_machine
 from trainwright.planning.facts import full_rows
 from trainwright.planning.plan import constraints_of, make_plan
 from trainwright.recipe.loading import recipe_of

@@ -15,14 +15,22 @@ from tests.support.commands import MACHINE, trainwright
 from tests.support.measured import measurement
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
+from trainwright.machine.describe import machine_described_in
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
-from trainwright.machine.machine_file import machine_described_in
 from trainwright.machine.measured import quick
-from trainwright.machine.measured.calibration import Calibration, Curve, TimedSample, as_json, load_calibration
-from trainwright.machine.measured.contradictions import contradictions
-from trainwright.machine.measured.kernels import KINDS, Block, Kernel
+from trainwright.machine.measured.calibration import (
+    Calibration,
+    Curve,
+    TimedSample,
+    as_json,
+    contradictions,
+    load_calibration,
+)
 from trainwright.machine.measured.quick import (
+    KINDS,
+    Block,
+    Kernel,
     QuickMeasurement,
     Shapes,
     covers,

@@ -13,12 +13,11 @@ import pytest
 from tests.support.commands import environment
 from tests.support.doctor import driver
 from tests.support.kernel_files import State
-from trainwright.machine import detect
+from trainwright.machine import counters, detect
+from trainwright.machine.counters import Counters, clocks
 from trainwright.machine.measured import calibration
-from trainwright.machine.usage import gpu
-from trainwright.machine.usage.causes import causes_of, in_words
-from trainwright.machine.usage.counters import Counters, clocks
-from trainwright.machine.usage.sample import UsageSampler, figures_of
+from trainwright.machine.slowdowns import causes_of, in_words
+from trainwright.machine.usage import UsageSampler, figures_of
 
 PRESSURE = {"cpu": 10.0, "io": 20.0, "memory": 30.0}
 NONE = {"cpu": 0.0, "io": 0.0, "memory": 0.0}
@@ -200,7 +199,7 @@ GPU = {"GetPowerUsage": 700_000, "GetClockInfo": 1200, "GetMaxClockInfo": 1980, 
     ],
 )
 def test_a_gpu_tells_what_lowers_its_clock(bits: int, name: str, limited: list[str]) -> None:
-    state = gpu.gpu_state(Library(**GPU, **{name: bits}), None)
+    state = counters.gpu_state(Library(**GPU, **{name: bits}), None)
     expected = {"power": 700.0, "clock": 1200, "highest_clock": 1980, "temperature": 88, "limited": limited}
     assert state == expected  # what it does not tell is left out
     causes = causes_of({"asleep": 0.9}, gpu=state)
@@ -214,16 +213,16 @@ def test_a_gpu_tells_what_lowers_its_clock(bits: int, name: str, limited: list[s
 
 def test_a_gpu_near_its_highest_clock_is_not_limited() -> None:
     state = {"clock": 1755, "highest_clock": 1980, "limited": ["its power limit"]}
-    assert gpu.low_clock(state) is None
-    assert gpu.low_clock({**state, "limited": ["heat (driver)"]}) is not None
-    assert gpu.low_clock({"clock": 900, "highest_clock": 1980}) is not None  # it does not tell why
+    assert counters.low_clock(state) is None
+    assert counters.low_clock({**state, "limited": ["heat (driver)"]}) is not None
+    assert counters.low_clock({"clock": 900, "highest_clock": 1980}) is not None  # it does not tell why
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for NVML is a library of Linux")
 @pytest.mark.parametrize(("visible", "shown"), [("0", "gpu 97%  4/80 GiB  350 W  91 °C"), ("", "cpu ")])
 def test_a_rank_samples_its_gpu_unless_it_runs_on_the_cpu(tmp_path: Path, visible: str, shown: str) -> None:
     program = """if True:
-        from trainwright.machine.usage.sample import UsageSampler, figures_of
+        from trainwright.machine.usage import UsageSampler, figures_of
         print("  ".join(figures_of([UsageSampler("0000:17:00.0")()]).values()))
     """
     command = [*driver(tmp_path), sys.executable, "-c", program]
@@ -239,7 +238,7 @@ def test_figures_leave_out_what_no_sample_has_and_what_is_damaged() -> None:
 
 def test_without_nvidias_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
-    assert gpu.gpu_of("0000:17:00.0") == {}
+    assert counters.gpu_of("0000:17:00.0") == {}
     assert "gpu" not in UsageSampler("0000:17:00.0")()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found, nvml = detect._nvidia_gpus()

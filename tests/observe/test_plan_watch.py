@@ -8,7 +8,7 @@ import pytest
 
 from trainwright.engine.event_reader import reasons_of
 from trainwright.engine.events import Event, Notice
-from trainwright.machine.usage.sample import OwnProcess
+from trainwright.machine.usage import OwnProcess
 from trainwright.planning.plan_watch import PlanWatch, WatchedPlan
 
 PLAN = {"predicted": {"step_time": 1.0, "tokens_per_second": 1000.0, "threads": 4, "measured": 1.0}}

@@ -41,7 +41,7 @@ from trainwright.run import run_directory
 from trainwright.run.resolve import resolve
 from trainwright.run.run_worker import Worker, run_worker
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat_file import heartbeat_file, read
+from trainwright.utils.heartbeat import heartbeat_file, read
 
 HERE = "tests.parallel.test_world:"
 

@@ -10,9 +10,16 @@ from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, TimedSample
-from trainwright.machine.measured.kernels import Block, MeasuredBlock, blocks_to_measure, sequences_of_block
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
-from trainwright.machine.measured.quick import Shapes, covers, for_block
+from trainwright.machine.measured.quick import (
+    Block,
+    MeasuredBlock,
+    Shapes,
+    blocks_to_measure,
+    covers,
+    for_block,
+    sequences_of_block,
+)
 from trainwright.machine.processor import Processor
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST

@@ -23,7 +23,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.workers import open_mpi, srun, start_workers
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_MACHINE, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
 from trainwright.run.shutdown.exit_code import CODES_FILE, record_exit_code, record_start, recorded_code
-from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
 
 _jobs = (f"{os.getpid()}{number:04}" for number in itertools.count())
 FIXED = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "faults.restarts=off")

@@ -16,7 +16,7 @@ from trainwright.engine.events import Restart
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.run.relaunch import Restarts
 from trainwright.run.shutdown.failure import Cause, Failure
-from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
 
 SETTINGS = ("parallel.num_processes=2", ON_ROWS, "data.validation=null", "train.max_steps=40", "checkpoint.every=4")
 

@@ -99,7 +99,7 @@ def test_the_first_attempt_forgets_why_the_run_has_stopped_before(
 _AGES = """
 import os
 from trainwright.run.shutdown.exit_code import seconds_since_launch
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage import process_age
 ages = {"none": 0.0, "own": process_age(), "launcher": process_age(os.getppid())}
 for number in (0, 1):
     print(min(ages, key=lambda name: abs(ages[name] - seconds_since_launch(None, number))))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment
 from tests.support.runs import TINY
-from trainwright.run.group.waiting import Waiting
+from trainwright.run.group.peers import Waiting
 
 
 def test_it_is_told_within_15_s_and_at_widening_intervals(capsys: pytest.CaptureFixture[str]) -> None:

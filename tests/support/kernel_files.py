@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.usage.counters import Counters
+from trainwright.machine.counters import Counters
 
 TICKS = 100  # by second, of each core
 CGROUP = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

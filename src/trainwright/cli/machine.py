@@ -42,7 +42,7 @@ def show(
 
     machine = calibration = measurement = None
     if on is not None:
-        from trainwright.machine.machine_file import machine_of
+        from trainwright.machine.describe import machine_of
 
         cluster, calibration, measurement = machine_of(on)
         machine = None if cluster.planned_only else node_of(cluster)

@@ -16,12 +16,11 @@ import yaml
 from pydantic import Field, ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.machine.describe import nodes_like
-from trainwright.machine.machine_file import Written, machine_of, names_file
+from trainwright.machine.describe import Written, machine_of, names_file, nodes_like
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Text
-from trainwright.recipe.sections.launch import JobSection
+from trainwright.recipe.sections.parallel import JobSection
 from trainwright.run import run_directory
 from trainwright.utils.paths import user_path
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.engine.checkpoints.manifest import checkpoints_in
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage import process_age
 from trainwright.run.program import started
 from trainwright.run.shutdown.requests import forget_stops, stop_was_requested
 from trainwright.run.shutdown.stop import STARTS_AGAIN, STOP_SIGNALS

@@ -16,8 +16,7 @@ from trainwright.clusters.job import GRACE, Job
 from trainwright.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.sections.launch import job_seconds
-from trainwright.recipe.sections.parallel import ProcessRange
+from trainwright.recipe.sections.parallel import ProcessRange, job_seconds
 from trainwright.run.run_directory import override_of
 
 _WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)

@@ -14,7 +14,7 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage import process_age
 from trainwright.run.shutdown.requests import stop_was_requested
 from trainwright.run.shutdown.stop import STARTS_AGAIN
 from trainwright.utils import text
@@ -423,7 +423,7 @@ def submit(
     """
     from trainwright.clusters.job import SLURM, first_overrides, job_of
     from trainwright.clusters.slurm import submission
-    from trainwright.recipe.sections.launch import job_seconds
+    from trainwright.recipe.sections.parallel import job_seconds
 
     options = {
         "nodes": nodes,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from trainwright.machine.measured.kernels import KINDS as CURVES
-from trainwright.machine.measured.kernels import Kernel, MeasuredBlock
+from trainwright.machine.measured.quick import KINDS as CURVES
+from trainwright.machine.measured.quick import Kernel, MeasuredBlock
 from trainwright.machine.vendors import processor_of
 from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
 

@@ -241,8 +241,7 @@ def calibrate(
     from trainwright.errors import MachineError
     from trainwright.machine.detect import detect
     from trainwright.machine.measured.calibration import as_json as values
-    from trainwright.machine.measured.calibration import calibration_file
-    from trainwright.machine.measured.contradictions import save_if_reliable
+    from trainwright.machine.measured.calibration import calibration_file, save_if_reliable
 
     machine = detect()
     calibration = measure(machine, say=lambda text: say(text, file=sys.stderr))

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from trainwright.engine.events import LONGEST_LINE, parse_event
 from trainwright.errors import RequestError
-from trainwright.machine.usage.causes import causes_of
+from trainwright.machine.slowdowns import causes_of
 from trainwright.recipe.yaml_text import parse_mapping
 from trainwright.utils import text
 from trainwright.utils.paths import open_inside

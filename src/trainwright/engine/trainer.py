@@ -44,8 +44,8 @@ from trainwright.engine.policies.stragglers import Stragglers
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
 from trainwright.engine.task import Measured
 from trainwright.errors import TrainingError
-from trainwright.machine.usage.counters import Counters
-from trainwright.machine.usage.sample import OwnProcess
+from trainwright.machine.counters import Counters
+from trainwright.machine.usage import OwnProcess
 from trainwright.parallel.strategy import averaged
 from trainwright.parallel.world import StopRequested
 from trainwright.recipe.registries import SCHEDULES

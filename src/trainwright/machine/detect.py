@@ -30,7 +30,7 @@ def detect() -> Machine:
     Raises:
         RequestError: the file does not describe a machine.
     """
-    from trainwright.machine.machine_file import described_machine
+    from trainwright.machine.describe import described_machine
 
     return described_machine() or _inspect()
 

@@ -120,8 +120,8 @@ def gpus(
     Ends with 0, or 3: there is a GPU that cannot be used.
     """
     from trainwright.machine.accelerators import refuse_unusable
+    from trainwright.machine.counters import all_gpus
     from trainwright.machine.detect import detect
-    from trainwright.machine.usage.gpu import all_gpus
     from trainwright.observe.gpus import MachineUse, machine_use
 
     if seconds is not None and not watch:

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from trainwright.machine.counters import all_gpus
 from trainwright.machine.detect import detect
-from trainwright.machine.usage.gpu import all_gpus
 from trainwright.utils import text
 
 _RECIPE, _LOG = "recipe.yaml", re.compile(r"(/.*)/logs/rank-(\d+)\.log")

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainwright.engine.event_reader import EventRecord, bounded_lines, superseded
-from trainwright.machine.usage.sample import UsageSampler, process_age
+from trainwright.machine.usage import UsageSampler, process_age
 from trainwright.run.observers.hooks import ObservedRank
-from trainwright.utils.heartbeat import Heartbeat, Use
-from trainwright.utils.heartbeat_file import FINISHED
+from trainwright.utils.heartbeat import FINISHED, Heartbeat, Use
 from trainwright.utils.paths import files_inside, open_inside
 
 DIRECTORY = "ledger"

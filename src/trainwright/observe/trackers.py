@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainwright.engine.event_reader import EventRecord, resumed_step
 from trainwright.errors import RequestError
 from trainwright.machine.cache import try_write
-from trainwright.machine.usage.gpu import all_gpus
+from trainwright.machine.counters import all_gpus
 from trainwright.observe.specs import PrometheusOptions
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.run.observers.hooks import ObservedRun

@@ -12,11 +12,11 @@ from typing import Any
 
 from trainwright.engine.events import Event, Notice
 from trainwright.machine.cache import try_write
+from trainwright.machine.counters import Counters
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.own_runs import remember, run_of
-from trainwright.machine.usage.causes import Slowdown, causes_of, in_words
-from trainwright.machine.usage.counters import Counters
-from trainwright.machine.usage.sample import OwnProcess
+from trainwright.machine.slowdowns import Slowdown, causes_of, in_words
+from trainwright.machine.usage import OwnProcess
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.run.observers.hooks import ObservedRun

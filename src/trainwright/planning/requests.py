@@ -15,7 +15,7 @@ from trainwright.utils.activity import Activity, doing
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
-    from trainwright.machine.machine_file import Written
+    from trainwright.machine.describe import Written
     from trainwright.planning.facts import Facts
     from trainwright.planning.plan import RunPlan as Details
     from trainwright.planning.simulation.report import Simulation
@@ -145,7 +145,7 @@ def plan(
         (True, 'bf16')
     """
 
-    from trainwright.machine.machine_file import machine_of
+    from trainwright.machine.describe import machine_of
 
     if price is not None and tokens is None:
         raise RequestError("--price: needs --tokens, such as 20x")

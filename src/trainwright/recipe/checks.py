@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.adapter_spec import OPTIONAL
-from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.registries import ADAPTERS, OPTIMIZERS, SCHEDULES, STRATEGIES, TASKS
 from trainwright.recipe.sections.data import RowSettings
+from trainwright.recipe.sections.fields import Contradiction
 from trainwright.recipe.sections.model import absurd_sizes
 from trainwright.recipe.strategy_spec import all_specs
 

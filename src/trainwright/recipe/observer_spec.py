@@ -15,8 +15,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import OWN
-from trainwright.recipe.registered import is_entry_point
 from trainwright.recipe.registries import OBSERVERS
+from trainwright.recipe.sections.fields import is_entry_point
 from trainwright.utils.installation import install_command
 
 OBSERVERS_KEY = ("logging", "observers")

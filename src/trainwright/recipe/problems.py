@@ -15,9 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainwright.errors import RequestError
-from trainwright.recipe.contradiction import Contradiction, Contradictions
-from trainwright.recipe.registered import Registered
 from trainwright.recipe.schema import model_of, recipe_model
+from trainwright.recipe.sections.fields import Contradiction, Contradictions, Registered
 from trainwright.recipe.synonyms import SECTIONS, OwnKey, our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 from trainwright.utils.text import quoted

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trainwright.errors import RequestError
 from trainwright.recipe.checks import contradictions
-from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.sections.fields import Contradiction
 from trainwright.recipe.sections.parallel import ProcessRange
 
 if TYPE_CHECKING:

@@ -23,30 +23,30 @@ from pydantic import (
 )
 
 from trainwright.errors import RequestError
-from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.observer_spec import checked_settings, complete_schema, names_as_settings
 from trainwright.recipe.process_range import contradictions_in_range
-from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import METRICS, OPTIMIZERS, SCHEDULES, TASKS
 from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.fields import (
     Auto,
     BelowOne,
+    Contradiction,
+    Contradictions,
     Count,
     Interval,
     NotNegative,
     Pattern,
     Positive,
     Proportion,
+    Registered,
     Restarts,
     Section,
     Steps,
     Text,
     Time,
 )
-from trainwright.recipe.sections.launch import LaunchSection
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.recipe.sections.parallel import ParallelSection
+from trainwright.recipe.sections.parallel import LaunchSection, ParallelSection
 from trainwright.recipe.sections.train import TrainSection
 from trainwright.recipe.task_spec import TaskSpec
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.sections.data import DataSection
-from trainwright.recipe.sections.fields import Section
+from trainwright.recipe.sections.fields import Contradiction, Section
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema

@@ -44,7 +44,7 @@ from trainwright.run.group.environment import (
     read_environment,
 )
 from trainwright.run.group.failure_report import should_report
-from trainwright.run.group.waiting import Waiting
+from trainwright.run.group.peers import Waiting
 from trainwright.run.limits import check_limits
 from trainwright.run.process import (
     die_with_parent,
@@ -199,7 +199,7 @@ def _words(options: TrainingRequest) -> list[str]:
 def _meet(environment: LaunchEnvironment, options: TrainingRequest) -> Rendezvous | None:
     from trainwright.run.group.addresses import LOOPBACK, set_interfaces
     from trainwright.run.group.device_slots import Member
-    from trainwright.run.group.meeting import meet_ranks
+    from trainwright.run.group.rendezvous import meet_ranks
 
     if environment.size == 1:
         return None

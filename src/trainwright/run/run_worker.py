@@ -29,7 +29,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import bind
-from trainwright.machine.usage.sample import OwnProcess
+from trainwright.machine.usage import OwnProcess
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.attention.described import describe_attention
 from trainwright.models.attention.packs import platform_of
@@ -72,7 +72,7 @@ from trainwright.run.shutdown.stop import (
 )
 from trainwright.utils import heartbeat
 from trainwright.utils.activity import Activity, doing
-from trainwright.utils.heartbeat_file import heartbeat_directory
+from trainwright.utils.heartbeat import heartbeat_directory
 from trainwright.utils.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS

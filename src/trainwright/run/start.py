@@ -27,7 +27,7 @@ from trainwright.errors import (
     TrainingError,
     TrainwrightError,
 )
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage import process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import START_HOOKS
 from trainwright.run import run_directory

@@ -21,7 +21,7 @@ from trainwright.clusters.job_attempts import failures_in_a_row, may_continue
 from trainwright.clusters.slurm import job_step, scheduler
 from trainwright.errors import MachineError, RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.sections.launch import job_seconds
+from trainwright.recipe.sections.parallel import job_seconds
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -17,7 +17,7 @@ from tests.support.commands import ROOT, descendants, environment, wait_for
 from tests.support.forked import Finished, Started
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from tests.support.workers import srun, start_workers
-from trainwright.utils.heartbeat_file import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
 
 CHECKING = "train.step_policies=['tests.support.checking:SlowChecking']"
 POLICY = "train.step_policies=['tests.support.hanging:Hanging']"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.faults.hangs.judge import Conflict, RankState, conflict_of, judge, limit
-from trainwright.utils.heartbeat import Heartbeat
-from trainwright.utils.heartbeat_file import FINISHED, WAITING, Beat, EnteredCollective, Times, read
+from trainwright.utils.heartbeat import FINISHED, WAITING, Beat, EnteredCollective, Heartbeat, Times, read
 
 
 def call(number: int, name: str = "all_reduce", tensor: str = "float32[3]", line: str = "a.py:1") -> EnteredCollective:

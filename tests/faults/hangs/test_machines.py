@@ -25,12 +25,12 @@ from trainwright.faults.hangs.judge import RankState, judge
 from trainwright.faults.hangs.machines import Machines
 from trainwright.faults.hangs.watcher import _workers, watching
 from trainwright.parallel.world import RankInfo
-from trainwright.utils.heartbeat import Heartbeat
-from trainwright.utils.heartbeat_file import (
+from trainwright.utils.heartbeat import (
     FINISHED,
     PID,
     Beat,
     EnteredCollective,
+    Heartbeat,
     Times,
     heartbeat_directory,
     heartbeat_file,

@@ -87,7 +87,7 @@ def test_bytes_of_the_processes_that_a_worker_has_started_count() -> None:
 )
 def test_the_ledger_of_a_rank_is_not_taken_for_a_model_that_is_written(tmp_path: Path, what: str, moves: bool) -> None:
     code = (
-        "import sys, time; from trainwright.machine.usage.sample import UsageSampler\n"
+        "import sys, time; from trainwright.machine.usage import UsageSampler\n"
         "sample, file = UsageSampler(), open(sys.argv[1], 'w', buffering=1)\n"
         f"file.write('begun\\n')\nwhile True: {what}; file.flush(); time.sleep(0.1)"
     )

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.machine.cache import cache_root
-from trainwright.machine.describe import Cluster
-from trainwright.machine.machine_file import VARIABLE, machine_of
+from trainwright.machine.describe import VARIABLE, Cluster, machine_of
 from trainwright.planning.simulation.shim.load import SHIM, load_shim
 from trainwright.planning.simulation.start import visible_part, write_machine
 

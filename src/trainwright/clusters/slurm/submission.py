@@ -17,7 +17,7 @@ from trainwright.clusters.slurm import scheduler
 from trainwright.clusters.slurm.scheduler import COMMENT
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import lock_directory, remove_locked
-from trainwright.recipe.sections.launch import job_seconds
+from trainwright.recipe.sections.parallel import job_seconds
 from trainwright.run.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
 from trainwright.run.shutdown.requests import (
     STATE_BYTES,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity, answer_of
+from trainwright.machine.counters import HARDWARE, HARDWARE_HEAT, HEAT, POWER_BRAKE, REASONS, clock_reasons
 from trainwright.machine.links import Link
-from trainwright.machine.usage.gpu import HARDWARE, HARDWARE_HEAT, HEAT, POWER_BRAKE, REASONS, clock_reasons
 from trainwright.utils.text import size
 
 _SECONDS = 10.0

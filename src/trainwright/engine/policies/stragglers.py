@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, TrainingContext
-from trainwright.machine.usage.causes import Slowdown, in_words
-from trainwright.machine.usage.sample import OwnProcess
+from trainwright.machine.slowdowns import Slowdown, in_words
+from trainwright.machine.usage import OwnProcess
 from trainwright.utils import heartbeat
 
 # The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
-from trainwright.utils.heartbeat_file import FINISHED, WAITING, Beat, EnteredCollective, Times
+from trainwright.utils.heartbeat import FINISHED, WAITING, Beat, EnteredCollective, Times
 from trainwright.utils.text import span
 
 # A rank is late when a phase takes longer than the most that it has taken, by a part and some seconds.

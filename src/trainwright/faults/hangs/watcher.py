@@ -36,13 +36,13 @@ from trainwright.faults.hangs.evidence import (
 )
 from trainwright.faults.hangs.judge import STORAGE, RankState, Verdict, conflict_of, judge
 from trainwright.faults.hangs.machines import Machines
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage import process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_directory import RECIPE
 from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.shutdown.failure import Cause
 from trainwright.run.watchers import WatcherVerdict
-from trainwright.utils.heartbeat_file import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.utils.text import say, span
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from trainwright.api.run import checkpoint, stop
 from trainwright.engine.event_reader import EventRecord, read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
-from trainwright.machine.usage.sample import figures_of
+from trainwright.machine.usage import figures_of
 from trainwright.observe.following import RunFollower, follower_of, keep
 from trainwright.observe.ledger import CATEGORIES, read_ledger
 from trainwright.observe.reports.comparing import recipe_differences

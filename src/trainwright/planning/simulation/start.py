@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.sources.registry import registered_source, without_slice
 from trainwright.errors import RequestError, TrainingError, TrainwrightError
-from trainwright.machine.describe import Cluster, node_of
+from trainwright.machine.describe import VARIABLE, Cluster, machine_of, node_of
 from trainwright.machine.machine import Machine
-from trainwright.machine.machine_file import VARIABLE, machine_of
 from trainwright.planning.facts import configuration_named
 from trainwright.planning.simulation.report import Simulation
 from trainwright.recipe.registries import LAUNCHERS

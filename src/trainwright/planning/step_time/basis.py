@@ -14,9 +14,8 @@ from functools import partial
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, current_calibration
 from trainwright.machine.measured.contention import other_cores
-from trainwright.machine.measured.kernels import KINDS, Block, Kernel, MeasuredBlock, Passes
 from trainwright.machine.measured.own_runs import Correction, OwnRuns, own_runs
-from trainwright.machine.measured.quick import Shapes, for_block, measured
+from trainwright.machine.measured.quick import KINDS, Block, Kernel, MeasuredBlock, Passes, Shapes, for_block, measured
 from trainwright.models.attention.kernels import Dtype
 from trainwright.planning.errors import Errors, interval_of
 from trainwright.planning.step_time.rates_measured import distance

@@ -1,12 +1,25 @@
-"""The types of a recipe's keys, and the base class of sections."""
+"""The types of a recipe's keys, registered names among them, the base class of sections, and contradictions of keys."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, NamedTuple, TypeGuard
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError, PydanticKnownError, ValidationError, core_schema
+
+from trainwright.errors import RequestError
+from trainwright.recipe.extensions import OWN, Registry
 
 Auto = Literal["auto"]
 
@@ -170,3 +183,68 @@ class Section(BaseModel):
         """Return the keys whose values are not the defaults: a resolved recipe has every key, written or not."""
         fields = type(self).model_fields.items()
         return [key for key, field in fields if getattr(self, key) != field.get_default(call_default_factory=True)]
+
+
+class Contradiction(NamedTuple):
+    """``keys``: the contradicting dotted keys, the most relevant first."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+class Contradictions(ValueError):
+    """All contradictions of a recipe; raised inside pydantic's validation, which wraps it."""
+
+    def __init__(self, items: list[Contradiction]) -> None:
+        super().__init__("; ".join(f"{item.keys[0]}: {item.message}" for item in items))
+        self.items = items
+
+
+_ENTRY_POINT = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+
+
+def is_entry_point(value: Any) -> bool:
+    """Return whether a value is a place ``module:Name`` or ``file.py:Name``."""
+    return isinstance(value, str) and re.fullmatch(_ENTRY_POINT, value) is not None
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Annotate a key as ``Annotated[str, Registered(registry)]``: a name of the registry, or a place
+    ``module:Name``.
+
+    Args:
+        others: additional values.
+        imports: whether to import extensions when the recipe is read, because they say what it may contain.
+    """
+
+    registry: Registry[Any]
+    others: tuple[str, ...] = ()
+    imports: bool = True
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            self._checked, core_schema.literal_schema([*self.others, *self.registry.names()])
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        names = {"enum": [*self.others, *self.registry.names()], "type": "string"}
+        return {"anyOf": [names, {"type": "string", "pattern": f"^{_ENTRY_POINT}$"}]}
+
+    def _checked(self, value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> str:
+        try:
+            name: str = value if is_entry_point(value) else handler(value)
+        except ValidationError as error:
+            (detail,) = error.errors()
+            expected = f"{detail['ctx']['expected']} (your own: {OWN})"
+            raise PydanticKnownError("literal_error", {"expected": expected}) from None
+        try:
+            if not self.imports:
+                self.registry.check_origin(name)
+            elif name not in self.others and not self.registry.is_built_in(name):
+                self.registry.get(name)
+        except RequestError as error:
+            raise PydanticCustomError("extension", "{reason}", {"reason": str(error)}) from None
+        return name

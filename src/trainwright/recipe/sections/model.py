@@ -13,9 +13,8 @@ from trainwright.errors import RequestError
 from trainwright.recipe.adapter_spec import AdapterSpec
 from trainwright.recipe.extensions import is_file
 from trainwright.recipe.modalities import text_part
-from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import ADAPTERS, ATTENTION_KERNELS
-from trainwright.recipe.sections.fields import BelowOne, Count, Pattern, Positive, Section, Text
+from trainwright.recipe.sections.fields import BelowOne, Count, Pattern, Positive, Registered, Section, Text
 from trainwright.utils.paths import user_path
 
 _ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex")

@@ -16,6 +16,7 @@ import json
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.run.group.trust import PEERS, Door, Relay, Unproven, prove
+from trainwright.utils.text import say
 
 Message = dict[str, Any]
 
@@ -34,6 +36,7 @@ _HELLO, _BYE, _WELCOME, _REFUSED = "hello", "bye", "welcome", "refused"
 _SEND_SECONDS = 5.0
 # How long a listener may take to answer as peer 0 of this job; an earlier job may still be ending.
 ANSWER_SECONDS = 8.0
+_FIRST_SECONDS = 10.0
 _RECEIVE, _LONGEST = 65536, 2**24  # bytes; of a message, which may have the failures of all ranks of a node
 
 
@@ -456,3 +459,26 @@ def differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[
 
 def _digest(values: list[str]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:20]
+
+
+class Waiting:
+    """Call ``tell`` repeatedly: it writes a line after 10 s, and then after twice as long each time.
+
+    Args:
+        who: this process, such as "rank 1".
+        seconds: how long it waits at most; None: without limit.
+    """
+
+    def __init__(self, who: str, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._who, self._seconds, self._clock = who, seconds, clock
+        self._started_at = clock()
+        self._next = _FIRST_SECONDS
+
+    def tell(self, what: Callable[[], str]) -> None:
+        """Write that ``what`` is waited for, if it is time to."""
+        passed = self._clock() - self._started_at
+        if passed < self._next:
+            return
+        self._next += 2 * passed
+        until = "" if self._seconds is None else f"; --rendezvous-timeout ends this after {self._seconds:g} s"
+        say(f"{self._who} has been waiting for {what()} for {passed:.0f} s{until}", file=sys.stderr)

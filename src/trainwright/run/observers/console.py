@@ -18,7 +18,7 @@ from trainwright.engine.event_reader import (
     reasons_of,
     resumed_step,
 )
-from trainwright.machine.usage.sample import figures_of
+from trainwright.machine.usage import figures_of
 from trainwright.models.supported import class_in
 from trainwright.models.usage import evaluating, model_class
 from trainwright.run.observers.hooks import ObservedRun, samples_of

@@ -21,7 +21,7 @@ from trainwright.utils.text import say
 if TYPE_CHECKING:
     from trainwright.engine.events import Event, Observer, Record
     from trainwright.machine.machine import Gpu
-    from trainwright.machine.usage.sample import OwnProcess
+    from trainwright.machine.usage import OwnProcess
     from trainwright.parallel.world import RankInfo
     from trainwright.recipe.schema import RecipeSchema
     from trainwright.utils.heartbeat import Heartbeat

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, Stopped
-from trainwright.machine.usage.sample import process_age
+from trainwright.machine.usage import process_age
 from trainwright.run.shutdown.requests import Deadline, check_before_steps, forget_stops, reason_of_last_stop
 from trainwright.utils.text import quoted
 

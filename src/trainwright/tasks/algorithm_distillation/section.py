@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import ENVIRONMENTS
 from trainwright.recipe.sections.fields import (
     BelowOne,
@@ -16,6 +15,7 @@ from trainwright.recipe.sections.fields import (
     NotNegative,
     Positive,
     Proportion,
+    Registered,
     Section,
     Text,
     reject_bool,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.sections.fields import Contradiction
 from trainwright.recipe.task_spec import Needs, TaskModel, TaskSpec
 from trainwright.tasks.algorithm_distillation.section import (
     WITHOUT_TEXTS,

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import PREFERENCE_LOSSES
-from trainwright.recipe.sections.fields import BelowHalf, NotNegative, Positive, Section
+from trainwright.recipe.sections.fields import BelowHalf, Contradiction, NotNegative, Positive, Registered, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.sections.fields import NotNegative, RouterWeight, Section
+from trainwright.recipe.sections.fields import Contradiction, NotNegative, RouterWeight, Section
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:

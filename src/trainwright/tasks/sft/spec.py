@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, RouterWeight, Section
+from trainwright.recipe.sections.fields import (
+    BelowOne,
+    Contradiction,
+    Count,
+    NotNegative,
+    Positive,
+    RouterWeight,
+    Section,
+)
 from trainwright.recipe.task_spec import Needs, TaskSpec
 
 if TYPE_CHECKING:

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from trainwright.errors import RequestError
-from trainwright.recipe.contradiction import Contradiction, Contradictions
-from trainwright.recipe.registered import Registered
 from trainwright.recipe.registries import OBJECTIVES
 from trainwright.recipe.sections.data import DataSection, SourceSection
-from trainwright.recipe.sections.fields import NotNegative, Positive, Section, Steps, Text, reject_bool
+from trainwright.recipe.sections.fields import (
+    Contradiction,
+    Contradictions,
+    NotNegative,
+    Positive,
+    Registered,
+    Section,
+    Steps,
+    Text,
+    reject_bool,
+)
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.registries import OBJECTIVES
+from trainwright.recipe.sections.fields import Contradiction
 from trainwright.recipe.task_spec import Needs, ReferenceModel, TaskSpec
 from trainwright.tasks.unlearn.section import UnlearnData, UnlearnSection, data_of
 

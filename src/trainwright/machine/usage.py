@@ -15,11 +15,10 @@ from typing import Any
 import psutil
 
 from trainwright.machine.cgroups import read
+from trainwright.machine.counters import Counters, clocks, cores_of, gpu_of, memory
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.contention import usable_cores
-from trainwright.machine.usage.causes import Slowdown, causes_of
-from trainwright.machine.usage.counters import Counters, clocks, cores_of, memory
-from trainwright.machine.usage.gpu import gpu_of
+from trainwright.machine.slowdowns import Slowdown, causes_of
 
 # Of what happened since the last sample, what a sample has, with the digits that are kept.
 _SINCE = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.machine.usage.gpu import low_clock
+from trainwright.machine.counters import low_clock
 from trainwright.utils.text import plural, size
 
 # Parts of the time from which something is a cause.

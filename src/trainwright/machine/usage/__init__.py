@@ -1,1 +1,0 @@
-"""What a process of a run and its machine do while it trains."""
