@@ -30,10 +30,9 @@ from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import StrategyConfig
 from trainwright.parallel.world import World
 from trainwright.planning.trace import store
-from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import parameters_of, sized
-from trainwright.planning.trace.units import Operation
+from trainwright.planning.trace.units import BatchShape, Operation
 from trainwright.recipe.schema import OptimizerSection
 from trainwright.recipe.sections.model import AdapterSection
 from trainwright.recipe.sections.parallel import ParallelSection

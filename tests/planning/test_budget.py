@@ -9,9 +9,9 @@ import pytest
 from tests.support.runs import ROOT
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.budget import tokens_of, with_budget, words
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
+from trainwright.planning.requests import budget_words, tokens_of, with_budget
 from trainwright.recipe.loading import load_recipe
 
 RECIPES = ROOT / "recipes" / "pretrain"
@@ -39,7 +39,7 @@ def test_a_budget_is_a_number_or_so_many_tokens_a_parameter() -> None:
 def test_time_and_money_follow_from_the_speed() -> None:
     plan = planned("llama-8b", "8xH100", "20x")
     assert plan.chosen.time is not None
-    said = "\n".join(words(plan, 20 * 8_030_261_248, price=2.0))
+    said = "\n".join(budget_words(plan, 20 * 8_030_261_248, price=2.0))
     hours = 20 * 8_030_261_248 / plan.chosen.time.tokens_per_second / 3600
     found = re.search(r"([\d,.e+]+) GPU hours, ([\d,.]+) at 2 an hour", said)
     assert found is not None

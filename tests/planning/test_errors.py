@@ -17,7 +17,7 @@ from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.output import summary, table, words
 from trainwright.planning.plan import RunPlan, make_plan
-from trainwright.planning.trace import bound
+from trainwright.planning.trace import tracing
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
@@ -56,7 +56,7 @@ def test_a_plan_says_that_activations_are_a_bound(tmp_path: Path, monkeypatch: p
         raise NotImplementedError("aten.nonzero reads data")
 
     traced = [line for line in planned(H100).assumptions if "traced" in line]
-    monkeypatch.setattr(bound, "trace", fails)
+    monkeypatch.setattr(tracing, "trace", fails)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     untraced = TracedModel.of({"model_type": "llama", **sizes, "num_key_value_heads": 2, "vocab_size": 777})
     plan = make_plan(Constraints({}), replace(SMALL, model=untraced), H100)

@@ -12,9 +12,9 @@ from trainwright.machine.describe import cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.processor import Processor
 from trainwright.parallel.constants import CACHED_PRODUCTS, PRODUCT_BYTES
-from trainwright.planning.collectives import collectives
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.memory.process import libraries
+from trainwright.planning.simulation.report import collectives
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Recompute, Workload

@@ -10,7 +10,7 @@ from trainwright.data.tokens.lengths import Lengths
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.memory.micro_batch import micro_batch
 from trainwright.planning.memory.peak import memory_of
-from trainwright.planning.step_time.batch import typical_batch
+from trainwright.planning.step_time.step import typical_batch
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload

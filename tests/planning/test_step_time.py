@@ -9,9 +9,8 @@ from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
-from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.step_time.rates import Group, Rates, nominal_setting, rates_of
-from trainwright.planning.step_time.step import StepTime, model_operations, step_time
+from trainwright.planning.step_time.step import StepTime, model_operations, step_time, typical_batch
 from trainwright.planning.step_time.update import LAUNCHES_OF_STACK, Update
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.trace.catalog import find_model

@@ -23,8 +23,8 @@ from trainwright.planning.step_time.basis import MIXED, on_cpu, packed_batch
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.step_time.work import DeviceWork
-from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TracedModel
+from trainwright.planning.trace.units import BatchShape
 from trainwright.planning.workload import Choice, Workload
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from trainwright.machine.processor import why_not_compiled
 from trainwright.machine.vendors import why_not_on
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
 from trainwright.planning.errors import SHARE, Errors
-from trainwright.planning.reasons import attention_of, reasons_of, shortage
+from trainwright.planning.reasons import Suggestion, attention_of, reasons_of, shortage, suggestions
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.basis import Basis, corrections_of, model_of, way_of
 from trainwright.planning.step_time.rates import rates_of
-from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.process_range import usable_processes, with_processes

@@ -7,10 +7,9 @@ from typing import Literal, NamedTuple
 
 from trainwright.machine.describe import Cluster
 from trainwright.models.fused.choice import Kernels
-from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TracedModel, TraceRequest, device_of
 from trainwright.planning.trace.traced import model_facts, sized
-from trainwright.planning.trace.units import ModelFacts, SizedModel
+from trainwright.planning.trace.units import BatchShape, ModelFacts, SizedModel
 from trainwright.recipe.strategy_spec import StrategySpec, spec_of
 
 MixedPrecision = Literal["no", "bf16", "fp16"]

@@ -63,7 +63,7 @@ def simulate_all(cases: Sequence[Case], directory: Path) -> list[Found]:
 
 
 def _main(file: Path) -> None:
-    from trainwright.planning.simulation.shim.load import load
+    from trainwright.planning.simulation.shim import load
 
     load()
     import torch._dynamo

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.engine.task import task_module
 from trainwright.machine.cache import cache_root
-from trainwright.planning.simulation.phases import Phases
-from trainwright.planning.simulation.recorders import CollectiveLog, collective_of
+from trainwright.planning.simulation.recorders import CollectiveLog, Phases, collective_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_worker import Worker, run_worker
 

@@ -19,9 +19,8 @@ from trainwright.models.causal_lm import CausalLM
 from trainwright.models.quantization import quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.models.router_loss import RouterLoss
-from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import TraceRequest
-from trainwright.planning.trace.units import Operation, SizedModel
+from trainwright.planning.trace.units import BatchShape, Operation, SizedModel
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import sized, traced_as
+from trainwright.planning.trace.units import BatchShape
 
 _SIZES = {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 1024}
 _SHAPE = BatchShape(1, 4096, ((1024, 4),), 4092, True, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.planning.trace.storages import Storages
+from trainwright.planning.trace.record import Storages
 
 
 def test_views_share_a_storage_and_the_last_of_them_releases_it() -> None:

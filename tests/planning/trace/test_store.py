@@ -13,13 +13,13 @@ import pytest
 
 from tests.support.commands import ROOT
 from trainwright.errors import RequestError
-from trainwright.planning.trace import bound, store
-from trainwright.planning.trace.batch import BatchShape
-from trainwright.planning.trace.bound import trace_or_bound
+from trainwright.planning.trace import store, tracing
 from trainwright.planning.trace.catalog import known_model
 from trainwright.planning.trace.regenerate import REGIME, requests
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import _in_child, key_of, sized
+from trainwright.planning.trace.tracing import trace_or_bound
+from trainwright.planning.trace.units import BatchShape
 
 MODEL = "meta-llama/Llama-3.1-8B"
 CONFIGURATION = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -30,7 +30,7 @@ def test_a_shipped_trace_is_read_without_torch() -> None:
     program = f"""
 import sys
 from trainwright.planning.trace.catalog import known_model
-from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.units import BatchShape
 from trainwright.planning.trace.regenerate import requests
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.trace.traced import sized
@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_traced_has_a_bound(tmp_path: Path, monkeypatch: 
     def fails(*_: object) -> None:
         raise NotImplementedError("aten.nonzero reads data")
 
-    monkeypatch.setattr(bound, "trace", fails)
+    monkeypatch.setattr(tracing, "trace", fails)
     limited = sized(request, SHAPE)
     assert limited.facts.failed == "NotImplementedError: aten.nonzero reads data"
     assert [len(unit.parameters) for unit in limited.in_order()] == [len(unit.parameters) for unit in exact.in_order()]

@@ -11,11 +11,11 @@ from tests.planning.trace.real_step import batch_of, measured, planned, real_mod
 from tests.support.small_models import causal_families, small_config
 from trainwright.models import linear_losses
 from trainwright.planning.trace import traced
-from trainwright.planning.trace.batch import BatchShape, basis
 from trainwright.planning.trace.build import samples
 from trainwright.planning.trace.fit import Fitter
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, rows_of
 from trainwright.planning.trace.traced import sized
+from trainwright.planning.trace.units import BatchShape, basis
 from trainwright.recipe.sections.model import AdapterSection
 
 PACK, SHORT, ROWS, PADDED = (128, 320, 576), (100, 60, 96, 128), (512, 512), (256, 512)

@@ -22,7 +22,7 @@ from typing import Any
 
 from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import VARIABLE, Cluster, machine_of
-from trainwright.planning.simulation.shim.load import SHIM, load_shim
+from trainwright.planning.simulation.shim import SHIM, load_shim
 from trainwright.planning.simulation.start import visible_part, write_machine
 
 _NOT_HERE = "runs on GPUs alone, and this one is simulated"
@@ -108,12 +108,12 @@ class _Device:
         import torch
 
         from trainwright.models.attention import packs
-        from trainwright.planning.simulation.device import cuda
-        from trainwright.planning.simulation.phases import Phases, WaitLog
+        from trainwright.planning.simulation.device import SimulatedGpu, install_card
+        from trainwright.planning.simulation.recorders import Phases, WaitLog
 
         card, count, device_type = self._cluster.card, self._cluster.devices_per_node, self._cluster.device
-        gpu = cuda.SimulatedGpu(card.name, card.memory_bytes, card.capability, count, device_type)
-        cuda.install(gpu, self, WaitLog(Phases()))
+        gpu = SimulatedGpu(card.name, card.memory_bytes, card.capability, count, device_type)
+        install_card(gpu, self, WaitLog(Phases()))
         if card.vendor == "AMD":
             torch.version.hip = "7.0"
         self._guards.trainwright_devices(count)

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from tests.support.fake_gpu import fake_gpu
-from trainwright.planning.simulation.shim.load import load
+from trainwright.planning.simulation.shim import load
 
 load()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from tests.support.fake_gpu import fake_gpu
-from trainwright.planning.simulation.shim.load import load
+from trainwright.planning.simulation.shim import load
 
 load()
 

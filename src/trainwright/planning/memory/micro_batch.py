@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import padded_size
-from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.units import BatchShape
 from trainwright.planning.workload import Choice, Workload
 
 _PLACES = 256  # rows whose lengths are read one by one

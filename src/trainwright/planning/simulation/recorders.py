@@ -1,16 +1,171 @@
-"""Records of a simulated run, by step and phase: live bytes on the device, collectives, and waits of the host."""
+"""Records of a simulated run, by step and phase: live bytes on the device, collectives, and waits of the host.
+
+Step and phase follow from the calls that the strategy of the run receives; with them goes the line of its source.
+"""
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trainwright.planning.simulation.phases import STEP_PHASES, Phases, WaitLog
-from trainwright.planning.trace.storages import Storages
+from trainwright.planning.trace.record import Storages
 from trainwright.planning.trace.values import tensors_in
+
+if TYPE_CHECKING:
+    from trainwright.engine.task import Task
+    from trainwright.parallel.strategy import Strategy
+
+
+# Of a step; a run is also in "load", "evaluation", "checkpoint" and "export".
+STEP_PHASES = ("forward", "backward", "optimizer")
+
+
+class Phases:
+    """Where a run is. ``step``: the step that runs, 0 before the first one; ``finished``: the steps that are done."""
+
+    def __init__(self, entered: Callable[[str], None] = lambda phase: None) -> None:
+        self.step = 0
+        self.phase = "load"
+        self.finished = 0
+        self._entered = entered
+        self._inside = False
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase."""
+        self.phase = phase
+        self._entered(phase)
+
+    def watch(self, task: Task, strategy: Strategy) -> None:
+        """Follow a run from now on; it repeats the largest step, and an evaluation is cut to one batch."""
+        stream = task.stream
+        total_examples, stream.total_examples = stream.total_examples, None
+        largest = stream.global_batch(stream.largest_step())
+        stream.total_examples = total_examples
+        stream.global_batch = lambda step: largest  # type: ignore[method-assign]
+        if task.validation is not None and task.validation.total_examples is not None:
+            batch = task.validation.global_batch_size
+            task.validation.total_examples = min(task.validation.total_examples, batch)
+        strategy.module.register_forward_pre_hook(self._passes, prepend=True)
+        self._mark(strategy, "backward", "backward")
+        self._mark(strategy, "gradient_norm", "optimizer")
+        self._mark(strategy, "step", "optimizer")
+        self._mark(strategy, "state", "checkpoint")
+        self._mark(strategy, "parameters", "export")
+
+    def _passes(self, module: Any, inputs: Any) -> None:
+        if module.training:
+            self.step = self.finished + 1
+        self.enter("forward" if module.training else "evaluation")
+
+    def _mark(self, strategy: Strategy, name: str, phase: str) -> None:
+        """Begin ``phase`` when the method is called, except by another method of the strategy."""
+        method = getattr(strategy, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return method(*args, **kwargs)
+            self.enter(phase)
+            self._inside = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.finished += name == "step"
+
+        setattr(strategy, name, call)
+
+
+_PACKAGE = str(Path(__file__).parents[2])
+_SIMULATION = str(Path(__file__).parent)
+_INSTALLED = ("site-packages/", "dist-packages/")
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+def source_location() -> str:
+    """Return the innermost line of this package that is running, and that of other code below it.
+
+    ``models/causal_lm.py:148 _hidden (transformers/masking_utils.py:93 create_mask)``
+    """
+    return _location(_frames(sys._getframe(1)))
+
+
+def error_location(error: BaseException) -> str:
+    """Return the line that raised an exception, as ``source_location``."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return _location(reversed(frames))
+
+
+_Line = tuple[str, int, str]  # file, line, function
+
+
+def _frames(frame: FrameType | None) -> Iterator[_Line]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _location(lines: Iterator[_Line]) -> str:
+    """Return the location of the innermost of ``lines``, innermost first."""
+    other = ""
+    for file, line, function in lines:
+        if file.startswith(_PACKAGE):
+            if not file.startswith(_SIMULATION):
+                own = f"{file[len(_PACKAGE) + 1 :]}:{line} {function}"
+                return f"{own} ({other})" if other else own
+        elif not other and (name := _name(file)):
+            other = f"{name}:{line} {function}"
+    return other or "outside the package"
+
+
+def _name(file: str) -> str:
+    """Return a short name of a file of other code; empty for torch's, Python's own, and generated code."""
+    installed = next((file.partition(part)[2] for part in _INSTALLED if part in file), None)
+    if installed is not None:
+        return "" if installed.startswith("torch/") else installed
+    return "" if file.startswith(("<", _STANDARD)) else Path(file).name
+
+
+class Wait(NamedTuple):
+    """A wait of the host. ``source_line``: the line that waits."""
+
+    step: int
+    phase: str
+    cause: str
+    source_line: str
+
+
+class WaitLog:
+    """Waits by step and phase; step 0 is what comes before the first one."""
+
+    def __init__(self, phases: Phases) -> None:
+        self.counts: Counter[Wait] = Counter()
+        self._phases = phases
+
+    def note(self, cause: str) -> None:
+        """Add a wait at the line that is running."""
+        self.counts[Wait(self._phases.step, self._phases.phase, cause, source_location())] += 1
+
+    def of_step(self, step: int) -> dict[tuple[str, str], int]:
+        """Return the number of waits of a step by cause and source line, most frequent first."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for wait, count in self.counts.items():
+            if wait.step == step and wait.phase in STEP_PHASES:
+                counts[wait.cause, wait.source_line] += count
+        return dict(counts.most_common())
+
 
 _BLOCK = 512  # bytes; sizes of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 

@@ -55,7 +55,7 @@ def simulate(request: SimulationRequest) -> Simulation:
     cluster = simulated_machine(request.on)
     os.environ["OMP_NUM_THREADS"] = "1"  # nothing is computed
     os.environ["HF_HUB_OFFLINE"] = "1"  # and nothing downloaded
-    from trainwright.planning.simulation.shim.load import load
+    from trainwright.planning.simulation.shim import load
 
     load()
     with tempfile.TemporaryDirectory(prefix="trainwright-simulation-") as scratch:
@@ -93,8 +93,7 @@ class _Simulating:
     def run(self) -> Simulation:
         from trainwright.machine.cache import cache_root
         from trainwright.planning.simulation import training
-        from trainwright.planning.simulation.device.cuda import SimulatedGpu
-        from trainwright.planning.simulation.device.groups import Rank
+        from trainwright.planning.simulation.device import Rank, SimulatedGpu
         from trainwright.run import run_directory
 
         card, each = self._cluster.card, self._cluster.devices_per_node
@@ -167,7 +166,7 @@ def _changed(recipe: RecipeSchema, **sections: dict[str, Any]) -> RecipeSchema:
 
 def _attempted(work: Callable[[], None]) -> str | None:
     """Do a part of the run; return the error that ended it, with its place."""
-    from trainwright.planning.simulation.phases import error_location
+    from trainwright.planning.simulation.recorders import error_location
 
     try:
         work()
@@ -183,7 +182,7 @@ def _attempted(work: Callable[[], None]) -> str | None:
 def _report(
     cluster: Cluster, recipe: RecipeSchema, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
 ) -> Simulation:
-    from trainwright.planning.collectives import collectives
+    from trainwright.planning.simulation.report import collectives
 
     planned = collectives(plan.workload, plan.chosen.choice, cluster)
     return Simulation(

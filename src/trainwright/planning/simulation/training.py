@@ -16,9 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainwright.planning.simulation.device import cuda, groups, mode
-from trainwright.planning.simulation.device.groups import Rank
-from trainwright.planning.simulation.device.mode import Simulated
+from trainwright.planning.simulation import mode
+from trainwright.planning.simulation.device import Rank, install_card, install_files, install_groups
 from trainwright.planning.simulation.recorders import Logs
 
 if TYPE_CHECKING:
@@ -31,16 +30,14 @@ def install(rank: Rank) -> Logs:
     The size of the world may be set in ``rank`` later, before a process group exists.
     """
     logs = Logs()
-    groups.install(rank)
-    cuda.install(rank.card, logs.memory, logs.waits)
+    install_groups(rank)
+    install_card(rank.card, logs.memory, logs.waits)
     mode.install(logs)
     torch.autograd.set_multithreading_enabled(False)
     # Libraries ask where data is to compare it; no data is read.
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor is deprecated", UserWarning)
-    from trainwright.planning.simulation.device import files, kernels
-
-    files.install()
-    kernels.install(rank.card.capability)
+    install_files()
+    mode.install_kernels(rank.card.capability)
     return logs
 
 
@@ -50,7 +47,7 @@ def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
     from trainwright.parallel.zero import deepspeed_engine
     from trainwright.tasks import reference
 
-    fake, noted = FakeTensorMode(allow_non_fake_inputs=True), Simulated(logs, rank.card.capability)
+    fake, noted = FakeTensorMode(allow_non_fake_inputs=True), mode.Simulated(logs, rank.card.capability)
 
     @contextmanager
     def only_these() -> Iterator[None]:

@@ -24,8 +24,7 @@ from trainwright.machine.measured.calibration import (
     ProcessRates,
     TimedSample,
 )
-from trainwright.planning.step_time.basis import with_measured_blocks
-from trainwright.planning.step_time.rates_measured import measured_setting, peak, thread_counts
+from trainwright.planning.step_time.basis import measured_setting, peak, thread_counts, with_measured_blocks
 
 ProductLayout = Literal["forward", "input", "weight", "grouped"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.machine.measured.calibration import Curve, InStep
 from trainwright.machine.measured.calibration import ProcessRates as Speeds
-from trainwright.planning.trace.batch import BatchShape
-from trainwright.planning.trace.units import FUSED, Operation, UnitTrace
+from trainwright.planning.trace.units import FUSED, BatchShape, Operation, UnitTrace
 from trainwright.planning.workload import MixedPrecision
 
 if TYPE_CHECKING:

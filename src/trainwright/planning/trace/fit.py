@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.planning.trace.batch import BASIS
 from trainwright.planning.trace.record import Done, MemoryEvent, Segment
-from trainwright.planning.trace.units import Moment, Operation, PassTrace, Size
+from trainwright.planning.trace.units import BASIS, Moment, Operation, PassTrace, Size
 
 Values = npt.NDArray[np.float64]
 _INDEX = {name: index for index, name in enumerate(BASIS)}

@@ -1,9 +1,13 @@
-"""Record what operations on tensors without data allocate and compute, unit by unit."""
+"""Record what operations on tensors without data allocate and compute, unit by unit.
+
+Bytes are those of storages on the device: views share theirs; freed and resized ones count less.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -14,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
-from trainwright.planning.trace.storages import Storages
 from trainwright.planning.trace.units import FUSED, OperationKind
 from trainwright.planning.trace.values import compute, operands
 
@@ -266,3 +269,53 @@ def _grouped(args: Any, result: Any) -> tuple[int, int, int, int, int]:
     m = a.shape[-2] // groups if a.dim() == 2 and b.dim() == 3 else a.shape[-2]
     k = a.shape[-1] // groups if a.dim() == 2 and b.dim() == 2 else a.shape[-1]
     return groups, m, b.shape[-1], k, flops
+
+
+class _Storage(NamedTuple):
+    finalizer: weakref.finalize | None
+    size: int
+
+
+class Storages:
+    """Storages that are followed.
+
+    Args:
+        released: called with the identity and the bytes of a storage whose last tensor is gone.
+        existing: storages that are not counted. They must stay alive.
+        block: bytes that sizes are rounded up to a multiple of.
+    """
+
+    def __init__(
+        self,
+        released: Callable[[int, int], None],
+        existing: Iterable[torch.UntypedStorage] = (),
+        block: int = 1,
+    ) -> None:
+        self._released, self._block = released, block
+        self._existing = list(existing)
+        self._storages: dict[int, _Storage] = {id(storage): _Storage(None, 0) for storage in self._existing}
+
+    def follow(self, storage: torch.UntypedStorage) -> int:
+        """Return the bytes by which a storage has grown since it was last seen: all of a new one."""
+        key, size = id(storage), -(-storage.nbytes() // self._block) * self._block
+        followed = self._storages.get(key)
+        if followed is None:
+            followed = _Storage(weakref.finalize(storage, self._release, key), 0)
+        elif followed.finalizer is None:
+            return 0
+        self._storages[key] = followed._replace(size=size)
+        return size - followed.size
+
+    def forget(self, storage: torch.UntypedStorage) -> int:
+        """Stop following a storage, and return its bytes; 0 if it is not followed."""
+        followed = self._storages.get(id(storage))
+        if followed is None or followed.finalizer is None or followed.finalizer.detach() is None:
+            return 0
+        self._storages[id(storage)] = _Storage(None, 0)
+        return followed.size
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return id(storage) in self._storages
+
+    def _release(self, key: int) -> None:
+        self._released(key, self._storages.pop(key).size)

@@ -34,7 +34,7 @@ def adapted(model: TracedModel) -> tuple[TracedModel, ...]:
 
 def main(names: list[str]) -> None:
     """Trace what is missing and write the archive, after each model."""
-    from trainwright.planning.trace.bound import trace_or_bound, without_passes
+    from trainwright.planning.trace.tracing import trace_or_bound, without_passes
 
     values = {model.configuration: store.shipped(model.configuration) for model in map(_model, known_models())}
     for name in names or known_models():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, missing_kernels
 from trainwright.models.fused.choice import Kernels, is_fused
-from trainwright.planning.trace.batch import BatchShape
+from trainwright.planning.trace.units import BatchShape
 from trainwright.recipe.modalities import text_part
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from trainwright.errors import RequestError
 from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
 from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES
 from trainwright.planning.trace import store
-from trainwright.planning.trace.batch import BatchShape
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.units import ModelFacts, ModelTrace, Size, SizedModel, TracedParameter, at
+from trainwright.planning.trace.units import BatchShape, ModelFacts, ModelTrace, Size, SizedModel, TracedParameter, at
 
 
 def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
@@ -80,7 +79,7 @@ def _trace(request: TraceRequest, regime: Regime) -> Any:
     """
     import torch
 
-    from trainwright.planning.trace.bound import trace_or_bound
+    from trainwright.planning.trace.tracing import trace_or_bound
 
     def values() -> Any:
         with _one_thread():
@@ -215,7 +214,7 @@ def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]
 def modules_of(model: TracedModel) -> ModelTrace[Size]:
     """Return the units of a model, without their passes."""
     if (values := store.read(key := key_of_modules(model), model.configuration)) is None:
-        from trainwright.planning.trace.bound import without_passes
+        from trainwright.planning.trace.tracing import without_passes
 
         with _one_thread():
             values = store.as_json(without_passes(model))

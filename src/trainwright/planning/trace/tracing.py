@@ -1,12 +1,19 @@
-"""Trace a step and an evaluation of a model on tensors without data, at a few shapes."""
+"""Trace a step and an evaluation of a model on tensors without data, at a few shapes, unit by unit.
+
+Of equal blocks a few run, the others copy their input. Of a model that cannot be traced, a plan assumes its parameters,
+and a bound for its activations.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import math
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -15,6 +22,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.data.stream.batch import Batch
+from trainwright.errors import RequestError
+from trainwright.models import linear_losses
 from trainwright.models.linear_losses import linear_cross_entropy, token_statistics
 from trainwright.planning.trace.build import (
     LONG,
@@ -24,15 +33,27 @@ from trainwright.planning.trace.build import (
     batch_of,
     build,
     facts_of_model,
+    functions_as_on_gpu,
     quantized,
     samples,
+    workspace_on_gpu,
 )
-from trainwright.planning.trace.divide import Division, loops_of_loss, to_fake
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
-from trainwright.planning.trace.gpu import functions_as_on_gpu, workspace_on_gpu
 from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment, TooManyError
-from trainwright.planning.trace.request import Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.units import ModelTrace, Size, TracedParameter, UnitTrace, value_of
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
+from trainwright.planning.trace.units import (
+    BASIS,
+    ModelFacts,
+    ModelTrace,
+    Moment,
+    Operation,
+    PassTrace,
+    Size,
+    TracedParameter,
+    UnitTrace,
+    value_of,
+)
+from trainwright.planning.trace.values import tensors_in
 
 _MOST = 40_000  # operations of a step and an evaluation, before it is traced with shorter sequences
 _EXACT = 0.002  # of a trace's error, up to which it is kept
@@ -228,3 +249,234 @@ def parameters_of(built: Built, first: list[nn.Parameter]) -> dict[int, tuple[Tr
             TracedParameter(name, shape, parameter.requires_grad, parameter.element_size(), packed, buffers)
         )
     return {unit: tuple(parameters) for unit, parameters in listed.items()}
+
+
+# Bytes that the state of the CPU's random numbers takes, which recomputation keeps.
+_RANDOM_STATE = 5056
+
+
+class Division:
+    """The blocks of a model, each of which begins a segment of a recorder.
+
+    The first two of a kind run: the first one is special, as it is the last to release what its kind shares, such as
+    masks.
+
+    Args:
+        last: the last block that runs; None: all do.
+
+    Attributes:
+        stand_in: for each block the one that runs in its place.
+        recorder: of the current trace.
+    """
+
+    def __init__(self, blocks: list[nn.Module], last: int | None, *, on_gpu: bool) -> None:
+        self._last = len(blocks) - 1 if last is None else last
+        equal: dict[tuple[str, bool], list[int]] = {}
+        for number, block in enumerate(blocks):
+            equal.setdefault((_signature(block), number <= self._last), []).append(number)
+        self.stand_in = list(range(len(blocks)))
+        for numbers in equal.values():
+            for number in numbers[1:]:
+                self.stand_in[number] = numbers[1]
+        self.recorder: Recorder | None = None
+        self._state = [0 if on_gpu or "forward" not in vars(block) else _RANDOM_STATE for block in blocks]
+        self._rest: dict[int, int | None] = {}  # how many values a block returns beside its output; None: no tuple
+        for number, block in enumerate(blocks):
+            block.forward = partial(self._run, number, block.forward)
+
+    def begin(self, unit: int, direction: Direction) -> None:
+        """Begin a segment."""
+        assert self.recorder is not None
+        self.recorder.begin(unit, direction)
+
+    def _ended(self, number: int, state: int) -> None:
+        assert self.recorder is not None
+        self.recorder.change(-state)
+        self.begin(number - 1 if number else EMBEDDING, "backward")
+
+    def _run(self, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.recorder is not None
+        direction: Direction = "forward" if torch.is_grad_enabled() else "evaluation"
+        hidden = tensors_in((args, kwargs))[0]
+        self.begin(number, direction)
+        state = self._state[number] if direction == "forward" else 0
+        self.recorder.change(state)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._ended(number, state))
+        if (other := self.stand_in[number]) != number:
+            rest = self._rest[other]
+            output = hidden.clone() if rest is None else (hidden.clone(), *[None] * rest)
+        else:
+            output = forward(*args, **kwargs)
+            self._rest[number] = None if isinstance(output, torch.Tensor) else len(output) - 1
+        if number == self._last:
+            result = tensors_in(output)[0]
+            if result.requires_grad:
+                result.register_hook(lambda _: self.begin(number, "backward"))
+            self.recorder.begin_later(len(self.stand_in), direction)
+        return output
+
+
+def _signature(block: nn.Module) -> str:
+    """Describe a block but for its number: its modules' classes and plain attributes, and its parameters."""
+    parts: list[Any] = ["forward" in vars(block)]
+    for name, module in block.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str)) and "layer_i" not in k}
+        shapes = [(k, p.shape, p.requires_grad) for k, p in module.named_parameters(recurse=False)]
+        parts += [name, type(module).__name__, sorted(plain.items()), shapes]
+    return repr(parts)
+
+
+def to_fake(module: nn.Module, leave: Sequence[nn.Module]) -> dict[int, nn.Parameter]:
+    """Replace tensors on the meta device by fake ones on the CPU; tied ones stay tied. Return the new parameters by the
+    ``id`` of the old ones.
+
+    Args:
+        leave: modules that do not run.
+    """
+    left = {id(part) for one in leave for part in one.modules()}
+    made: dict[int, Any] = {}
+    old_ones = []  # so that no identity is used twice
+    for part in module.modules():
+        if id(part) in left:
+            continue
+        for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            if not old.is_meta:
+                continue
+            old_ones.append(old)
+            if id(old) not in made:
+                new = torch.empty_like(old, device="cpu")
+                made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            setattr(part, name, made[id(old)])
+    return made
+
+
+@contextmanager
+def loops_of_loss(recorder: Recorder, sample: BatchSample, *, on_gpu: bool) -> Iterator[None]:
+    """Let the loss take as many chunks and blocks as a sample says, and note the iterations."""
+
+    def chunks(count: int, hidden: Any, weight: Any, *, fused: bool = False) -> Iterator[slice]:
+        for number in range(sample.chunks):
+            with recorder.scope(f"chunk{number}"):
+                yield slice(number * sample.chunk, (number + 1) * sample.chunk)
+
+    def row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+        if on_gpu:
+            yield slice(None)
+            return
+        for number in range(sample.blocks):
+            with recorder.scope(f"block{number}"):
+                yield slice(number * sample.block, (number + 1) * sample.block)
+
+    before = linear_losses.chunks, linear_losses.row_blocks, linear_losses.has_wide_products
+    linear_losses.chunks, linear_losses.row_blocks = chunks, row_blocks  # type: ignore[assignment]
+    linear_losses.has_wide_products = lambda tensor: on_gpu
+    try:
+        yield
+    finally:
+        linear_losses.chunks, linear_losses.row_blocks, linear_losses.has_wide_products = before
+
+
+# Tensors of the width of a matrix's result that are kept for it: the result, its activation, and what is between them.
+_KEPT = 4
+
+
+def trace_or_bound(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
+    """Trace the model of a request; if its code cannot run on tensors without data, return a bound.
+
+    Raises:
+        RequestError: the model cannot be made, as in a run.
+    """
+    try:
+        return trace(request, regime)
+    except RequestError:
+        raise
+    except Exception as error:  # whatever the code of a model raises
+        line = " ".join(str(error).split())[:120]
+        return _bound(request, build(request, regime), f"{type(error).__name__}: {line}")
+
+
+def without_passes(model: TracedModel) -> ModelTrace[Size]:
+    """Return a model's units with their parameters alone: its modules are made, without memory, but not run.
+
+    Raises:
+        RequestError: the model cannot be made, as in a run.
+    """
+    nothing = PassTrace[Size]((), ())
+    built = build(TraceRequest(model, Device("cpu"), "fp32"), Regime())
+    return _of_units(
+        built, lambda kind, parameters: UnitTrace(parameters, nothing, nothing, nothing), facts_of_model(model)
+    )
+
+
+def _bound(request: TraceRequest, built: Built, failed: str) -> ModelTrace[Size]:
+    facts = dataclasses.replace(facts_of_model(request.model), failed=failed)
+    share = facts.active / facts.total
+    return _of_units(built, lambda kind, parameters: _unit(request, kind, parameters, share, facts), facts)
+
+
+def _of_units(
+    built: Built, unit_of: Callable[[str, tuple[TracedParameter, ...]], UnitTrace[Size]], facts: ModelFacts
+) -> ModelTrace[Size]:
+    """Return the trace of a model whose units are equal if their parameters are."""
+    embedding: Any = built.lm.model.get_input_embeddings().weight
+    blocks = len(built.blocks)
+    kinds = {EMBEDDING: "embedding", blocks: "head"}
+    keys = [(kinds.get(unit, "block"), listed) for unit, listed in sorted(parameters_of(built, [embedding]).items())]
+    units = {key: unit_of(*key) for key in dict.fromkeys(keys)}
+    numbers = {key: number for number, key in enumerate(units)}
+    return ModelTrace(tuple(units.values()), tuple(numbers[key] for key in keys), facts)
+
+
+def _unit(
+    request: TraceRequest,
+    kind: str,
+    parameters: Sequence[TracedParameter],
+    share: float,
+    facts: ModelFacts,
+) -> UnitTrace[Size]:
+    """Return the bound of a unit: of a block all results of its matrices and all scores of its attention."""
+    width, hidden, heads, vocabulary = request.width, facts.hidden, facts.heads, facts.vocabulary
+    experts = max(1, facts.experts_per_token)
+    matrices = [p for p in parameters if len(p.shape) >= 2] if kind != "embedding" else []
+    results = sum(max(p.shape[-2:]) * (experts if len(p.shape) > 2 else 1) for p in matrices)
+    kept = {"tokens": width * hidden * (2 if kind == "block" else 1)}
+    work = {"tokens": width * hidden}
+    if kind == "block":
+        kept["tokens"] += _KEPT * width * results
+        kept["pairs"] = (4 + width) * heads
+        work = {name: 2 * size for name, size in kept.items()}
+    if kind == "head":
+        work |= {"chunk": 2 * width * vocabulary, "block": 8 * vocabulary, "1": 4 * vocabulary * hidden}
+    both = {name: kept.get(name, 0) + work.get(name, 0) for name in (*kept, *work)}
+    forward = PassTrace[Size]((Moment("", (_size(both),), _size(kept)),), _products(matrices, kind, share, width, 1))
+    moments = tuple(Moment[Size](p.name, (_size(work),), ()) for p in parameters if p.trainable)
+    gone = {name: -size for name, size in kept.items()}
+    backward = PassTrace[Size](
+        (*moments, Moment("", (_size(work),), _size(gone))), _products(matrices, kind, share, width, 2)
+    )
+    evaluation = PassTrace[Size]((Moment("", (_size(both),), ()),), forward.operations)
+    return UnitTrace(tuple(parameters), forward, backward, evaluation)
+
+
+def _products(
+    matrices: Sequence[TracedParameter], kind: str, share: float, width: int, times: int
+) -> tuple[Operation[Size], ...]:
+    rows = "targets" if kind == "head" else "tokens"
+    made = []
+    for p in matrices:
+        active = math.prod(p.shape) * (share if "experts" in p.name else 1.0)
+        n, k = p.shape[-2:]
+        read = _size({"1": width * p.numel, rows: width * k})
+        one, flops, written = _size({"1": 1}), _size({rows: 2 * active * times}), _size({rows: width * n})
+        m, launches = _size({rows: 1}), _size({"1": times})
+        made.append(
+            Operation[Size](
+                "product", p.name, launches, m, _size({"1": n}), _size({"1": k}), one, flops, read, written, width
+            )
+        )
+    return tuple(made)
+
+
+def _size(terms: Mapping[str, float]) -> Size:
+    return tuple(terms.get(name, 0) for name in BASIS)

@@ -1,18 +1,29 @@
-"""``torch.cuda`` of a card that is not there: what asks the driver answers for the simulated card."""
+"""The card and the process group that are not there: what would ask a driver or another rank is answered here.
+
+``torch.cuda`` of a simulated card; rank 0 of a world whose other ranks are taken to be like it; and files of tensors
+without values, with their headers and sizes, and holes in place of the data.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
-from trainwright.planning.simulation.phases import WaitLog
+from trainwright.planning.simulation.recorders import WaitLog
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ def _on(stream: Any) -> Iterator[None]:
     yield
 
 
-def install(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) -> None:
+def install_card(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) -> None:
     """Replace what of ``torch.accelerator`` and of the device's own module, such as ``torch.cuda``, asks a driver."""
     _Event._waits = _Stream._waits = waits
     accelerator: Any = torch.accelerator
@@ -181,3 +192,95 @@ def _answers(
         "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda *args: True,
     }
+
+
+@dataclass
+class Rank:
+    """The simulated rank: always rank 0 of ``world`` ranks, ``local`` of them on its node."""
+
+    card: SimulatedGpu
+    world: int = 1
+    local: int = 1
+
+
+def install_groups(rank: Rank) -> None:
+    """Make every process group a fake one, this process rank 0 of ``rank.world``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    begin, subgroup = dist.init_process_group, dist.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        begin("fake", store=FakeStore(), rank=0, world_size=rank.world)
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return subgroup(ranks, backend="fake")
+
+    replaced: dict[str, Any] = {
+        "init_process_group": init_process_group,
+        "new_group": new_group,
+        "barrier": lambda *args, **kwargs: None,
+    }
+    for name, value in replaced.items():
+        setattr(dist, name, value)
+        if hasattr(dist.distributed_c10d, name):
+            setattr(dist.distributed_c10d, name, value)
+    for name in ("__init__", "__getitem__", "_create_sub_mesh", "_flatten"):
+        setattr(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
+    DeviceMesh.from_group = staticmethod(_with_values(DeviceMesh.from_group))  # type: ignore[method-assign]
+    mesh: Any = device_mesh
+    mesh.init_device_mesh = dist.init_device_mesh = _with_values(mesh.init_device_mesh)
+
+
+def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with real tensors on the host: a mesh reads the values of its own."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+_MOST_HASHED = 2**30  # bytes; larger files are not read back by a run
+_PART = bytes(2**20)
+
+
+def install_files() -> None:
+    """Have checkpoints and exports write such files."""
+    import safetensors.torch
+
+    from trainwright.engine.checkpoints import checkpoint, writer
+
+    def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+        return _write(path, {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
+
+    def save_file(tensors: Mapping[str, torch.Tensor], file: Path, metadata: Any = None) -> None:
+        for name, tensor in tensors.items():
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise ValueError(f"safetensors writes contiguous tensors of the host, and {name} is not one")
+        _write(Path(file), tensors)
+
+    for module in (writer, checkpoint):
+        module.write_tensors = write_tensors  # type: ignore[attr-defined]
+    safetensors.torch.save_file = save_file  # type: ignore[assignment]
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+    from trainwright.engine.checkpoints.writer import _NAMES
+
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text = (len(text) + -len(text) % 8).to_bytes(8, "little") + text + b" " * (-len(text) % 8)
+    digest = hashlib.sha256(text)
+    with path.open("wb") as file:
+        file.write(text)
+        file.truncate(len(text) + end)
+    if end <= _MOST_HASHED:
+        for begin in range(0, end, len(_PART)):
+            digest.update(_PART[: end - begin])
+    return len(text) + end, digest.hexdigest()
