@@ -65,7 +65,7 @@ def trainwright(goals: list[list[int]], seeds: int, steps: int) -> dict[str, Any
 
     from trainwright.tasks.algorithm_distillation.environments import make
     from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-    from trainwright.tasks.algorithm_distillation.sources import learners
+    from trainwright.tasks.algorithm_distillation.learners import learners
 
     torch.set_num_threads(1)
     environment = make("darkroom")

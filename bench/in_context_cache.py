@@ -30,7 +30,7 @@ from trainwright.tasks.algorithm_distillation.environments import Environment
 from trainwright.tasks.algorithm_distillation.evaluation import AgentRequest, find_agent, load_agent
 from trainwright.tasks.algorithm_distillation.in_context import Context, context_stride, play
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, Steps
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of, tasks_tried
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "algorithm_distillation"

@@ -16,7 +16,18 @@ import torch
 from tests.support.commands import PATIENCE, ROOT, environment, trainwright
 from tests.support.doctor import checked
 from tests.support.interpreted import needs_interpreter
-from trainwright.doctor.checks.check import CannotCheck, Check, CheckContext, CheckResult, Finding, Outcome, Severity
+from trainwright.doctor.checks.check import (
+    CHECKS,
+    CannotCheck,
+    Check,
+    CheckContext,
+    CheckResult,
+    Finding,
+    MachineReport,
+    Outcome,
+    Severity,
+    examine,
+)
 from trainwright.doctor.checks.cores import _capped, _heat, _shares, _slow
 from trainwright.doctor.checks.disks import _link_rate
 from trainwright.doctor.checks.gpus import _xids
@@ -31,7 +42,6 @@ from trainwright.doctor.checks.kernels import (
 )
 from trainwright.doctor.checks.nccl import EFFECTS, OLD_NAMES
 from trainwright.doctor.checks.network import _adapters
-from trainwright.doctor.checks.running import CHECKS, MachineReport, examine
 from trainwright.doctor.checks.software import _of_build
 from trainwright.doctor.checks.two_processes import _judged as judged_sums
 from trainwright.errors import MachineError

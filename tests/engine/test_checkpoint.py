@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from trainwright.engine.checkpoints import checkpoint as module
-from trainwright.engine.checkpoints import directories, writer
+from trainwright.engine.checkpoints import manifest, writer
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from trainwright.engine.checkpoints.directories import checksum
+from trainwright.engine.checkpoints.manifest import checksum
 from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
@@ -69,8 +69,8 @@ def test_what_a_slow_disk_has_not_written_yet_is_little_at_any_time(
     monkeypatch.setattr(os, "fdatasync", sync)
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(writer, "PIECE", 256)
-    monkeypatch.setattr(directories, "PIECE", 256)
-    monkeypatch.setattr(directories, "_UNSYNCED", 1024)
+    monkeypatch.setattr(manifest, "PIECE", 256)
+    monkeypatch.setattr(manifest, "_UNSYNCED", 1024)
     many = {"small": torch.ones(3), "large": torch.arange(2000), "last": torch.ones(100)}
     size, _ = write_tensors(tmp_path / "x.safetensors", many)
     assert synced[-1] == size > 16_000
@@ -95,7 +95,7 @@ def test_blocks_of_one_split_are_read_in_another(tmp_path: Path) -> None:
     for rank, (begin, end) in enumerate([(0, 4), (4, 8), (8, 10)]):
         block = Shard(whole[begin:end], (10, 3), (begin, 0))
         parts.append(module._write_part(directory / "parts", rank, {"w": block}))
-    directories.finish(directory / "parts", directory / "done", parts, "{}", "")
+    manifest.finish(directory / "parts", directory / "done", parts, "{}", "")
     with Checkpoint.open(directory / "done").reader() as read:
         for begin, end in [(0, 10), (0, 5), (5, 10), (3, 9), (7, 8)]:
             wanted = Shard(torch.empty(end - begin, 3), (10, 3), (begin, 0))

@@ -17,7 +17,7 @@ from tests.models.test_merging import base, trained
 from trainwright.compatibility.gguf.export import export_gguf
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
-from trainwright.models.adapters.base_model import BaseModel, base_model
+from trainwright.models.adapters.files import BaseModel, base_model
 from trainwright.models.load import check_adapter
 from trainwright.models.merging import merge
 from trainwright.models.usage import loading

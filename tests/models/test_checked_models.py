@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.cli import main
 from trainwright.errors import TrainwrightError
-from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.adapters.files import BaseModel
 from trainwright.models.tokenization import bytes_tokenizer
 
 SIZES: dict[str, Any] = {

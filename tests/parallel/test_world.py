@@ -27,8 +27,8 @@ from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.training import built, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
-from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.export import export, gathered
+from trainwright.engine.checkpoints.manifest import remove
 from trainwright.inference.answering import batches_of
 from trainwright.machine.detect import detect
 from trainwright.parallel.fsdp.fully_sharded import _mesh

@@ -13,8 +13,8 @@ from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
 from trainwright.engine.event_reader import read_log
 from trainwright.errors import MachineError
+from trainwright.recipe.checks import in_words, usable_processes
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.process_range import in_words, usable_processes
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.run.group.elastic import Elastic, devices_for
 from trainwright.run.shutdown.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping

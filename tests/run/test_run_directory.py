@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.engine.checkpoints.manifest import CheckpointError
-from trainwright.engine.checkpoints.stored_run import StoredRun, name_in_stores
+from trainwright.engine.checkpoints.remote_store import StoredRun, name_in_stores
 from trainwright.errors import FaultError, RequestError, Stopped
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema

@@ -255,10 +255,10 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
 
 def test_events_are_copied_in_parts_that_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.test_copies import saved
-    from trainwright.engine.checkpoints import stored_run
+    from trainwright.engine.checkpoints import remote_store
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
 
-    monkeypatch.setattr(stored_run, "_SMALL", 16)
+    monkeypatch.setattr(remote_store, "_SMALL", 16)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
     for step in range(1, 9):
         copies = Copies([str(tmp_path / "copies")], checkpoints.directory)  # a new one, as after each resume
@@ -266,11 +266,11 @@ def test_events_are_copied_in_parts_that_make_one_whole(tmp_path: Path, monkeypa
         copies.wait()
         checkpoints.prune(None)
     place = RemoteStore(str(tmp_path / "copies"), "run")
-    stored = stored_run.StoredRun.of(place, "step-00000008")
+    stored = remote_store.StoredRun.of(place, "step-00000008")
     assert stored is not None and 1 < len(stored.events) < 8
     stored.write_events(place, tmp_path / "events.jsonl")
     assert (tmp_path / "events.jsonl").read_bytes() == (tmp_path / "run" / "events.jsonl").read_bytes()
-    before = stored_run.StoredRun.of(place, "step-00000007")
+    before = remote_store.StoredRun.of(place, "step-00000007")
     assert before is not None
     assert set(place.parts()) == {part.name for part in (*stored.events, *before.events)}
 

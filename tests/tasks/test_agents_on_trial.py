@@ -17,7 +17,7 @@ from trainwright.tasks.algorithm_distillation.histories import Histories
 from trainwright.tasks.algorithm_distillation.in_context import Agents, Context, Trial, evaluate_model, play
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, Steps
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import find_goals
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.utils.heartbeat import Use

@@ -22,7 +22,7 @@ from trainwright.tasks.algorithm_distillation.histories import Histories, Histor
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection, SourceAlgorithmSection
+from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection, SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 

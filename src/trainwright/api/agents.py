@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.yaml_text import Tree
     from trainwright.tasks.algorithm_distillation.collection import Collection, CollectionProgress
     from trainwright.tasks.algorithm_distillation.evaluation import AgentReport, AgentRequest
-    from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+    from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
 
 
 def may_be_agent(model: str) -> bool:

@@ -133,7 +133,7 @@ def evaluate(
     Ends with 0: done, 2: wrong request, 3: this machine cannot do it, 4: failed, 75: stopped by a signal.
     """
     options = locals()
-    from trainwright.api.measuring import MeasureRequest, measure
+    from trainwright.api.evaluation import MeasureRequest, measure
     from trainwright.api.separate_process import as_options
 
     directory, lines = measure(MeasureRequest(**as_options(options)))

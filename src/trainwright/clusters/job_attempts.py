@@ -81,8 +81,7 @@ def _take(text: str | None, file: Path) -> None:
 @contextmanager
 def _remote_store(where: str, run: Path) -> Iterator[RemoteStore]:
     """Yield the place of the run's copies. If it cannot be used, the count is that of this machine."""
-    from trainwright.engine.checkpoints.remote_store import RemoteStore
-    from trainwright.engine.checkpoints.stored_run import name_in_stores
+    from trainwright.engine.checkpoints.remote_store import RemoteStore, name_in_stores
 
     try:
         store = RemoteStore(where, name_in_stores(run))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from trainwright.machine.measured.quick import KINDS as CURVES
 from trainwright.machine.measured.quick import Kernel, MeasuredBlock
 from trainwright.machine.vendors import processor_of
-from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
+from trainwright.models.attention.plain import flash_backward, flash_forward
 
 if TYPE_CHECKING:
     from trainwright.data.stream.batch import Batch

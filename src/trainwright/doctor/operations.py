@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.separate_process import run_in_process
-from trainwright.doctor.checks.running import MachineReport
+from trainwright.doctor.checks.check import MachineReport
 from trainwright.doctor.diagnosis import Diagnosis, LogText, read_file, read_run
 from trainwright.doctor.diagnosis import explain as diagnose
 from trainwright.errors import MachineError, RequestError
@@ -71,8 +71,7 @@ class MachineRequest:
 
 def examine_machine(request: MachineRequest) -> MachineReport:
     """Run the checks in this process, whose standard output gets nothing. Changes this process."""
-    from trainwright.doctor.checks.check import CheckContext
-    from trainwright.doctor.checks.running import checks_named, examine
+    from trainwright.doctor.checks.check import CheckContext, checks_named, examine
     from trainwright.machine.detect import detect
     from trainwright.run.shutdown.stop import Stopping
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from trainwright.engine.event_reader import EventRecord, read_events
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError, Stopped, TrainingError, TrainwrightError
@@ -27,10 +27,6 @@ from trainwright.run.process import console, preload_worker, prepare_environment
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils import text
 from trainwright.utils.text import count, say, size
-
-if TYPE_CHECKING:
-    from trainwright.engine.event_reader import EventRecord
-
 
 _SHOW_SECONDS = 5.0
 _BYTES = 16  # of a parameter: fp32 master weight, gradient and AdamW's two moments

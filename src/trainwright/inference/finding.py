@@ -170,7 +170,7 @@ def _of_adapter(path: Path) -> UnloadedModel:
 
 def _base_section(path: Path) -> ModelSection:
     """Return the model that an adapter was trained on, from the adapter's own settings."""
-    from trainwright.models.adapters.base_model import BaseModel
+    from trainwright.models.adapters.files import BaseModel
 
     recorded = BaseModel.read(path)
     name = recorded.name if recorded is not None else _json(path / _ADAPTER).get("base_model_name_or_path")

@@ -109,8 +109,8 @@ def check_adapter(section: ModelSection, seed: int) -> str | None:
             nothing.
     """
     from trainwright.models.adapters.attaching import check_fits
-    from trainwright.models.adapters.base_model import base_model
     from trainwright.models.adapters.config import check_added_tokens, experts_left_out, peft_config
+    from trainwright.models.adapters.files import base_model
     from trainwright.models.files import skeleton
 
     if section.adapter.type == "none":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.adapters.files import BaseModel
 from trainwright.models.resolve_model import split_revision
 from trainwright.models.supported import class_in
 from trainwright.models.text_part import causal_name, is_whole

@@ -23,8 +23,7 @@ from trainwright.planning.search import Candidate, Evaluator, SearchResult, sear
 from trainwright.planning.step_time.basis import Basis, corrections_of, model_of, way_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import MixedPrecision, Workload
-from trainwright.recipe.checks import contradictions, implied_strategy
-from trainwright.recipe.process_range import usable_processes, with_processes
+from trainwright.recipe.checks import contradictions, implied_strategy, usable_processes, with_processes
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange
 from trainwright.recipe.strategy_spec import spec_of

@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from trainwright.errors import RequestError
+from trainwright.recipe.checks import contradictions_in_range
 from trainwright.recipe.observer_spec import checked_settings, complete_schema, names_as_settings
-from trainwright.recipe.process_range import contradictions_in_range
 from trainwright.recipe.registries import METRICS, OPTIMIZERS, SCHEDULES, TASKS
 from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.fields import (

@@ -14,7 +14,7 @@ from typing import Any
 from trainwright import __version__
 from trainwright.engine.event_reader import EventRecord, precision_of, read_log
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.adapters.base_model import BASE, BaseModel
+from trainwright.models.adapters.files import BASE, BaseModel
 from trainwright.models.resolve_model import hub_token
 from trainwright.models.usage import asking, evaluating, is_in_code, loading
 from trainwright.recipe.files import read_json

@@ -15,10 +15,10 @@ from typing import Protocol
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
+from trainwright.recipe.checks import in_words, usable_processes, with_processes
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
 from trainwright.recipe.loading import is_override, load_recipe
 from trainwright.recipe.observer_spec import check_installed
-from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import KEYS
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange
@@ -413,8 +413,7 @@ def _check_copies(recipe: RecipeSchema, run: Path | None, new: bool) -> None:
 
     A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
     """
-    from trainwright.engine.checkpoints.remote_store import RemoteStore
-    from trainwright.engine.checkpoints.stored_run import default_name, name_in_stores
+    from trainwright.engine.checkpoints.remote_store import RemoteStore, default_name, name_in_stores
 
     directory = recipe.logging.run_directory
     new_name = "" if directory == AUTO else default_name(user_path(directory))

@@ -26,9 +26,8 @@ from trainwright.machine.processor import why_no_triton
 from trainwright.machine.vendors import why_not_on
 from trainwright.models.fused.choice import is_fused, refuse_missing
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import contradictions, implied_strategy
+from trainwright.recipe.checks import contradictions, implied_strategy, in_words, usable_processes, with_processes
 from trainwright.recipe.problems import contradictions_in
-from trainwright.recipe.process_range import in_words, usable_processes, with_processes
 from trainwright.recipe.registries import OPTIMIZERS, PLANNERS
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
+from trainwright.engine.checkpoints.remote_store import EVENTS, STORED_AS
 from trainwright.errors import FaultError, RequestError, Stopped, unwritable
 from trainwright.machine.sharing import Locked, lock_directory
 from trainwright.recipe.files import parse_json

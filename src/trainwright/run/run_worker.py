@@ -41,9 +41,9 @@ from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.strategy import Strategy, StrategyConfig, build_strategy, check_averages
 from trainwright.parallel.world import RankInfo, World, join, leave, report_collectives
 from trainwright.parallel.zero import deepspeed_config
+from trainwright.recipe.checks import with_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.optimizer_spec import check_optimizer
-from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.registries import STEP_POLICIES, STOP_WARNINGS, WATCHERS
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Auto, seconds_of

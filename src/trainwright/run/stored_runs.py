@@ -17,8 +17,7 @@ from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
-    from trainwright.engine.checkpoints.remote_store import RemoteStore
-    from trainwright.engine.checkpoints.stored_run import StoredRun
+    from trainwright.engine.checkpoints.remote_store import RemoteStore, StoredRun
 
 
 EVENTS = "events.jsonl"
@@ -45,8 +44,7 @@ def store_of(url: str) -> RemoteStore:
 
 def stores_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
     """Return the places where copies of a run are, by the recipe's ``checkpoint.copies``. Raises RequestError."""
-    from trainwright.engine.checkpoints.remote_store import RemoteStore
-    from trainwright.engine.checkpoints.stored_run import name_in_stores
+    from trainwright.engine.checkpoints.remote_store import RemoteStore, name_in_stores
 
     return [RemoteStore(where, name_in_stores(run)) for where in copies]
 
@@ -149,7 +147,7 @@ def _take_newest(
         Exception: whatever ``take`` raises other than a CheckpointError, for a damaged copy, or a FaultError.
     """
     from trainwright.engine.checkpoints.manifest import CheckpointError
-    from trainwright.engine.checkpoints.stored_run import StoredRun
+    from trainwright.engine.checkpoints.remote_store import StoredRun
 
     copies, unreadable = _listed(places)
     refused: list[str] = []
@@ -217,7 +215,7 @@ def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | N
 
 
 def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
-    from trainwright.engine.checkpoints.stored_run import identity_of
+    from trainwright.engine.checkpoints.remote_store import identity_of
 
     try:
         same = identity_of(run) == stored.run
@@ -230,7 +228,7 @@ def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
 
 
 def _write(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -> None:
-    from trainwright.engine.checkpoints.stored_run import STORED_AS, default_name
+    from trainwright.engine.checkpoints.remote_store import STORED_AS, default_name
 
     with store.in_words(FaultError):
         _replace_events(run, store, stored)

@@ -1,22 +1,28 @@
-"""The types of checks and of their findings."""
+"""Checks and their findings: run one after another in limited time, or one without a limit. A failure prevents no other."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.errors import TrainingError
+from trainwright import __version__
+from trainwright.errors import RequestError, Stopped, TrainingError, TrainwrightError
+from trainwright.machine.machine import Machine
+from trainwright.machine.vendors import processor_of
 from trainwright.run.process import preload_libraries, run_in_child
+from trainwright.utils.text import draw, is_terminal, plural, span
 
 if TYPE_CHECKING:
-    from trainwright.machine.machine import Machine
     from trainwright.run.shutdown.stop import Stopping
 
 
@@ -160,3 +166,237 @@ def _failed(what: str, message: str, log: Path) -> Finding:
         if cause is not None
         else "install torch again: https://pytorch.org/get-started/locally",
     )
+
+
+# Seconds after which no further check begins, and after which the last one is ended; on a CPU and with GPUs.
+_BEGIN_SECONDS = {"cpu": 90.0, "gpu": 540.0}
+_MOST_SECONDS = {"cpu": 115.0, "gpu": 590.0}
+_STOPPED = "stopped; the checks were not finished, and nothing was kept"
+
+
+def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
+    """Run the checks.
+
+    Raises:
+        Stopped: a stop was requested.
+    """
+    started, device, last = time.monotonic(), processor_of(context.machine.device), math.inf
+    if len(checks) > 1:
+        context, last = replace(context, end=started + _MOST_SECONDS[device]), started + _BEGIN_SECONDS[device]
+    outcomes: list[Outcome] = []
+    for check in checks:
+        broken = {outcome.name for outcome in outcomes if outcome.is_broken}
+        try:
+            outcomes.append(_outcome(check, context, broken, is_late=time.monotonic() > last))
+        except Stopped:
+            raise Stopped(_STOPPED) from None
+        if context.stopping.requested:
+            raise Stopped(_STOPPED)
+    return MachineReport(
+        machine=context.machine.describe(),
+        checked=datetime.now().astimezone().isoformat(timespec="seconds"),
+        version=__version__,
+        seconds=time.monotonic() - started,
+        outcomes=tuple(outcomes),
+    )
+
+
+def _outcome(check: Check, context: CheckContext, broken: set[str], is_late: bool) -> Outcome:
+    if (reason := _reason_to_skip(check, context.machine, broken, is_late)) is not None:
+        return Outcome(check.name, check.title, skipped=reason)
+    started, shown = time.monotonic(), is_terminal(sys.stderr)
+    if shown:
+        draw(f"checking {check.title} …", sys.stderr)
+    try:
+        result = check.load()(context)
+    except CannotCheck as error:
+        return Outcome(check.name, check.title, time.monotonic() - started, skipped=str(error))
+    except CheckEnded as error:
+        result = CheckResult((), (error.finding,))
+    except Stopped:
+        raise
+    except TrainwrightError as error:
+        result = CheckResult((), (_refused(error),))
+    except Exception as error:  # a machine may be broken in ways that no check expects
+        result = CheckResult((), (_raised(check, error),))
+    finally:
+        if shown:
+            draw("", sys.stderr)
+    return Outcome(check.name, check.title, time.monotonic() - started, result.facts, result.findings)
+
+
+def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: bool) -> str | None:
+    if check.needs_gpu and not machine.gpus:
+        return "this machine has no GPU that can be used"
+    if needed := [name for name in check.after if name in broken]:
+        return f"{' and '.join(needed)} must be fixed first"
+    if is_late:
+        return f"the other checks took all of the time limit; `trainwright doctor {check.name}` runs it alone"
+    return None
+
+
+def _refused(error: TrainwrightError) -> Finding:
+    return Finding(
+        Severity.BROKEN,
+        str(error),
+        "training commands fail with the same error",
+        "the message says what is needed; `trainwright doctor` without names checks that too",
+    )
+
+
+def _raised(check: Check, error: Exception) -> Finding:
+    return Finding(
+        Severity.WARNING,
+        f"the check itself failed: {type(error).__name__}: {error}",
+        "so the state of this part of the machine is unknown",
+        f"run it alone: `trainwright doctor {check.name}`; if it fails again, report it with the output of --json",
+    )
+
+
+_TORCH = ("packages", "torch")
+_START = (*_TORCH, "limits", "shared-memory")  # no process can be started without these
+_TOGETHER = (*_START, "links")
+
+CHECKS: tuple[Check, ...] = (
+    Check("packages", "compatible versions", "software:check_packages"),
+    Check("torch", "torch, the driver and devices", "software:check"),
+    Check("compilers", "compilers", "software:check_compilers"),
+    Check("limits", "limits of the user", "limits:check"),
+    Check("shared-memory", "/dev/shm", "limits:check_shared_memory"),
+    Check("control-groups", "control groups", "limits:check_control_groups"),
+    Check("cores", "clocks and throttling of the cores", "cores:check"),
+    Check("disks", "disks", "disks:check"),
+    Check("ports", "ports", "network:check_ports"),
+    Check("interfaces", "interfaces and the name of this machine", "network:check"),
+    Check("nccl", "variables of NCCL, Gloo and torch", "nccl:check"),
+    Check("gpus", "health of the GPUs", "gpus:check", needs_gpu=True),
+    Check("kernels", "kernels against fp32 on the CPU", "kernels:check", _TORCH),
+    Check("offload", "pinned memory", "gpus:check_offload", _TORCH, needs_gpu=True),
+    Check("links", "link between two processes", "two_processes:check_links", _START),
+    Check("out-of-memory", "out of memory on one rank", "two_processes:out_of_memory", _TOGETHER),
+    Check("killed-rank", "a rank is killed", "two_processes:killed_rank", _TOGETHER),
+    Check("strategies", "two ranks of every strategy", "two_processes:check_strategies", _TOGETHER),
+)
+
+
+def checks_named(names: tuple[str, ...]) -> tuple[Check, ...]:
+    """Return the checks with these names in the order of the table; all without any name.
+
+    Raises:
+        RequestError: a name is unknown.
+    """
+    check_names = [check.name for check in CHECKS]
+    if unknown := [name for name in names if name not in check_names]:
+        raise RequestError(f"{unknown[0]}: no such check; choose from {', '.join(check_names)}")
+    return tuple(check for check in CHECKS if not names or check.name in names)
+
+
+_FORMAT = 1  # version of the JSON
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """The outcomes of all checks of a machine; ``str()`` returns the text that ``trainwright doctor`` prints.
+
+    Attributes:
+        machine: the machine in one line.
+        checked: when, in ISO format.
+        version: of Trainwright.
+        seconds: that all checks took.
+    """
+
+    machine: str
+    checked: str
+    version: str
+    seconds: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings of all checks, the worst first."""
+        order = list(Severity)
+        findings = [finding for outcome in self.outcomes for finding in outcome.findings]
+        return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something is broken."""
+        return any(outcome.is_broken for outcome in self.outcomes)
+
+    def values(self) -> dict[str, Any]:
+        """Return the report as plain values; ``trainwright doctor --json`` prints them."""
+        return {
+            "format": _FORMAT,
+            "machine": self.machine,
+            "checked": self.checked,
+            "version": self.version,
+            "seconds": round(self.seconds, 1),
+            "is_broken": self.is_broken,
+            "checks": [_values(outcome) for outcome in self.outcomes],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the text: a line for each check with its facts, then the findings with their fixes."""
+        yield f"{self.machine} (trainwright {self.version}, {self.checked})"
+        yield ""
+        width = max((len(outcome.name) for outcome in self.outcomes), default=0)
+        for outcome in self.outcomes:
+            yield from _outcome_lines(outcome, width)
+        for severity in Severity:
+            for outcome in self.outcomes:
+                for finding in outcome.findings:
+                    if finding.severity is severity:
+                        yield from _finding_lines(finding, outcome.name)
+        yield ""
+        yield self._verdict()
+
+    def _verdict(self) -> str:
+        counts = {severity: sum(f.severity is severity for f in self.findings) for severity in Severity}
+        ran = sum(outcome.skipped is None for outcome in self.outcomes)
+        skipped = len(self.outcomes) - ran
+        verdict = f"{plural(ran, 'check')} in {span(self.seconds)}"
+        verdict += f", {skipped} skipped" if skipped else ""
+        if not self.findings:
+            return f"nothing found: {verdict}"
+        parts = [
+            f"{counts[Severity.BROKEN]} broken" if counts[Severity.BROKEN] else "",
+            plural(counts[Severity.WARNING], "warning") if counts[Severity.WARNING] else "",
+            plural(counts[Severity.NOTE], "note") if counts[Severity.NOTE] else "",
+        ]
+        return f"{', '.join(filter(None, parts))}: {verdict}"
+
+
+def _outcome_lines(outcome: Outcome, width: int) -> Iterator[str]:
+    name = f"{outcome.name:<{width}}"
+    if outcome.skipped is not None:
+        yield f"{name}  skipped: {outcome.skipped}"
+        return
+    worst = next((s.value for s in Severity if any(f.severity is s for f in outcome.findings)), "ok")
+    facts = outcome.facts or (outcome.title,)
+    yield f"{name}  {worst:<7}  {facts[0]}"
+    for fact in facts[1:]:
+        yield f"{'':<{width}}  {'':<7}  {fact}"
+
+
+def _finding_lines(finding: Finding, name: str) -> Iterator[str]:
+    yield ""
+    yield f"{finding.severity.value}: {finding.what} [{name}]"
+    yield f"  why:  {finding.why}"
+    yield f"  do:   {finding.fix}"
+
+
+def _values(outcome: Outcome) -> dict[str, Any]:
+    findings = [
+        {"severity": one.severity.value, "what": one.what, "why": one.why, "fix": one.fix} for one in outcome.findings
+    ]
+    return {
+        "name": outcome.name,
+        "title": outcome.title,
+        "seconds": round(outcome.seconds, 2),
+        "skipped": outcome.skipped,
+        "facts": list(outcome.facts),
+        "findings": findings,
+    }

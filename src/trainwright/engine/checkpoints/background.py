@@ -29,7 +29,7 @@ from trainwright.engine.checkpoints.checkpoint import (
     own_blocks,
     part_name,
 )
-from trainwright.engine.checkpoints.directories import finish, remove
+from trainwright.engine.checkpoints.manifest import finish, remove
 from trainwright.engine.checkpoints.writer import BackgroundTask, Writer
 from trainwright.machine.detect import detect
 from trainwright.parallel.available_memory import fits_host

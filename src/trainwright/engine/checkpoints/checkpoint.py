@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from trainwright.engine.checkpoints.directories import checksum, finish, remove
 from trainwright.engine.checkpoints.manifest import (
     RECIPE,
     CheckpointError,
@@ -35,8 +34,11 @@ from trainwright.engine.checkpoints.manifest import (
     check_tensors,
     checkpoint_path,
     checkpoints_in,
+    checksum,
+    finish,
     full_shape,
     read_state,
+    remove,
 )
 from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError

@@ -1,21 +1,26 @@
-"""Where copies of a run are: a directory, or what a URL of fsspec names, such as a bucket. Imports no torch.
+"""Copies of a run: where they are, a directory or what a URL of fsspec names, such as a bucket; and what they hold.
 
     <store>/<run>/
-      step-00000040/  the files of a checkpoint, then run.json (stored_run.py), then manifest.json
+      step-00000040/  the files of a checkpoint, then run.json, then manifest.json
       events/         parts of events.jsonl, which the run.json of each checkpoint refers to
       final/          the files of the trained model, then manifest.json
       attempts.json   how often a job was started again without a new checkpoint, where a cluster counts that
 
-A manifest, which has the SHA-256 of every file, is written last: a copy without one is not complete.
+A manifest, which has the SHA-256 of every file, is written last: a copy without one is not complete. ``run.json`` has
+what a run needs besides a checkpoint to go on elsewhere: the texts of recipe.yaml and plan.json, and a list of parts of
+events.jsonl. Parts are never changed, so a copy writes only the events since the one before it. Imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,9 +31,15 @@ from trainwright.errors import MachineError, RequestError, TrainwrightError, wri
 from trainwright.utils.installation import install_command
 from trainwright.utils.paths import user_path
 
-RUN, EVENTS, ATTEMPTS = "run.json", "events", "attempts.json"
+RUN, _PARTS, ATTEMPTS = "run.json", "events", "attempts.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
-_PIECE = 4 * 2**20
+_COPIED = 4 * 2**20
+RECIPE, PLAN, EVENTS = "recipe.yaml", "plan.json", "events.jsonl"  # in a run directory
+STORED_AS = "stored_as"  # in plan.json: the name of a run in its stores, if its directory has another
+_FORMAT = 1
+_SMALL = 2**20  # a last part with fewer bytes is written again with what follows, so that there are few parts
+_PIECE = 2**20
+_PART = re.compile(r"[0-9]{12,}-[0-9]{12,}-[0-9a-f]{12}\.jsonl")
 _MAX_PARTS = 9_000  # of an upload in parts: stores accept 10,000
 _LEAST_PART = 8 * 2**20
 _RUN_BYTES = 64 * 2**20  # no run.json is larger
@@ -184,20 +195,20 @@ class RemoteStore:
 
     def write_part(self, part: str, pieces: Iterable[bytes]) -> None:
         """Write a part of the events."""
-        self._make(f"{self.root}/{EVENTS}")
-        self._upload(f"{EVENTS}/{part}", pieces)
+        self._make(f"{self.root}/{_PARTS}")
+        self._upload(f"{_PARTS}/{part}", pieces)
 
     def read_part(self, part: str, target: FileIO) -> str:
         """Append a part of the events to an unbuffered file; return its SHA-256."""
-        return self._copy(f"{EVENTS}/{part}", target)[1]
+        return self._copy(f"{_PARTS}/{part}", target)[1]
 
     def parts(self) -> list[str]:
         """Return the names of the parts of the events here."""
-        return self._names(f"/{EVENTS}")
+        return self._names(f"/{_PARTS}")
 
     def remove_part(self, part: str) -> None:
         """Remove a part of the events."""
-        self._files.rm_file(f"{self.root}/{EVENTS}/{part}")
+        self._files.rm_file(f"{self.root}/{_PARTS}/{part}")
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove checkpoints or the model, each one's manifest first."""
@@ -262,7 +273,7 @@ class RemoteStore:
     def _copy(self, name: str, target: FileIO) -> tuple[int, str]:
         digest, size = hashlib.sha256(), 0
         with self._files.open(f"{self.root}/{name}", "rb", block_size=_LEAST_PART, cache_type="readahead") as source:
-            while piece := source.read(_PIECE):
+            while piece := source.read(_COPIED):
                 _append(piece, target)
                 digest.update(piece)
                 size += len(piece)
@@ -292,7 +303,7 @@ class _Pieces:
 
     def __iter__(self) -> Iterator[bytes]:
         self._file.seek(0)
-        while piece := self._file.read(_PIECE):
+        while piece := self._file.read(_COPIED):
             yield piece
 
 
@@ -324,3 +335,167 @@ def _refuse_secrets(where: str, key: str) -> None:
             f"{key}: the URL of {parts.scheme}://{parts.hostname or ''} has a password or key in it, which would be "
             "written into the run directory; remove it, and set it in the environment or the configuration of fsspec"
         )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes of events.jsonl from ``start`` to ``end``."""
+
+    start: int
+    end: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """The part's name in a place."""
+        return f"{self.start:012d}-{self.end:012d}-{self.sha256[:12]}.jsonl"
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """The content of a run.json. ``run`` identifies the run: the SHA-256 of its first event."""
+
+    run: str
+    recipe: str
+    plan: str
+    events: tuple[Part, ...]
+
+    def text(self) -> str:
+        """Return it as JSON with its own checksum."""
+        content = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({**content, "sha256": _digest_of(content)})
+
+    @classmethod
+    def parse(cls, text: str) -> StoredRun:
+        """Return what a run.json holds. Raises CheckpointError."""
+        try:
+            content = json.loads(text)
+            seal = content.pop("sha256")
+            if content["format"] != _FORMAT:
+                raise CheckpointError(f"run.json is written in format {content['format']!r}, not {_FORMAT}")
+            if seal != _digest_of(content):
+                raise CheckpointError("run.json is damaged (its checksum differs)")
+            parts = tuple(Part(int(part["start"]), int(part["end"]), str(part["sha256"])) for part in content["events"])
+            stored = cls(str(content["run"]), str(content["recipe"]), str(content["plan"]), parts)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"run.json is not the record of a run: {error}") from error
+        ends = [0, *(part.end for part in parts)]
+        if any(part.start != end or not _PART.fullmatch(part.name) for part, end in zip(parts, ends, strict=False)):
+            raise CheckpointError("the parts of the events in run.json do not make one whole")
+        return stored
+
+    @classmethod
+    def of(cls, store: RemoteStore, name: str) -> StoredRun | None:
+        """Return what is stored beside checkpoint ``name``; None if it was copied without. Raises CheckpointError."""
+        try:
+            return cls.parse(store.read_run(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def begins(self, file: Path) -> bool:
+        """Return whether ``file`` begins with all of the stored events. Raises OSError."""
+        with file.open("rb") as own:
+            return all(_digest(_range(own, part.start, part.end)) == part.sha256 for part in self.events)
+
+    def write_events(self, store: RemoteStore, file: Path) -> None:
+        """Write the events to ``file``.
+
+        Raises:
+            CheckpointError: a part is missing or damaged.
+            RequestError, MachineError: ``file`` cannot be written.
+            Exception: the place cannot be read; whatever its library raises.
+        """
+        with writes_to(file):
+            target = file.open("wb", buffering=0)
+        with target:
+            for part in self.events:
+                try:
+                    digest = store.read_part(part.name, target)
+                except FileNotFoundError as error:
+                    raise CheckpointError(f"a part of its events is missing: {error}") from error
+                if digest != part.sha256:
+                    raise CheckpointError(f"{part.name} of its events is damaged (its checksum differs)")
+            with writes_to(file):
+                os.fsync(target.fileno())
+
+
+def name_in_stores(run: Path) -> str:
+    """Return the name of a run's copies: that of its directory, with that of the array of jobs it is an element of."""
+    run = run.absolute()
+    try:
+        stored = json.loads((run / PLAN).read_text(encoding="utf-8")).get(STORED_AS)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        stored = None
+    return stored if isinstance(stored, str) and stored else default_name(run)
+
+
+def default_name(run: Path) -> str:
+    """Return the name of the copies of a run that begins in this directory."""
+    run = run.absolute()
+    return f"{run.parent.name}-{run.name}" if run.name.isdigit() and run.parent.name else run.name
+
+
+def identity_of(run: Path) -> str:
+    """Return what tells this run from every other: the SHA-256 of its first event. Raises OSError."""
+    with (run / EVENTS).open("rb") as file:
+        return hashlib.sha256(file.readline()).hexdigest()
+
+
+class EventParts:
+    """Writes a run's events to a place, each only once."""
+
+    def __init__(self, run: Path, store: RemoteStore) -> None:
+        self._file, self._store = run / EVENTS, store
+        self._parts: tuple[Part, ...] = ()
+
+    def take_over(self, stored: StoredRun) -> None:
+        """Rely on the parts that are in the place already, as far as they are this run's events."""
+        with self._file.open("rb") as file:
+            for part in stored.events:
+                if _digest(_range(file, part.start, part.end)) != part.sha256:
+                    return
+                self._parts = (*self._parts, part)
+
+    def write(self) -> tuple[Part, ...]:
+        """Write the events since the last call; return all parts. Raises OSError."""
+        with self._file.open("rb") as file:
+            parts = self._parts
+            if parts and parts[-1].end - parts[-1].start < _SMALL:
+                parts = parts[:-1]
+            start, end = parts[-1].end if parts else 0, _end_of_lines(file)
+            if end > (self._parts[-1].end if self._parts else 0):
+                part = Part(start, end, _digest(_range(file, start, end)))
+                self._store.write_part(part.name, _range(file, start, end))
+                self._parts = (*parts, part)
+        return self._parts
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Return the number of bytes up to the last complete line."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - _PIECE)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
+def _range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    file.seek(start)
+    while start < end and (piece := file.read(min(_PIECE, end - start))):
+        yield piece
+        start += len(piece)
+
+
+def _digest(pieces: Iterator[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _digest_of(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -13,15 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from trainwright.engine.checkpoints.directories import checksum, remove
-from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, checkpoints_in, step_of
-from trainwright.engine.checkpoints.remote_store import Files, RemoteStore
-from trainwright.engine.checkpoints.stored_run import (
+from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, checkpoints_in, checksum, remove, step_of
+from trainwright.engine.checkpoints.remote_store import (
     EVENTS,
     PLAN,
     RECIPE,
     EventParts,
+    Files,
     Part,
+    RemoteStore,
     StoredRun,
     identity_of,
     name_in_stores,

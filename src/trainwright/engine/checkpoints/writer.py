@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trainwright.engine.checkpoints.directories import PIECE, write_synced
+from trainwright.engine.checkpoints.manifest import PIECE, write_synced
 
 _NAMES = {
     torch.float64: "F64",

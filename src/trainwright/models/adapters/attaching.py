@@ -19,9 +19,16 @@ import torch
 from torch import nn
 
 from trainwright.errors import RequestError, TrainingError
-from trainwright.models.adapters.base_model import BaseModel, base_model
 from trainwright.models.adapters.config import adaptable_names, in_causal_model, matched, peft_config, saved_config
-from trainwright.models.adapters.files import PREFIX, START_FROM, WEIGHTS, SavedAdapter, start_from
+from trainwright.models.adapters.files import (
+    PREFIX,
+    START_FROM,
+    WEIGHTS,
+    BaseModel,
+    SavedAdapter,
+    base_model,
+    start_from,
+)
 from trainwright.models.files import has_experts, logit_difference
 from trainwright.models.safetensors_files import write_weights
 from trainwright.models.text_part import parts_of, whole_name, whole_of

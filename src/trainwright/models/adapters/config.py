@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainwright.errors import RequestError
-from trainwright.models.adapters.base_model import BaseModel
-from trainwright.models.adapters.files import START_FROM, SavedAdapter, start_from
+from trainwright.models.adapters.files import START_FROM, BaseModel, SavedAdapter, start_from
 from trainwright.models.causal_lm import find_blocks
 from trainwright.models.text_part import causal_name
 from trainwright.recipe.extensions import load

@@ -24,7 +24,6 @@ import torch
 
 from trainwright.machine.vendors import Vendor
 from trainwright.models.attention import plain
-from trainwright.models.attention.cpu_flash import flash_cpu
 from trainwright.models.attention.kernels import (
     CPU,
     AttentionKernel,
@@ -34,6 +33,7 @@ from trainwright.models.attention.kernels import (
     choose,
     missing_kernels,
 )
+from trainwright.models.attention.plain import flash_cpu
 from trainwright.models.attention.sequences import Call, Sequences
 from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.recipe.extensions import load

@@ -1,14 +1,16 @@
-"""Attention of a pack sequence by sequence, with torch's scaled_dot_product_attention or plain operations."""
+"""Attention of a pack sequence by sequence: by scaled_dot_product_attention, plain operations, or a CPU's flash kernel."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from trainwright.models.attention.cpu_flash import working
 from trainwright.models.attention.sequences import Call, Sequences
+from trainwright.parallel.constants import BF16_FROM_LENGTH
 
 
 def are_equal(call: Call) -> bool:
@@ -76,3 +78,102 @@ def _scores_attention(
         scores = torch.cat([scores, call.sinks.view(1, -1, 1, 1).expand(1, -1, length, 1).float()], dim=-1)
     weights = scores.softmax(-1)[..., :length].to(value.dtype)
     return F.dropout(weights, call.dropout) @ value
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the CPU flash kernel per sequence, or once for sequences of equal length.
+
+    Returns:
+        Output [1, H, T, D] and log-sum-exp [1, H, T].
+    """
+    output, logsumexp = _empty_output(query, value)
+    edges = boundaries.tolist()
+    query, key, value = working(_longest(edges), query, key, value)
+    tensors = (query, key, value, output, logsumexp)
+    for q, k, v, *room in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        for part, piece in zip(room, results, strict=True):
+            part.copy_(piece)
+    return output, logsumexp
+
+
+def _longest(edges: list[int]) -> int:
+    return max(end - begin for begin, end in itertools.pairwise(edges))
+
+
+def _by_sequence(tensor: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
+    """Yield views [1, H, L, ...] of each sequence in ``tensor`` [1, H, T, ...], or one view [D, H, L, ...] if equal."""
+    lengths = {end - begin for begin, end in itertools.pairwise(edges)}
+    if len(lengths) == 1:
+        yield tensor[0].unflatten(1, (-1, lengths.pop())).transpose(0, 1)
+    else:
+        yield from (tensor[:, :, begin:end] for begin, end in itertools.pairwise(edges))
+
+
+def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, length, _ = query.shape
+    output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    return output, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+# A custom operator instead of a loop in the model: torch.compile does not break the graph at it, and autograd records
+# one node.
+flash_cpu = torch.library.custom_op("trainwright::packed_flash_cpu", flash_forward, mutates_args=())
+flash_cpu.register_fake(lambda query, key, value, *_: _empty_output(query, value))
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of ``query``, ``key`` and ``value``, of their shapes."""
+    grads = _empty_grads(query, key, value)
+    edges = boundaries.tolist()
+    grad, query, key, value, output = working(_longest(edges), grad, query, key, value, output)
+    tensors = (grad, query, key, value, output, logsumexp, *grads)
+    for *inputs, to_query, to_key, to_value in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
+        for part, piece in zip((to_query, to_key, to_value), gradients, strict=True):
+            part.copy_(piece)
+    return grads
+
+
+def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Allocate gradients in the memory order [1, T, H, D] that the projections around attention use."""
+    query, key, value = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in tensors)
+    return query, key, value
+
+
+_flash_cpu_backward = torch.library.custom_op("trainwright::packed_flash_cpu_backward", flash_backward, mutates_args=())
+_flash_cpu_backward.register_fake(lambda grad, query, key, value, *_: _empty_grads(query, key, value))
+
+
+def working(longest: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors in the precision in which sequences of at most ``longest`` tokens are computed."""
+    return tuple(x.float() for x in tensors) if longest < BF16_FROM_LENGTH else tensors
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, boundaries, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, boundaries, *output)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, boundaries, output, logsumexp = ctx.saved_tensors
+    grads = _flash_cpu_backward(grad, query, key, value, output, logsumexp, boundaries, ctx.scale)
+    return (*grads, None, None)
+
+
+flash_cpu.register_autograd(_backward, setup_context=_save_for_backward)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
+from trainwright.models.attention.plain import flash_backward, flash_forward
 from trainwright.planning.trace.units import FUSED, OperationKind
 from trainwright.planning.trace.values import compute, operands
 

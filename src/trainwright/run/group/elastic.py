@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.recipe.process_range import in_words
+from trainwright.recipe.checks import in_words
 from trainwright.run.shutdown.stop import BEFORE_FIRST_STEP, RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
 from trainwright.utils.text import say
 

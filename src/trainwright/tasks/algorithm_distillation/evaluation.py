@@ -37,7 +37,7 @@ from trainwright.tasks.algorithm_distillation.in_context import (
 )
 from trainwright.tasks.algorithm_distillation.model import ABOUT, HistoryModel, is_history_model, load_history_model
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of, tasks_tried
 from trainwright.utils.drawing import new_figure
 from trainwright.utils.paths import user_path

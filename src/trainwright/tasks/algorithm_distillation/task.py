@@ -21,7 +21,7 @@ from trainwright.tasks.algorithm_distillation.histories import task_key as _key
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 from trainwright.tasks.algorithm_distillation.objective import SUMS, HistoryObjective, LossWeights
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection, SourceAlgorithmSection
+from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection, SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.language_model import planned_examples, stream_of
 from trainwright.utils.text import plural

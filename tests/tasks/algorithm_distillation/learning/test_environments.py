@@ -16,7 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
 from trainwright.tasks.algorithm_distillation.random_numbers import uniform
-from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
 
 LAKE = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
 LAKES: dict[str, Any] = {

@@ -13,7 +13,7 @@ import torch
 from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.histories import ARRAYS, Histories, History, returns_of_episodes, write
-from trainwright.tasks.algorithm_distillation.sources import learners
+from trainwright.tasks.algorithm_distillation.learners import learners
 
 h5py = pytest.importorskip("h5py")
 SOURCE = {"name": "q-learning", "streams": 3, "steps": 45, "seed": 0}

@@ -9,8 +9,8 @@ from torch.nn.functional import log_softmax, mse_loss
 
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-from trainwright.tasks.algorithm_distillation.section import PpoSection
-from trainwright.tasks.algorithm_distillation.sources.ppo import Networks, Ppo, advantages, surrogate_slopes
+from trainwright.tasks.algorithm_distillation.ppo import Networks, Ppo, advantages, surrogate_slopes
+from trainwright.tasks.algorithm_distillation.spec import PpoSection
 
 GOALS, SAMPLES, INPUTS, HIDDEN, ACTIONS = 3, 11, 2, 7, 5
 CLIP = 0.2

@@ -10,7 +10,7 @@ import torch
 from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-from trainwright.tasks.algorithm_distillation.sources import learners
+from trainwright.tasks.algorithm_distillation.learners import learners
 
 Q: dict[str, Any] = {"name": "q-learning", "streams": 10}
 UCB: dict[str, Any] = {"name": "ucb", "streams": 10}

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from trainwright.tasks.algorithm_distillation.environments import make
-from trainwright.tasks.algorithm_distillation.section import PpoSection, QLearningSection
-from trainwright.tasks.algorithm_distillation.sources.ppo import Ppo
-from trainwright.tasks.algorithm_distillation.sources.tables import Tables, _QTable
+from trainwright.tasks.algorithm_distillation.learners import Tables, _QTable
+from trainwright.tasks.algorithm_distillation.ppo import Ppo
+from trainwright.tasks.algorithm_distillation.spec import PpoSection, QLearningSection
 
 
 class Watched(Ppo):

@@ -1,11 +1,13 @@
-"""Tabular learners: Q-learning (Watkins and Dayan 1992) and UCB1 (Auer et al. 2002), one for each stream.
+"""Learning algorithms that record their histories: PPO is in ppo.py, the tabular ones are here, one for each stream.
 
-They take seconds where PPO takes minutes, and give every stream its own history.
+Q-learning (Watkins and Dayan 1992) and UCB1 (Auer et al. 2002) take seconds where PPO takes minutes, and give every
+stream its own history.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +15,34 @@ from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import Environment
 from trainwright.tasks.algorithm_distillation.histories import Recording
 from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
-from trainwright.tasks.algorithm_distillation.section import QLearningSection, UcbSection
+from trainwright.tasks.algorithm_distillation.spec import QLearningSection, UcbSection
+
+# Keys of a source that are not settings of its algorithm.
+_COMMON = ("name", "streams", "steps", "seed")
+
+
+class Learners(Protocol):
+    """Learners of several goals."""
+
+    def learn(self, steps: int, progress: Callable[[float], None] | None = None) -> Recording:
+        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the finished fraction."""
+        ...
+
+
+def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, source: Mapping[str, Any]) -> Learners:
+    """Return new learners of ``tasks`` ``[goals, p]``, seeded by ``seeds`` int64 ``[goals]``.
+
+    Args:
+        source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.
+    """
+    from trainwright.tasks.algorithm_distillation.ppo import Ppo
+    from trainwright.tasks.algorithm_distillation.spec import PpoSection, QLearningSection, UcbSection
+
+    own = {key: value for key, value in source.items() if key not in _COMMON}
+    if source["name"] == "ppo":
+        return Ppo(environment, tasks, seeds, source["streams"], PpoSection(**own))
+    settings = QLearningSection(**own) if source["name"] == "q-learning" else UcbSection(**own)
+    return Tables(environment, tasks, seeds, source["streams"], settings)
 
 
 class Tables:

@@ -23,7 +23,7 @@ from torch.optim.adam import adam
 from trainwright.tasks.algorithm_distillation.environments import Environment, VectorEnvironment
 from trainwright.tasks.algorithm_distillation.histories import Recording
 from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
-from trainwright.tasks.algorithm_distillation.section import PpoSection
+from trainwright.tasks.algorithm_distillation.spec import PpoSection
 
 
 class Ppo:
