@@ -1,4 +1,7 @@
-"""Checks of a recipe across keys: values that are valid alone but contradict each other; also for a range of processes."""
+"""Checks of a recipe across keys: values that are valid alone but contradict each other.
+
+A recipe with a range of processes is valid if it is with any number of them.
+"""
 
 from __future__ import annotations
 

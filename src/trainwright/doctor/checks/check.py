@@ -1,4 +1,7 @@
-"""Checks and their findings: run one after another in limited time, or one without a limit. A failure prevents no other."""
+"""Checks and their findings: run one after another in limited time, or one without a limit.
+
+None that fails prevents the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention of a pack sequence by sequence: by scaled_dot_product_attention, plain operations, or a CPU's flash kernel."""
+"""Attention of a pack sequence by sequence: by torch's scaled_dot_product_attention or plain operations.
+
+On a CPU also by its flash kernel, as one operator for all sequences.
+"""
 
 from __future__ import annotations
 
