@@ -127,7 +127,7 @@ class Scene:
         self.injected = time.time()
 
     def wait_until(self, command: Command, condition: Callable[[], Any]) -> None:
-        """Return as soon as ``seen()``; see phases.py."""
+        """Return as soon as ``seen()``; see watched_commands.py."""
         watched_commands.wait_until(command, condition, self.setting.patience)
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:

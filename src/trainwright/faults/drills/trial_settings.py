@@ -30,7 +30,7 @@ class TrialSettings:
 
     Attributes:
         files: files that every trial's directory has, by their names; ``recipe.yaml`` is the recipe, shortened as
-            phases.py needs it.
+            watched_commands.py needs it.
         spreads: the strategies and numbers of processes of the trials.
         shared: for undisturbed runs and prepared data.
         variables: of the environment of commands. The cache and the directory for temporary files are the trial's own
