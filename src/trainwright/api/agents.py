@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.separate_process import run_in_process
+from trainwright.api.separate_process import in_processes, process_count, run_in_process, work_directory
 from trainwright.errors import RequestError, Stopped
+from trainwright.machine.detect import detect
+from trainwright.run.process import console
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural, say
 
@@ -58,9 +60,6 @@ def measure_agent(
         return None
     if unread := [name for name, value in of_texts.items() if value]:
         raise RequestError(f"{unread[0]}: has no effect, because {model} acts in an environment and reads no texts")
-    from trainwright.api.separate_process import in_processes, process_count, work_directory
-    from trainwright.machine.detect import detect
-
     machine = detect()
     request = AgentRequest(model=model, checkpoint=checkpoint, **trial)
     processes = process_count(machine, num_processes)
@@ -83,7 +82,6 @@ def _prepare(request: AgentRequest) -> None:
 
 
 def _entry(request: AgentRequest, work: Path, world: World) -> None:
-    from trainwright.run.process import console
     from trainwright.tasks.algorithm_distillation.evaluation import work_on
 
     stream = console()  # of rank 0, which takes as many steps as the other ranks
@@ -173,7 +171,6 @@ def collected(
     recipe: Path | Tree, overrides: tuple[str, ...] = (), num_processes: int | None = None, chart: Path | None = None
 ) -> Collected:
     """Collect and show the progress on standard output. Changes the signal handlers of this process."""
-    from trainwright.machine.detect import detect
     from trainwright.recipe.loading import load_recipe
     from trainwright.tasks.algorithm_distillation.spec import section_of
     from trainwright.utils.drawing import check_chart

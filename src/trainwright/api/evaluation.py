@@ -17,9 +17,19 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.api.separate_process import as_options, run_in_process
+from trainwright.api.separate_process import (
+    as_options,
+    counted,
+    dtype_name,
+    in_processes,
+    process_count,
+    run_in_process,
+    work_directory,
+)
 from trainwright.errors import RequestError
+from trainwright.machine.detect import detect
 from trainwright.utils.activity import Activity
+from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
@@ -199,8 +209,6 @@ class MeasureRequest:
 def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
     """Measure; return the directory of the results, and the table. Changes this process."""
     from trainwright.api.agents import may_be_agent, measure_agent
-    from trainwright.api.separate_process import in_processes, process_count, work_directory
-    from trainwright.machine.detect import detect
     from trainwright.models.resolve_model import check_exists
     from trainwright.run.group.environment import refuse_worker
 
@@ -247,7 +255,6 @@ def written(report: Any, directory: Path) -> list[str]:
 
 def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     """Return the request, after checking that its options are consistent. Raises RequestError."""
-    from trainwright.api.separate_process import dtype_name
     from trainwright.inference.evaluation.request import EvaluationRequest
 
     on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
@@ -283,8 +290,6 @@ def _prepare(request: EvaluationRequest, machine: Machine, processes: int, work:
 
 
 def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
-    from trainwright.api.separate_process import counted
-
     import_module(_module(request)).work_on(request, work, world, functools.partial(counted, world))
 
 
@@ -329,7 +334,6 @@ def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: 
     """Return the metrics by name, after checking their requirements."""
     from trainwright.inference.evaluation.metrics import LIKELIHOODS, USUAL, extractor
     from trainwright.recipe.registries import METRICS
-    from trainwright.utils.installation import require
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
     names = _split(metric_names) if metric_names is not None else USUAL
@@ -388,8 +392,6 @@ def _tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
         if directory is not None:
             raise RequestError("--lm-eval-include: has no effect without --lm-eval")
         return ()
-    from trainwright.utils.installation import require
-
     require("lm_eval", "--lm-eval")
     return _split(task_names)
 

@@ -12,8 +12,19 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.api.separate_process import as_options, run_in_process
+from trainwright.api.separate_process import (
+    as_options,
+    counted,
+    dtype_name,
+    in_processes,
+    process_count,
+    run_in_process,
+    work_directory,
+)
 from trainwright.errors import RequestError
+from trainwright.machine.accelerators import refuse_unusable
+from trainwright.machine.detect import detect
+from trainwright.run.process import limit_product_caches, prepare_environment
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.text import say
 
@@ -126,8 +137,6 @@ class GenerationRequest:
 def answer(request: GenerationRequest, prompt: str | None = None) -> str:
     """Answer one prompt, or with None prompts typed by the user, in this process; return the last answer."""
     machine = _checked(request)
-    from trainwright.run.process import limit_product_caches, prepare_environment
-
     prepare_environment(machine.cpu_cores, 1)
     with Activity(sys.stderr, "importing torch and transformers"):
         import torch
@@ -160,8 +169,6 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
 
 def answer_file(request: GenerationRequest) -> list[str]:
     """Answer the rows of a file; return the answers, which are written to ``request.out`` too. Changes this process."""
-    from trainwright.api.separate_process import in_processes, process_count, work_directory
-
     machine = _checked(request)
     processes = process_count(machine, request.num_processes)
     request = replace(request, dtype=_dtype(request, machine))
@@ -193,8 +200,6 @@ def _answer_list(request: GenerationRequest, prompts: Sequence[str | Sequence[Ma
 
 def _checked(request: GenerationRequest) -> Machine:
     """Return the machine to use, after checking the options. Raises RequestError, MachineError."""
-    from trainwright.machine.accelerators import refuse_unusable
-    from trainwright.machine.detect import detect
     from trainwright.models.resolve_model import check_exists
     from trainwright.run.group.environment import refuse_worker
 
@@ -212,8 +217,6 @@ def _checked(request: GenerationRequest) -> Machine:
 
 
 def _dtype(request: GenerationRequest, machine: Machine) -> str:
-    from trainwright.api.separate_process import dtype_name
-
     return dtype_name(request.dtype, machine)
 
 
@@ -277,7 +280,6 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
 
 def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     """Answer this rank's share of the rows; rank 0 writes all answers, or nothing."""
-    from trainwright.api.separate_process import counted
     from trainwright.inference.answering import AnswerSettings, answer_all, write_answers
     from trainwright.inference.finding import UnloadedModel
     from trainwright.inference.generation import stop_of

@@ -17,7 +17,8 @@ from trainwright.data.rows.chat_encoding import install_template
 from trainwright.engine.event_reader import read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.models.merged import Merged
-from trainwright.models.resolve_model import check_exists
+from trainwright.models.resolve_model import check_exists, resolve
+from trainwright.models.tokenization import ending_turns
 from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import user_path
@@ -132,8 +133,6 @@ def _refuse_existing(out: Path) -> None:
 
 def _plain_directory(source: UnloadedModel) -> Path | None:
     """Return where the full model already exists; None if it has to be merged or loaded."""
-    from trainwright.models.resolve_model import resolve
-
     if source.checkpoint is not None or source.section.adapter.type != "none":
         return None
     return resolve(source.section).directory
@@ -147,7 +146,6 @@ def _write_model(source: UnloadedModel, out: Path, dtype: str | None) -> None:
     from trainwright.models.files import check_saved, logits_of, save_model
     from trainwright.models.load import dtype_to_save
     from trainwright.models.merging import merge
-    from trainwright.models.tokenization import ending_turns
 
     if source.checkpoint is None and source.section.adapter.type != "none":
         merge(source.section, source.seed, out, dtype_of(dtype))

@@ -7,10 +7,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.engine.checkpoints.manifest import checkpoints_in
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
 from trainwright.recipe.registries import STOP_HOOKS
-from trainwright.run.run_directory import RECIPE, SUBMITTED
+from trainwright.run.run_directory import RECIPE, SUBMITTED, plan_of
 from trainwright.run.shutdown.requests import CHECKPOINT_FILE, STOP_FILE, ask
 from trainwright.utils.paths import run_path
 
@@ -58,8 +59,6 @@ class Run:
     @property
     def plan(self) -> dict[str, Any]:
         """Return the initial plan of the run, as ``trainwright plan --json`` prints it; empty without a plan."""
-        from trainwright.run.run_directory import plan_of
-
         return plan_of(self.directory)
 
     @property
@@ -78,8 +77,6 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """Return the directories of the checkpoints by step, the oldest first."""
-        from trainwright.engine.checkpoints.manifest import checkpoints_in
-
         return checkpoints_in(self.directory / "checkpoints")
 
     @property

@@ -35,9 +35,10 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.machine.accelerators import refuse_unusable
+from trainwright.machine.detect import detect
 from trainwright.recipe.extensions import inherited_environment, trusting
 from trainwright.run.limits import check_limits
-from trainwright.run.process import console, preload_libraries, prepare_environment, run_in_child
+from trainwright.run.process import console, limit_product_caches, preload_libraries, prepare_environment, run_in_child
 from trainwright.run.program import passing_on
 from trainwright.run.shutdown.stop import Stopping, signal_after_parent
 from trainwright.utils.activity import Activity, doing
@@ -254,11 +255,9 @@ def _prepare(prepare: Callable[[], None]) -> None:
 
 
 def _work(entry: Callable[[World], None]) -> int:
-    from trainwright.machine.detect import detect
     from trainwright.parallel.openmp import limit_spinning
     from trainwright.parallel.world import join, leave
     from trainwright.run.group.contract import usable_device
-    from trainwright.run.process import limit_product_caches
 
     limit_product_caches()
     limit_spinning()

@@ -22,14 +22,24 @@ from trainwright.errors import (
     TrainwrightError,
     error_of,
 )
+from trainwright.machine.accelerators import with_device
+from trainwright.machine.detect import detect
 from trainwright.recipe.registries import LAUNCHERS
-from trainwright.run.group.environment import Variables, launcher_of
+from trainwright.run.group.environment import (
+    NodeRendezvous,
+    Variables,
+    ignored_settings,
+    launcher_of,
+    refuse_more_nodes,
+    refuse_worker,
+)
+from trainwright.run.shutdown.requests import deadline_of
+from trainwright.run.shutdown.stop import describe_stop, interruptible
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
-    from trainwright.run.group.environment import NodeRendezvous
     from trainwright.run.request import RunRequest, TrainingRequest
     from trainwright.run.resolve import Resolved
 
@@ -194,11 +204,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         RequestError: the recipe, the arguments or the data are invalid.
         MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
-    from trainwright.machine.accelerators import with_device
-    from trainwright.machine.detect import detect
-    from trainwright.run.group.environment import NodeRendezvous, refuse_more_nodes, refuse_worker
     from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
-    from trainwright.run.shutdown.requests import deadline_of
 
     overrides, settings = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]
@@ -231,8 +237,6 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
 def _train(options: TrainingRequest) -> Path:
     """Prepare and train, in a process that does nothing else."""
 
-    from trainwright.run.shutdown.stop import interruptible
-
     try:
         with interruptible():
             return prepare_shown(options).start()
@@ -242,8 +246,6 @@ def _train(options: TrainingRequest) -> Path:
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
-    from trainwright.run.group.environment import ignored_settings
-
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
     files = [launcher.default_file() for launcher in LAUNCHERS.present() if options.accelerate_config is None]
@@ -272,7 +274,6 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
 def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
     from trainwright.run.joined import run_joined
-    from trainwright.run.shutdown.stop import describe_stop, interruptible
 
     failed: list[tuple[int, str]] = []
 

@@ -15,7 +15,10 @@ from trainwright.api.generation import generate
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.training import resume, train
 from trainwright.errors import RequestError, Stopped, TrainwrightError
+from trainwright.machine.detect import detect
+from trainwright.run.group.environment import refuse_worker
 from trainwright.run.run_directory import override_of
+from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path, write_file
 from trainwright.utils.text import plural, say
 
@@ -55,9 +58,7 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
             ...
         trainwright.errors.RequestError: nowhere.yaml: ...
     """
-    from trainwright.run.group.environment import refuse_worker
     from trainwright.tasks.unlearn.evaluation.study_file import load_study
-    from trainwright.utils.installation import require
 
     refuse_worker("unlearn-study")
     loaded = load_study(Path(study), overrides)
@@ -213,8 +214,6 @@ class _StudySteps:
             say(f"{evaluation}\n\n{evaluation.directory}/")
 
     def _processes(self) -> dict[str, int]:
-        from trainwright.machine.detect import detect
-
         written = self._study.study.parallel.get("num_processes", "auto")
         machine = detect()
         limit = len(machine.gpus) or machine.cpu_cores

@@ -13,7 +13,7 @@ import typer
 
 from trainwright.cli.command import Commands, TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import MachineError, RequestError, Stopped
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import draw, is_terminal, plural, printable, say, they
 
@@ -375,7 +375,6 @@ def tokenize(
     """
     from trainwright.data.stream.windows import identity_of
     from trainwright.data.tokens.shard_writer import tokenize as write
-    from trainwright.errors import Stopped
     from trainwright.machine.detect import detect
     from trainwright.models.load import load_tokenizer
     from trainwright.recipe.sections.data import SourceSection

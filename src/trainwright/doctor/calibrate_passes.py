@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainwright.doctor.calibrate_cases import unequal_lengths
+from trainwright.doctor.calibrate_cases import DTYPES, CalibrationCase, Run, pack, unequal_lengths
 from trainwright.doctor.calibrate_worker import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainwright.data.stream.batch import Batch
-    from trainwright.doctor.calibrate_cases import CalibrationCase, Run
     from trainwright.models.causal_lm import CausalLM
     from trainwright.parallel.world import World
 
@@ -105,8 +104,6 @@ def pass_cases(world: World) -> Iterator[CalibrationCase]:
 
     With several processes some are sharded too, to measure communication within a step.
     """
-    from trainwright.doctor.calibrate_cases import CalibrationCase
-
     if world.device.type != "cpu":
         return
     for precision in MIXED:
@@ -186,8 +183,6 @@ def _sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, m
 
 
 def _pass(model: SmallModel, precision: str) -> Run:
-    from trainwright.doctor.calibrate_cases import DTYPES
-
     module, batch = _built(model, DTYPES[precision])
 
     def run() -> None:
@@ -200,7 +195,6 @@ def _pass(model: SmallModel, precision: str) -> Run:
 def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     import torch
 
-    from trainwright.doctor.calibrate_cases import DTYPES
     from trainwright.engine.optimizer import optimizer_factory
     from trainwright.parallel.fsdp.fully_sharded import FullySharded
     from trainwright.parallel.strategy import StrategyConfig
@@ -221,7 +215,6 @@ def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
 def _built(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     from transformers import AutoConfig
 
-    from trainwright.doctor.calibrate_cases import pack
     from trainwright.models.causal_lm import CausalLM
     from trainwright.models.load import fresh_model
 

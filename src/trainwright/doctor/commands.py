@@ -10,7 +10,7 @@ import typer
 from trainwright.cli.command import TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.cli.train import AccelerateFile
-from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
+from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, MachineError, RequestError
 from trainwright.utils.text import plural, say
 
 if TYPE_CHECKING:
@@ -238,7 +238,6 @@ def calibrate(
 
     from trainwright.doctor.calibrate import calibrate as measure
     from trainwright.doctor.calibrate import lines
-    from trainwright.errors import MachineError
     from trainwright.machine.detect import detect
     from trainwright.machine.measured.calibration import as_json as values
     from trainwright.machine.measured.calibration import calibration_file, save_if_reliable

@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.separate_process import run_in_process
-from trainwright.doctor.checks.check import MachineReport
+from trainwright.doctor.checks.check import CheckContext, MachineReport, checks_named, examine
 from trainwright.doctor.diagnosis import Diagnosis, LogText, read_file, read_run
 from trainwright.doctor.diagnosis import explain as diagnose
 from trainwright.errors import MachineError, RequestError
+from trainwright.machine.accelerators import with_device
+from trainwright.machine.detect import detect
 from trainwright.recipe.registries import LAUNCHERS
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.paths import user_path
 
@@ -71,10 +74,6 @@ class MachineRequest:
 
 def examine_machine(request: MachineRequest) -> MachineReport:
     """Run the checks in this process, whose standard output gets nothing. Changes this process."""
-    from trainwright.doctor.checks.check import CheckContext, checks_named, examine
-    from trainwright.machine.detect import detect
-    from trainwright.run.shutdown.stop import Stopping
-
     checks = checks_named(request.checks)
     directories = tuple(_directory(name) for name in request.directories) or tuple(_usual_directories())
     with (
@@ -199,8 +198,6 @@ class VerifyRequest:
 
 def compare(options: VerifyRequest) -> Comparison:
     """Run both sides and show them on standard output. Changes this process."""
-    from trainwright.machine.accelerators import with_device
-    from trainwright.machine.detect import detect
     from trainwright.run.group.environment import refuse_worker
     from trainwright.run.request import check_request, request_of, resolve_request
 

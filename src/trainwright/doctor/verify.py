@@ -23,7 +23,7 @@ from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.run import run_directory
 from trainwright.run.observers.progress import Remaining, progress_on
-from trainwright.run.process import console, preload_worker, prepare_environment, run_in_child
+from trainwright.run.process import console, preload_worker, prepare, prepare_environment, run_in_child
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils import text
 from trainwright.utils.text import count, say, size
@@ -120,8 +120,6 @@ def _prepared_model(
 
 def _prepare(recipe: RecipeSchema, machine: Machine, directory: Path) -> None:
     """Prepare in a child process, whose libraries and threads must not be in the parent of the workers."""
-    from trainwright.run.process import prepare
-
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
     model, cut = (

@@ -17,12 +17,11 @@ from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
 from trainwright.recipe.modalities import text_part
-from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, check_sizes
+from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, ModelSection, check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.sections.model import ModelSection
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WHOLE = "_whole_model"  # attribute of a config: the directory of the model of several modalities that it is a part of

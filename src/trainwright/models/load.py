@@ -25,7 +25,7 @@ from trainwright.models.safetensors_files import stored_elements
 from trainwright.models.text_part import read_causal, whole_of
 from trainwright.models.tokenization import token_ids
 from trainwright.recipe.registries import WEIGHT_FORMATS
-from trainwright.recipe.sections.model import OWN
+from trainwright.recipe.sections.model import OWN, AdapterSection, ModelSection
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural
@@ -33,8 +33,6 @@ from trainwright.utils.text import plural
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,10 @@ from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.run import stop
 from trainwright.api.training import resume, train
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, TrainingError, error_of
+from trainwright.machine.detect import detect
 from trainwright.recipe.extensions import inherited_environment
+from trainwright.run.group.environment import refuse_worker
+from trainwright.run.program import passing_on, started
 from trainwright.run.run_directory import override_of
 from trainwright.utils.paths import user_path, write_file
 from trainwright.utils.text import metric as shown
@@ -267,8 +270,6 @@ class VariantRuns:
 
     def _slots(self) -> list[dict[str, str]]:
         """Return for each run at a time the environment variables with its share of the devices."""
-        from trainwright.machine.detect import detect
-
         machine = detect()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(machine.gpus))))).split(",")
         needs = [recipe.parallel.num_processes for recipe in self.recipes.values()]
@@ -292,8 +293,6 @@ class VariantRuns:
                 self._say(self._heading(variant, rung))
                 self._train_here(variant, rung)
             return
-        from trainwright.run.program import passing_on
-
         free: SimpleQueue[dict[str, str]] = SimpleQueue()
         for slot in slots:
             free.put(slot)
@@ -338,8 +337,6 @@ class VariantRuns:
         self, variant: Variant, rung: int | None, slot: Mapping[str, str], programs: list[subprocess.Popen[Any]]
     ) -> None:
         """Train a variant in a process of its own, whose output goes to a file."""
-        from trainwright.run.program import started
-
         run, until = self.directory / variant.name, _until(rung)
         log = self.directory / _ASKED / f"{variant.name}.log"
         file = self.directory / _ASKED / f"{variant.name}.yaml"
@@ -512,7 +509,6 @@ def ablate(
     """
     from trainwright.observe.reports.comparing import is_lower_better
     from trainwright.recipe.loading import load_recipe
-    from trainwright.run.group.environment import refuse_worker
 
     refuse_worker("ablate")
     source = source_of(recipe)

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from trainwright.cli.command import command
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import MachineError, RequestError
+from trainwright.utils.paths import run_path
 from trainwright.utils.text import clear, is_terminal, say, table_width
 
 
@@ -98,7 +99,6 @@ def watch(
     The address that is printed has a token, without which nothing is shown.
     """
     from trainwright.observe.watching.app import serve
-    from trainwright.utils.paths import run_path
 
     serve(run_path(directory), host, port)
 

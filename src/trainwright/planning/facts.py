@@ -20,13 +20,12 @@ from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Workload
 from trainwright.recipe.files import read_json
 from trainwright.recipe.modalities import text_part
-from trainwright.recipe.sections.model import OWN, check_sizes
+from trainwright.recipe.sections.model import OWN, ModelSection, check_sizes
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example
     from trainwright.recipe.schema import DataSection, RecipeSchema
-    from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.task_spec import Needs, TaskModel
 
 

@@ -16,12 +16,11 @@ from trainwright.recipe.registries import ADAPTERS, OPTIMIZERS, SCHEDULES, STRAT
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.recipe.sections.fields import Contradiction
 from trainwright.recipe.sections.model import absurd_sizes
-from trainwright.recipe.sections.parallel import ProcessRange
+from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange
 from trainwright.recipe.strategy_spec import all_specs
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
-    from trainwright.recipe.sections.parallel import ParallelSection
 
 
 _ROUNDING = 1e-9

@@ -36,6 +36,8 @@ from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import LAUNCHERS, WATCHERS
 from trainwright.run import run_directory
+from trainwright.run.group.addresses import LOOPBACK, in_words, set_interfaces
+from trainwright.run.group.device_slots import DeviceSlot, Member, device_slots, first_ranks
 from trainwright.run.group.environment import (
     SUPERVISING_LAUNCHERS,
     LaunchEnvironment,
@@ -43,13 +45,14 @@ from trainwright.run.group.environment import (
     accelerate_variables,
     read_environment,
 )
-from trainwright.run.group.failure_report import should_report
+from trainwright.run.group.failure_report import FailureReport, should_report
 from trainwright.run.group.peers import Waiting
 from trainwright.run.limits import check_limits
 from trainwright.run.process import (
     die_with_parent,
     enter_process,
     lossy_text,
+    prepare,
     prepare_environment,
     threads_allowed,
 )
@@ -64,6 +67,7 @@ from trainwright.run.request import (
     resolve_request,
 )
 from trainwright.run.shutdown.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
+from trainwright.run.shutdown.failure import run_to_end
 from trainwright.run.shutdown.requests import Deadline, deadline_of
 from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
 from trainwright.run.start import recorded_run, warn_of_launcher
@@ -73,8 +77,6 @@ from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import RankInfo
-    from trainwright.run.group.device_slots import DeviceSlot
-    from trainwright.run.group.failure_report import FailureReport
     from trainwright.run.group.rendezvous import Rendezvous
 
 
@@ -134,8 +136,6 @@ def run_joined(
     own_threads = "OMP_NUM_THREADS" in os.environ
     prepare_environment(detect().cpu_cores, environment.local_size)
     # Imports torch from here on.
-    from trainwright.run.group.failure_report import FailureReport
-
     try:
         rendezvous = _meet(environment, options)
     except TrainwrightError as error:
@@ -170,9 +170,7 @@ def run_joined(
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
             from trainwright.run.group.rendezvous import prepare_each_machine
-            from trainwright.run.process import prepare
             from trainwright.run.run_worker import Worker, train
-            from trainwright.run.shutdown.failure import run_to_end
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
             with ExitStack() as watched:
@@ -197,8 +195,6 @@ def _words(options: TrainingRequest) -> list[str]:
 
 
 def _meet(environment: LaunchEnvironment, options: TrainingRequest) -> Rendezvous | None:
-    from trainwright.run.group.addresses import LOOPBACK, set_interfaces
-    from trainwright.run.group.device_slots import Member
     from trainwright.run.group.rendezvous import meet_ranks
 
     if environment.size == 1:
@@ -243,8 +239,6 @@ class _Participant:
         self, settings: LauncherSettings | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
     ) -> tuple[Opened, DeviceSlot]:
         """Do on rank 0 everything before the first step that has to be done once."""
-        from trainwright.run.group.device_slots import Member, device_slots, first_ranks
-
         environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
         if rendezvous is None:
             members = [Member.here(environment)]
@@ -268,8 +262,6 @@ class _Participant:
             logs = run / "logs"
             failures.clear(logs, environment.size)
             enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
-            from trainwright.run.process import prepare
-
             prepare(run)
             failures.begin(logs)
         opened = Opened(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
@@ -289,9 +281,6 @@ class _Participant:
 
     def follow(self) -> tuple[Opened, DeviceSlot]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
-        from trainwright.run.group.addresses import in_words
-        from trainwright.run.group.device_slots import DeviceSlot
-
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
         rendezvous, waiting = self.rendezvous, Waiting(f"rank {self.environment.rank}")

@@ -13,21 +13,25 @@ from pathlib import Path
 from typing import Protocol
 
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
+from trainwright.engine.checkpoints.remote_store import RemoteStore, default_name, name_in_stores
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
-from trainwright.recipe.checks import in_words, usable_processes, with_processes
+from trainwright.parallel.zero import deepspeed_config
+from trainwright.recipe.checks import implied_strategy, in_words, usable_processes, with_processes
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
 from trainwright.recipe.loading import is_override, load_recipe
 from trainwright.recipe.observer_spec import check_installed
+from trainwright.recipe.optimizer_spec import check_optimizer
 from trainwright.recipe.registries import KEYS
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange
+from trainwright.recipe.strategy_spec import check_library
 from trainwright.recipe.yaml_text import Tree, parse_value
 from trainwright.run import run_directory
 from trainwright.run.resolve import Resolved, resolve
 from trainwright.run.resuming import resumed_recipe
 from trainwright.run.shutdown.requests import Deadline
-from trainwright.run.stored_runs import is_url
+from trainwright.run.stored_runs import bring_up_to_date, discard_fetched, fetch, is_url, store_of, stores_of
 from trainwright.utils.installation import FIRST
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import say
@@ -142,8 +146,6 @@ class RunRequest:
             yield run
 
     def _bring_up_to_date(self, run: Path, recipe: RecipeSchema) -> None:
-        from trainwright.run.stored_runs import bring_up_to_date, store_of, stores_of
-
         places = [*([store_of(self.url)] if self.url else []), *stores_of(recipe.checkpoint.copies, run)]
         if places:
             bring_up_to_date(run, places)
@@ -151,8 +153,6 @@ class RunRequest:
     def discard_fetched(self) -> None:
         """Remove what was fetched for a request that trains nothing."""
         if self.fetched and self.run is not None:
-            from trainwright.run.stored_runs import discard_fetched
-
             discard_fetched(self.run)
 
     def undone_on_error(self, run: Path) -> AbstractContextManager[None]:
@@ -223,8 +223,6 @@ def _fetched(
     url: str, recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None
 ) -> RunRequest:
     """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
-    from trainwright.run.stored_runs import fetch, store_of
-
     store = store_of(url)
     path = ("logging", "run_directory")
     directory_overrides = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
@@ -246,8 +244,6 @@ def _started_or_new(recipe: Path | Tree | None, overrides: list[str], settings: 
     there = run_directory.with_directory(overrides, run)
     has_started, fetched = (run / run_directory.RECIPE).is_file(), False
     if not has_started and loaded.checkpoint.copies:
-        from trainwright.run.stored_runs import fetch, stores_of
-
         has_started = fetched = fetch(stores_of(loaded.checkpoint.copies, run), run)
     if not has_started:
         return replace(request_of(recipe, there, None, settings), in_place=True)
@@ -266,8 +262,6 @@ def _discarded_on_error(
         return replace(request_of(recipe, overrides, str(run), settings), fetched=fetched, url=url)
     except TrainwrightError:
         if fetched:
-            from trainwright.run.stored_runs import discard_fetched
-
             discard_fetched(run)
         raise
 
@@ -381,10 +375,6 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     """
     from trainwright.data.check import check_data
     from trainwright.models.adapters.files import check_libraries
-    from trainwright.parallel.zero import deepspeed_config
-    from trainwright.recipe.checks import implied_strategy
-    from trainwright.recipe.optimizer_spec import check_optimizer
-    from trainwright.recipe.strategy_spec import check_library
 
     recipe = request.recipe
     if creates and request.run is None and recipe.logging.run_directory != "auto":
@@ -413,8 +403,6 @@ def _check_copies(recipe: RecipeSchema, run: Path | None, new: bool) -> None:
 
     A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
     """
-    from trainwright.engine.checkpoints.remote_store import RemoteStore, default_name, name_in_stores
-
     directory = recipe.logging.run_directory
     new_name = "" if directory == AUTO else default_name(user_path(directory))
     name = new_name if run is None else name_in_stores(run)

@@ -28,7 +28,7 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.machine.usage import process_age
-from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import START_HOOKS
 from trainwright.run import run_directory
 from trainwright.run.group.addresses import in_words
@@ -39,13 +39,14 @@ from trainwright.run.limits import check_limits
 from trainwright.run.process import (
     ignore_closed_output,
     preload_worker,
+    prepare,
     prepare_environment,
     run_in_child,
 )
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
-from trainwright.run.shutdown.failure import raise_oom_score
+from trainwright.run.shutdown.failure import Failure, raise_oom_score
 from trainwright.run.shutdown.requests import check_before_steps, forget_stops
 from trainwright.run.shutdown.stop import Stopping, describe_stop
 from trainwright.utils.activity import Activity
@@ -104,7 +105,6 @@ def _as_node(
     here: int,
 ) -> Path:
     """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
-    from trainwright.recipe.loading import dump_recipe
     from trainwright.run.node_launches import taking_part
     from trainwright.run.nodes import NodeInfo, NodeRules, Nodes
 
@@ -215,8 +215,6 @@ class LocalRun:
 
     def _get_ready(self, run: Path) -> None:
         preload_worker(self.resolved.recipe)
-        from trainwright.run.process import prepare
-
         node = 0 if self.nodes is None else self.nodes.index
         log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
         with self._looking(run):
@@ -246,7 +244,6 @@ class LocalRun:
         """
         from trainwright.run.relaunch import Relaunch
         from trainwright.run.run_worker import Worker, train
-        from trainwright.run.shutdown.failure import Failure
         from trainwright.run.supervisor import run_workers
 
         launches, recipe = self.launches, self.resolved.recipe

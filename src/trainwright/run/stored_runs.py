@@ -7,18 +7,22 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
+from trainwright.engine.checkpoints.remote_store import (
+    STORED_AS,
+    RemoteStore,
+    StoredRun,
+    default_name,
+    identity_of,
+    name_in_stores,
+)
 from trainwright.errors import FaultError, RequestError, TrainwrightError, writes_to
 from trainwright.machine.sharing import lock_file
 from trainwright.run import run_directory
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
-
-if TYPE_CHECKING:
-    from trainwright.engine.checkpoints.remote_store import RemoteStore, StoredRun
-
 
 EVENTS = "events.jsonl"
 # What a fetch writes before recipe.yaml, which makes the directory a run.
@@ -34,8 +38,6 @@ def is_url(text: str) -> bool:
 
 def store_of(url: str) -> RemoteStore:
     """Return the place of the run that a URL names. Raises RequestError."""
-    from trainwright.engine.checkpoints.remote_store import RemoteStore
-
     where, _, name = url.rstrip("/").rpartition("/")
     if not name or where.endswith((":/", ":")):
         raise RequestError(f"--resume: {url} names no run; it has the form s3://bucket/runs/NAME")
@@ -44,8 +46,6 @@ def store_of(url: str) -> RemoteStore:
 
 def stores_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
     """Return the places where copies of a run are, by the recipe's ``checkpoint.copies``. Raises RequestError."""
-    from trainwright.engine.checkpoints.remote_store import RemoteStore, name_in_stores
-
     return [RemoteStore(where, name_in_stores(run)) for where in copies]
 
 
@@ -100,7 +100,6 @@ def bring_up_to_date(run: Path, places: Sequence[RemoteStore]) -> None:
         MachineError: the run's directory cannot be written.
         FaultError: the newest copy cannot be read now, or no place can, and the run has no checkpoint of its own.
     """
-    from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
     from trainwright.engine.checkpoints.uploader import Abandoned, forget_abandoned, restore
     from trainwright.engine.events import Notice, append_event
 
@@ -146,9 +145,6 @@ def _take_newest(
         RequestError, FaultError: a place cannot be read, or no copy can be used.
         Exception: whatever ``take`` raises other than a CheckpointError, for a damaged copy, or a FaultError.
     """
-    from trainwright.engine.checkpoints.manifest import CheckpointError
-    from trainwright.engine.checkpoints.remote_store import StoredRun
-
     copies, unreadable = _listed(places)
     refused: list[str] = []
     unread: tuple[int, str] | None = None  # the newest copy that cannot be read now, and why
@@ -215,8 +211,6 @@ def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | N
 
 
 def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
-    from trainwright.engine.checkpoints.remote_store import identity_of
-
     try:
         same = identity_of(run) == stored.run
     except OSError:  # nothing was trained in it
@@ -228,8 +222,6 @@ def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
 
 
 def _write(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -> None:
-    from trainwright.engine.checkpoints.remote_store import STORED_AS, default_name
-
     with store.in_words(FaultError):
         _replace_events(run, store, stored)
     plan = json.loads(stored.plan)

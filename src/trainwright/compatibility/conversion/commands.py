@@ -12,6 +12,7 @@ import typer
 
 from trainwright.cli.command import command
 from trainwright.errors import RequestError
+from trainwright.recipe.extensions import trusting
 from trainwright.utils.text import plural, quoted, say, table
 
 if TYPE_CHECKING:
@@ -67,7 +68,6 @@ def convert(
     unknown or not possible, nothing is written, and the command ends with 2. Nothing in the file is executed.
     """
     from trainwright.compatibility.conversion.convert import Numbers
-    from trainwright.recipe.extensions import trusting
 
     numbers = Numbers(processes, rows)
     with trusting(False):  # a file may name code as the source of its rows

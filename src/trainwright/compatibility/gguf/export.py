@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.compatibility.gguf.reading import adds_space, convert_gguf, gguf_facts, query_scalar
+from trainwright.compatibility.gguf.reading import adds_space, convert_gguf, gguf_facts, query_scalar, write_converted
+from trainwright.compatibility.gguf.rope import write_rope
 from trainwright.errors import MachineError, RequestError, TrainingError
-from trainwright.models.tokenization import turn_end
+from trainwright.models.configuration import config_from
+from trainwright.models.tokenization import tokenizer_from, turn_end
 from trainwright.utils.activity import doing
 
 if TYPE_CHECKING:
@@ -55,9 +57,6 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
         MachineError: the file cannot be written.
         TrainingError: the file does not read back as the same model.
     """
-    from trainwright.models.configuration import config_from
-    from trainwright.models.tokenization import tokenizer_from
-
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new file")
     config, tokenizer = config_from(directory), tokenizer_from(directory, "MODEL")
@@ -85,7 +84,6 @@ def _write(
     import gguf
     import torch
 
-    from trainwright.compatibility.gguf.rope import write_rope
     from trainwright.models.files import skeleton
 
     _check_fixed(config, directory)
@@ -330,10 +328,8 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
 
     import torch
 
-    from trainwright.compatibility.gguf.reading import write_converted
     from trainwright.models.files import has_experts, logit_difference, logits_of
     from trainwright.models.text_part import read_causal
-    from trainwright.models.tokenization import tokenizer_from
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as scratch:
         write_converted(file, Path(scratch) / "model", "--out")

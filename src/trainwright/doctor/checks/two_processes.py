@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckEnded, CheckResult, Finding, Severity
+from trainwright.errors import EXIT_FINISHED, Stopped, TrainwrightError
 from trainwright.machine.vendors import processor_of
 from trainwright.run.limits import check_limits
-from trainwright.run.process import preload_libraries, preload_worker, prepare_environment, run_in_child
+from trainwright.run.process import preload_libraries, preload_worker, prepare, prepare_environment, run_in_child
+from trainwright.run.shutdown.failure import Failure
 from trainwright.utils.text import span
 
 if TYPE_CHECKING:
     from trainwright.doctor.verify import ComparedRun
     from trainwright.recipe.schema import RecipeSchema
-    from trainwright.run.shutdown.failure import Failure
 
 
 _STEPS = 2
@@ -109,7 +110,6 @@ def _prepare(context: CheckContext, recipe: RecipeSchema) -> None:
     """Prepare data and weights in a child process."""
     from trainwright.recipe.loading import dump_recipe
     from trainwright.run import run_directory
-    from trainwright.run.process import prepare
 
     directory = context.work / "prepared"
     directory.mkdir()
@@ -120,7 +120,6 @@ def _prepare(context: CheckContext, recipe: RecipeSchema) -> None:
 def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
     """Run a side; return a finding if it fails."""
     from trainwright.doctor.verify import run_side
-    from trainwright.errors import Stopped, TrainwrightError
 
     try:
         with watched(what, _SECONDS, context.end):
@@ -136,7 +135,6 @@ def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
 
 def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple[str, list[Finding]]:
     from trainwright.doctor.verify import TOLERANCES, Comparison
-    from trainwright.errors import Stopped, TrainwrightError
 
     started, what = time.monotonic(), f"two ranks of {name}"
     try:
@@ -192,7 +190,6 @@ _LOW = 0.3  # of the link's rate
 def check_links(context: CheckContext) -> CheckResult:
     """Sum tensors over two processes."""
     device = ready(context)
-    from trainwright.errors import TrainwrightError
     from trainwright.run.supervisor import launch
 
     logs, answer = context.work / "links", context.work / "links.json"
@@ -210,7 +207,6 @@ def _link_entry(device: str, answer: Path) -> int:
     import torch.distributed as dist
 
     from trainwright.doctor.undisturbed import Stopwatch, least
-    from trainwright.errors import EXIT_FINISHED
     from trainwright.parallel.world import join, leave
 
     world = join(device)
@@ -296,7 +292,6 @@ def _provoked(
     context: CheckContext, what: str, fault: Callable[[], None], is_named: Callable[[Failure], bool]
 ) -> CheckResult:
     device = ready(context)
-    from trainwright.run.shutdown.failure import Failure
     from trainwright.run.supervisor import run_workers
 
     logs = context.work / fault.__name__
@@ -332,7 +327,6 @@ def _is_killed(failure: Failure) -> bool:
 
 def _entry(device: str, fault: Callable[[], None], logs: Path) -> int:
     """Run in each of the two workers; the second one fails while the first waits in a collective."""
-    from trainwright.errors import EXIT_FINISHED
     from trainwright.parallel.world import join, leave
 
     world = join(device)

@@ -35,19 +35,25 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.faults.drills.invariants import InvariantBroken, Missed, Skipped, Undisturbed
-from trainwright.faults.drills.kinds import KINDS, DrillTrial
-from trainwright.faults.drills.trial_environment import perform
-from trainwright.faults.drills.trial_settings import TrialSettings
+from trainwright.faults.drills.kinds import KINDS, DrillTrial, Spread, matching, moved, schedule
+from trainwright.faults.drills.trial_environment import perform, undisturbed_seconds
+from trainwright.faults.drills.trial_settings import (
+    TrialSettings,
+    phases_of,
+    refusals,
+    setting_of,
+    shortened,
+    spreads_of,
+)
 from trainwright.machine.sharing import lock_directory
 from trainwright.recipe.loading import dump_recipe
-from trainwright.run.shutdown.stop import signal_after_parent
+from trainwright.run.shutdown.stop import interruptible, signal_after_parent
 from trainwright.utils import text
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import user_path, write_file
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
-    from trainwright.faults.drills.kinds import Spread
     from trainwright.recipe import schema
     from trainwright.recipe.yaml_text import Tree
 
@@ -423,9 +429,7 @@ class DrillRequest:
 
 def _drill(request: DrillRequest, progress: bool) -> Drill:
     """Perform the trials that have no verdict yet, in a process that does nothing else."""
-    from trainwright.faults.drills.trial_settings import setting_of, shortened, spreads_of
     from trainwright.run.group.environment import refuse_worker
-    from trainwright.run.shutdown.stop import interruptible
 
     refuse_worker("drill")
     if not Path("/proc").is_dir():
@@ -473,8 +477,6 @@ def _check_directory(request: DrillRequest, recipe: str) -> None:
 def _trials(request: DrillRequest, recipe: schema.RecipeSchema, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
     """Return the trials in their order. Raises RequestError if there are none."""
     from trainwright.faults.drills import damage, kills  # noqa: F401
-    from trainwright.faults.drills.kinds import KINDS, matching, schedule
-    from trainwright.faults.drills.trial_settings import phases_of
 
     for name, value in (("tries", request.tries), ("minutes", request.minutes), ("jobs", request.jobs)):
         if value is not None and value <= 0:
@@ -496,9 +498,6 @@ def _possible(
     trials: Sequence[DrillTrial], recipe: schema.RecipeSchema, setting: TrialSettings
 ) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
-    from trainwright.faults.drills.kinds import KINDS, moved
-    from trainwright.faults.drills.trial_settings import phases_of, refusals
-
     refused = refusals(setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)]))
     others = [spread for spread in setting.spreads if spread not in refused]
     kinds = {trial.kind for trial in trials if trial.case.spread in refused}
@@ -564,9 +563,6 @@ def _perform(
 
 def _undisturbed_seconds(setting: TrialSettings, trials: Sequence[DrillTrial], stream: TextIO | None) -> float:
     """Return what a run takes without a fault. Raises MachineError, RequestError or TrainingError if none finishes."""
-    from trainwright.faults.drills.invariants import Undisturbed
-    from trainwright.faults.drills.trial_environment import undisturbed_seconds
-
     try:
         with Activity(stream, "training once without a fault"):
             return undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), trials)

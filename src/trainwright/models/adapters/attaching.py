@@ -29,7 +29,7 @@ from trainwright.models.adapters.files import (
     base_model,
     start_from,
 )
-from trainwright.models.files import has_experts, logit_difference
+from trainwright.models.files import has_experts, logit_difference, replacing
 from trainwright.models.safetensors_files import write_weights
 from trainwright.models.text_part import parts_of, whole_name, whole_of
 
@@ -189,8 +189,6 @@ class Adapter:
             TrainingError: the adapter is incomplete or zero, or does not read back as it was written.
         """
         from safetensors.torch import load_file
-
-        from trainwright.models.files import replacing
 
         trained = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors}
         if lost := sorted(set(self._names.values()) - trained.keys()):

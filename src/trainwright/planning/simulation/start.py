@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.sources.registry import registered_source, without_slice
 from trainwright.errors import RequestError, TrainingError, TrainwrightError
+from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import VARIABLE, Cluster, machine_of, node_of
 from trainwright.machine.machine import Machine
-from trainwright.planning.facts import configuration_named
-from trainwright.planning.simulation.report import Simulation
+from trainwright.planning.facts import configuration_named, facts_of
+from trainwright.planning.simulation.report import Simulation, collectives
 from trainwright.recipe.registries import LAUNCHERS
-from trainwright.recipe.schema import RecipeSchema
+from trainwright.recipe.schema import EvaluateSection, RecipeSchema
 from trainwright.recipe.yaml_text import Tree
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
@@ -91,7 +92,6 @@ class _Simulating:
         self._notes: list[str] = []
 
     def run(self) -> Simulation:
-        from trainwright.machine.cache import cache_root
         from trainwright.planning.simulation import training
         from trainwright.planning.simulation.device import Rank, SimulatedGpu
         from trainwright.run import run_directory
@@ -125,7 +125,6 @@ class _Simulating:
     def _recipe(self) -> RecipeSchema:
         """Return the recipe, with what is not here replaced."""
         from trainwright.recipe.loading import load_recipe
-        from trainwright.recipe.schema import EvaluateSection
 
         recipe = load_recipe(self._asked.recipe, list(self._asked.overrides))
         if recipe.train.compile is True:
@@ -139,7 +138,6 @@ class _Simulating:
         return _changed(recipe, train={"compile": False})
 
     def _planned(self, recipe: RecipeSchema) -> RunPlan:
-        from trainwright.planning.facts import facts_of
         from trainwright.planning.planner import plan_on
         from trainwright.run.resolve import possible
 
@@ -182,8 +180,6 @@ def _attempted(work: Callable[[], None]) -> str | None:
 def _report(
     cluster: Cluster, recipe: RecipeSchema, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
 ) -> Simulation:
-    from trainwright.planning.simulation.report import collectives
-
     planned = collectives(plan.workload, plan.chosen.choice, cluster)
     return Simulation(
         machine=cluster.name,

@@ -26,6 +26,7 @@ from trainwright.errors import RequestError
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
+from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.algorithm_distillation.environments import Environment, check_stored
 from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
 from trainwright.tasks.algorithm_distillation.in_context import (
@@ -72,8 +73,6 @@ def is_agent(model: str) -> bool:
     path = user_path(model)
     recipe = path / "recipe.yaml"
     if recipe.is_file():
-        from trainwright.recipe.loading import load_recipe
-
         return load_recipe(recipe).task == "algorithm_distillation"
     return is_history_model(path)
 

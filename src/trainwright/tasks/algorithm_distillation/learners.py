@@ -15,7 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import Environment
 from trainwright.tasks.algorithm_distillation.histories import Recording
 from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
-from trainwright.tasks.algorithm_distillation.spec import QLearningSection, UcbSection
+from trainwright.tasks.algorithm_distillation.spec import PpoSection, QLearningSection, UcbSection
 
 # Keys of a source that are not settings of its algorithm.
 _COMMON = ("name", "streams", "steps", "seed")
@@ -36,7 +36,6 @@ def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor,
         source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.
     """
     from trainwright.tasks.algorithm_distillation.ppo import Ppo
-    from trainwright.tasks.algorithm_distillation.spec import PpoSection, QLearningSection, UcbSection
 
     own = {key: value for key, value in source.items() if key not in _COMMON}
     if source["name"] == "ppo":

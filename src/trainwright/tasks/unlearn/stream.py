@@ -24,12 +24,11 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.sharing import build_once
 from trainwright.recipe.files import read_text
-from trainwright.tasks.unlearn.section import data_of
+from trainwright.tasks.unlearn.section import UnlearnData, data_of
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
-    from trainwright.tasks.unlearn.section import UnlearnData
 
 
 def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.errors import RequestError
+from trainwright.inference.evaluation.metrics import rouge_l
 from trainwright.inference.evaluation.report import complete_directory, number_text, table_lines, write_text
 from trainwright.inference.scoring import TokenScores
 from trainwright.tasks.unlearn.evaluation import statistics
@@ -113,8 +114,6 @@ def _part(findings: Findings, name: str, scores: SetScores) -> dict[str, Any]:
         part["average_perturb_loss"] = part.pop("avg_perturb_loss")
         part |= _losses(right, "paraphrased") | {"truth_ratio": _numbered(scores.truth_ratios.tolist())}
     if name in findings.answers:
-        from trainwright.inference.evaluation.metrics import rouge_l
-
         answers, references = findings.answers[name], findings.references[name]
         prompts = [item.prompt for item in findings.sets[name].items]
         recalls = [rouge_l(*pair, stem=True).recall for pair in zip(references, answers, strict=True)]
