@@ -19,10 +19,9 @@ import pytest
 from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
 from trainwright.errors import TrainingError
-from trainwright.faults.hangs import machines
+from trainwright.faults.hangs import judge as judging
 from trainwright.faults.hangs.evidence import keep_collectives, remove_pipes, wait_for_collectives, write_collectives
-from trainwright.faults.hangs.judge import RankState, judge
-from trainwright.faults.hangs.machines import Machines
+from trainwright.faults.hangs.judge import Machines, RankState, judge
 from trainwright.faults.hangs.watcher import _workers, watching
 from trainwright.parallel.world import RankInfo
 from trainwright.utils.heartbeat import (
@@ -61,8 +60,8 @@ def both(run: Path) -> tuple[Machines, Machines]:
 def test_the_watcher_of_rank_0_decides_from_what_all_machines_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
-    monkeypatch.setattr(machines, "_STACKS_SECONDS", 0.3)
+    monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(judging, "_STACKS_SECONDS", 0.3)
     one, two = both(tmp_path)
     waits, late = seen(11, 8, 20.0, "forward", waiting=True), seen(22, 7, 20.0)
     assert one.everyone({0: waits}) is None, "the other machine may make progress"
@@ -88,8 +87,8 @@ def test_the_watcher_of_rank_0_decides_from_what_all_machines_report(
 def test_stacks_of_other_machines_are_there_until_the_watcher_of_rank_0_has_read_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
-    monkeypatch.setattr(machines, "_STACKS_SECONDS", 0.3)
+    monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(judging, "_STACKS_SECONDS", 0.3)
     one, two = both(tmp_path)
     waits, late = seen(11, 8, 20.0, "forward", waiting=True), seen(22, 7, 20.0)
     two.everyone({1: late})
@@ -116,7 +115,7 @@ def test_stacks_of_other_machines_are_there_until_the_watcher_of_rank_0_has_read
 def test_a_machine_that_closes_after_the_decision_is_gone_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
     one, two = both(tmp_path)
     two.everyone({1: seen(22, 7, 20.0)})
     one.close()
@@ -128,14 +127,14 @@ def test_a_machine_that_closes_after_the_decision_is_gone_leaves_nothing(
 def test_a_machine_that_makes_progress_or_reports_no_more_is_not_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
     one, two = both(tmp_path)
     two.everyone({1: seen(22, 7, 20.0)})
     two.everyone({1: seen(22, 7, 0.5)})  # it goes on
     assert one.everyone({0: seen(11, 8, 20.0)}) is None
     two.everyone({1: seen(22, 7, 20.0, FINISHED)})
     assert one.everyone({0: seen(11, 8, 20.0)}) is not None
-    monkeypatch.setattr(machines, "_FRESH", 0.0)
+    monkeypatch.setattr(judging, "_FRESH", 0.0)
     assert one.everyone({0: seen(11, 8, 20.0)}) is None
 
 
@@ -182,7 +181,7 @@ def test_a_failure_is_explained_by_different_collectives(tmp_path: Path) -> None
 
 
 def test_what_an_earlier_launch_has_left_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
     _, two = both(tmp_path)
     two.everyone({1: seen(22, 7, 2000.0)})
     assert both(tmp_path)[0].everyone({0: seen(11, 8, 20.0)}) is None

@@ -34,8 +34,7 @@ from trainwright.faults.hangs.evidence import (
     write_collectives,
     write_stacks_on_signal,
 )
-from trainwright.faults.hangs.judge import STORAGE, RankState, Verdict, conflict_of, judge
-from trainwright.faults.hangs.machines import Machines
+from trainwright.faults.hangs.judge import STORAGE, Machines, RankState, Verdict, conflict_of, judge
 from trainwright.machine.usage import process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_directory import RECIPE
