@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from trainwright.api.training import resume, train
     from trainwright.api.unlearning import alternates, unlearn_study
     from trainwright.clusters.operations import RunState, Submission, jobs, submit
-    from trainwright.doctor.operations import Comparison, Diagnosis, MachineReport, check_machine, explain, verify
+    from trainwright.doctor.operations import Diagnosis, MachineReport, check_machine, explain, verify
+    from trainwright.doctor.verify import Comparison
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
     from trainwright.faults.drills.operations import Drill, drill
     from trainwright.observe.ablation import Ablation, ablate
@@ -102,7 +103,8 @@ _MODULES = {
     "trainwright.api.training": ("resume", "train"),
     "trainwright.api.unlearning": ("alternates", "unlearn_study"),
     "trainwright.clusters.operations": ("RunState", "Submission", "jobs", "submit"),
-    "trainwright.doctor.operations": ("Comparison", "Diagnosis", "MachineReport", "check_machine", "explain", "verify"),
+    "trainwright.doctor.operations": ("Diagnosis", "MachineReport", "check_machine", "explain", "verify"),
+    "trainwright.doctor.verify": ("Comparison",),
     "trainwright.errors": ("MachineError", "RequestError", "Stopped", "TrainingError", "TrainwrightError"),
     "trainwright.faults.drills.operations": ("Drill", "drill"),
     "trainwright.observe.ablation": ("Ablation", "ablate"),
