@@ -17,15 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.api.separate_process import (
-    as_options,
-    counted,
-    dtype_name,
-    in_processes,
-    process_count,
-    run_in_process,
-    work_directory,
-)
+from trainwright.api import separate_process
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
 from trainwright.utils.activity import Activity
@@ -154,8 +146,8 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    request = MeasureRequest(**as_options(locals()))
-    directory, table = run_in_process(measure, request, progress=progress, trust_code=trust_code)
+    request = MeasureRequest(**separate_process.as_options(locals()))
+    directory, table = separate_process.run_in_process(measure, request, progress=progress, trust_code=trust_code)
     return Evaluation(directory, tuple(table))
 
 
@@ -225,9 +217,9 @@ def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
         check_exists(name, "MODEL" if name == model else "--against")
     machine = detect()
     request = _checked(options, machine)
-    processes = process_count(machine, options.num_processes)
-    with work_directory("eval") as work:
-        in_processes(
+    processes = separate_process.process_count(machine, options.num_processes)
+    with separate_process.work_directory("eval") as work:
+        separate_process.in_processes(
             functools.partial(_prepare, request, machine, processes, work),
             functools.partial(_entry, request, work),
             modules=[_module(request)],
@@ -277,7 +269,7 @@ def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     checked = {
         "metrics": names,
         "explicit": options.metrics is not None,
-        "dtype": dtype_name(options.dtype, machine),
+        "dtype": separate_process.dtype_name(options.dtype, machine),
         "tasks": _tasks(options.lm_eval, options.lm_eval_include),
         "task_directory": options.lm_eval_include,
         "on_benchmark": on_benchmark,
@@ -290,7 +282,7 @@ def _prepare(request: EvaluationRequest, machine: Machine, processes: int, work:
 
 
 def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
-    import_module(_module(request)).work_on(request, work, world, functools.partial(counted, world))
+    import_module(_module(request)).work_on(request, work, world, functools.partial(separate_process.counted, world))
 
 
 def _module(request: EvaluationRequest) -> str:

@@ -12,15 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.api.separate_process import (
-    as_options,
-    counted,
-    dtype_name,
-    in_processes,
-    process_count,
-    run_in_process,
-    work_directory,
-)
+from trainwright.api import separate_process
 from trainwright.errors import RequestError
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
@@ -95,16 +87,18 @@ def generate(
     """
     options = {**locals()}
     del options["prompts"]
-    request = GenerationRequest(**as_options(options))
+    request = GenerationRequest(**separate_process.as_options(options))
     if prompts is None and file is None:
         raise RequestError("generate: pass prompts, or a file of them")
     if prompts is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
     if isinstance(prompts, str):
-        return [run_in_process(answer, request, prompts, progress=progress, trust_code=trust_code)]
+        return [separate_process.run_in_process(answer, request, prompts, progress=progress, trust_code=trust_code)]
     if prompts is None:
-        return run_in_process(answer_file, request, progress=progress, trust_code=trust_code)
-    return run_in_process(_answer_list, request, list(prompts), progress=progress, trust_code=trust_code)
+        return separate_process.run_in_process(answer_file, request, progress=progress, trust_code=trust_code)
+    return separate_process.run_in_process(
+        _answer_list, request, list(prompts), progress=progress, trust_code=trust_code
+    )
 
 
 @dataclass(frozen=True)
@@ -170,10 +164,10 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
 def answer_file(request: GenerationRequest) -> list[str]:
     """Answer the rows of a file; return the answers, which are written to ``request.out`` too. Changes this process."""
     machine = _checked(request)
-    processes = process_count(machine, request.num_processes)
+    processes = separate_process.process_count(machine, request.num_processes)
     request = replace(request, dtype=_dtype(request, machine))
-    with work_directory("generate") as work:
-        in_processes(
+    with separate_process.work_directory("generate") as work:
+        separate_process.in_processes(
             functools.partial(_prepare, request, machine, processes, work),
             functools.partial(_answer, request, work),
             modules=[
@@ -217,7 +211,7 @@ def _checked(request: GenerationRequest) -> Machine:
 
 
 def _dtype(request: GenerationRequest, machine: Machine) -> str:
-    return dtype_name(request.dtype, machine)
+    return separate_process.dtype_name(request.dtype, machine)
 
 
 def _check(file: str | None, out: str | None, num_processes: int | None, batch_size: int | None) -> None:
@@ -288,7 +282,7 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
     loaded = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
-    progress = counted(world, "answers", len(about["prompts"]))
+    progress = separate_process.counted(world, "answers", len(about["prompts"]))
     with loaded.lm.for_generation() as model:
         answers = answer_all(
             model,

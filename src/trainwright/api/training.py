@@ -25,14 +25,8 @@ from trainwright.errors import (
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.detect import detect
 from trainwright.recipe.registries import LAUNCHERS
-from trainwright.run.group.environment import (
-    NodeRendezvous,
-    Variables,
-    ignored_settings,
-    launcher_of,
-    refuse_more_nodes,
-    refuse_worker,
-)
+from trainwright.run.group import environment
+from trainwright.run.group.environment import NodeRendezvous, Variables
 from trainwright.run.shutdown.requests import deadline_of
 from trainwright.run.shutdown.stop import describe_stop, interruptible
 from trainwright.utils.activity import Activity, doing
@@ -215,8 +209,8 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         if settings.nodes > 1:
             nodes, node_rank, rendezvous = settings.nodes, settings.node_rank, settings.rendezvous
     count = nodes or 1
-    refuse_worker("train", count)
-    refuse_more_nodes(words, nodes)
+    environment.refuse_worker("train", count)
+    environment.refuse_more_nodes(words, nodes)
     met = NodeRendezvous.of(count, node_rank, rendezvous, options.rendezvous_timeout)
     doing("reading the recipe")
     request = request_of(options.recipe, overrides, options.resume, settings)
@@ -249,7 +243,7 @@ def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> t
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
     files = [launcher.default_file() for launcher in LAUNCHERS.present() if options.accelerate_config is None]
-    return tuple(ignored_settings(nodes, processes, next(filter(None, files), None)))
+    return tuple(environment.ignored_settings(nodes, processes, next(filter(None, files), None)))
 
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
@@ -258,7 +252,7 @@ _started = itertools.count()
 
 def launcher(nodes: int | None) -> str | None:
     """Return the launcher that started this process as one of several that train together, or None."""
-    return launcher_of(Variables(os.environ), nodes or 1)
+    return environment.launcher_of(Variables(os.environ), nodes or 1)
 
 
 def join(request: TrainingRequest, name: str, progress: bool) -> Path:

@@ -14,18 +14,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from trainwright.doctor import calibrate_cases
 from trainwright.doctor.calibrate import Measuring, ProcessSetting, now
-from trainwright.doctor.calibrate_cases import (
-    KINDS,
-    PRECISIONS,
-    CalibrationCase,
-    attention_of,
-    block_case,
-    loss_of,
-    optimizer_of,
-    products_of,
-    traffic_of,
-)
+from trainwright.doctor.calibrate_cases import CalibrationCase
 from trainwright.doctor.calibrate_worker import Cases, Effort, collective_of, curve_of
 from trainwright.errors import TrainwrightError
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
@@ -111,20 +102,23 @@ def _cases(request: Mapping[str, Any], setting: ProcessSetting, world: World) ->
     kind = processor_of(device.type)
     cases: list[CalibrationCase] = []
     for number, (wide, narrow) in enumerate(request["widths"]):
-        for precision in PRECISIONS[kind]:
+        for precision in calibrate_cases.PRECISIONS[kind]:
             tokens = _OPERATIONS[kind] / (2 * wide * narrow)
             tokens = 2 ** int(math.log2(min(_MOST[kind], max(_FEWEST[kind], tokens))))
             for few in (tokens, max(_FEWEST[kind], tokens // 4)):
-                cases += products_of((few, wide, narrow), precision, device)
+                cases += calibrate_cases.products_of((few, wide, narrow), precision, device)
         # The factors of a step depend little on how the cores are shared.
         if not number and world.size == 1 and setting.threads == request["cores"]:
-            cases += [block_case(curve, tuple(sizes)) for curve, sizes in request["block"]]
+            cases += [calibrate_cases.block_case(curve, tuple(sizes)) for curve, sizes in request["block"]]
     small, large = _ELEMENTS[kind]
     for precision in ("fp32", "bf16"):
-        cases += [traffic_of(precision, name, small, device) for name in KINDS]
-        cases += attention_of(precision, request["length"], device, _ATTENTION[kind], dense=True)
-        cases.append(loss_of(precision, _LOGITS[kind], device))
-    cases += [traffic_of("fp32", "copy", large, device), optimizer_of(_UPDATED[kind], device)]
+        cases += [calibrate_cases.traffic_of(precision, name, small, device) for name in calibrate_cases.KINDS]
+        cases += calibrate_cases.attention_of(precision, request["length"], device, _ATTENTION[kind], dense=True)
+        cases.append(calibrate_cases.loss_of(precision, _LOGITS[kind], device))
+    cases += [
+        calibrate_cases.traffic_of("fp32", "copy", large, device),
+        calibrate_cases.optimizer_of(_UPDATED[kind], device),
+    ]
     if world.size > 1:
         cases += [collective_of(world, "all_reduce", size) for size in _MESSAGES]
     unique = {(case.curve, case.sizes): case for case in cases}

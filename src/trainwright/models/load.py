@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.rows.chat_templates import arguments_in, set_template, with_defaults
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
+from trainwright.models import configuration
 from trainwright.models.added_tokens import needed_rows
-from trainwright.models.configuration import (
-    NOT_MADE,
-    SPECIAL_IDS,
-    config_from,
-    fresh_config,
-    making,
-    set_dropout,
-    untie,
-)
 from trainwright.models.resolve_model import check_directory, complete_tokenizer, is_here, resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements
 from trainwright.models.text_part import read_causal, whole_of
@@ -76,9 +68,9 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         tokenizer = load_tokenizer(model)
     if source.directory is None:
         assert source.config is not None and tokenizer is not None
-        config = fresh_config(source.config, tokenizer)
+        config = configuration.fresh_config(source.config, tokenizer)
     else:
-        config = config_from(source.directory, model)
+        config = configuration.config_from(source.directory, model)
         if model.added_tokens.names:
             text = config.get_text_config()
             text.vocab_size = needed_rows(text.vocab_size, tokenizer or complete_tokenizer(model), model.added_tokens)
@@ -90,7 +82,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
             assert tokenizer is not None
             _fit(config, tokenizer)
     if model.dropout is not None:
-        set_dropout(config, model.dropout)
+        configuration.set_dropout(config, model.dropout)
     return config
 
 
@@ -173,7 +165,7 @@ def load_model(
         loaded = fresh_model(config, seed, dtype)
         _quantize(loaded, model.adapter)
     else:
-        theirs = config_from(source.directory, model) if model.implementation == "gpt" else config
+        theirs = configuration.config_from(source.directory, model) if model.implementation == "gpt" else config
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
             from trainwright.models.gpt.config import GPTConfig
@@ -198,7 +190,7 @@ def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: Pretrai
     generation = loaded.generation_config
     if model.tokenizer is not None and generation is not None:
         earlier = token_ids(generation.eos_token_id)
-        for name in SPECIAL_IDS:
+        for name in configuration.SPECIAL_IDS:
             setattr(generation, name, getattr(config, name, None))
         if adapter is not None and user_path(model.tokenizer) == adapter:  # the vocabulary is still the model's
             stops = list(dict.fromkeys([*token_ids(generation.eos_token_id), *earlier]))
@@ -240,7 +232,7 @@ def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None =
 
     dtype = dtype or torch.float32
     with (
-        making(config),
+        configuration.making(config),
         torch.random.fork_rng(devices=[]),
     ):  # the model is created on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
@@ -259,7 +251,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     as_read = dtype if adapter.quantization == "none" else "auto"
     try:
         loaded = read_causal(directory, config, dtype=as_read, output_loading_info=True)
-    except (RuntimeError, OSError, *NOT_MADE) as error:
+    except (RuntimeError, OSError, *configuration.NOT_MADE) as error:
         what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         raise RequestError(f"model.name: {directory} cannot be loaded: {what}") from error
     model, report = loaded
@@ -271,7 +263,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     unused = sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS))
     if unused and whole_of(config) is None:  # else they are of other modalities
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
-    untie(model)
+    configuration.untie(model)
     _quantize(model, adapter)
     _own_memory(model, dtype)
     return model
@@ -330,7 +322,7 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
             f"model.tokenizer: it has {len(tokenizer):,} tokens, but the model has only {size:,} embeddings; remove "
             "model.tokenizer to use the model's tokenizer"
         )
-    for name in SPECIAL_IDS:
+    for name in configuration.SPECIAL_IDS:
         setattr(config, name, getattr(tokenizer, name))
 
 

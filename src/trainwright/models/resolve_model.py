@@ -13,14 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.models import tokenization
 from trainwright.models.safetensors_files import DamagedFile, read_header, stored_elements
-from trainwright.models.tokenization import (
-    TOKENIZER_FILES,
-    bytes_tokenizer,
-    is_trained,
-    tokenizer_from,
-    trained_tokenizer,
-)
 from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.paths import user_path
@@ -119,19 +113,19 @@ def complete_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     from trainwright.models.added_tokens import add_tokens
 
     if model.tokenizer == "bytes":
-        tokenizer: PreTrainedTokenizerBase = bytes_tokenizer()
-    elif model.tokenizer is not None and is_trained(model.tokenizer):
-        tokenizer = trained_tokenizer(model.tokenizer)
+        tokenizer: PreTrainedTokenizerBase = tokenization.bytes_tokenizer()
+    elif model.tokenizer is not None and tokenization.is_trained(model.tokenizer):
+        tokenizer = tokenization.trained_tokenizer(model.tokenizer)
     elif model.tokenizer is not None:
         directory = locate(model.tokenizer, "model.tokenizer", weights=False).directory
-        tokenizer = tokenizer_from(directory, "model.tokenizer")
+        tokenizer = tokenization.tokenizer_from(directory, "model.tokenizer")
     else:
         source = resolve(model, weights=False)
         if source.directory is None:
             raise RequestError(
                 'model.tokenizer: required for a randomly initialized model: "bytes" (built in), an id or a directory'
             )
-        tokenizer = tokenizer_from(source.directory, "model.name")
+        tokenizer = tokenization.tokenizer_from(source.directory, "model.name")
     add_tokens(tokenizer, model.added_tokens)
     return tokenizer
 
@@ -304,7 +298,7 @@ def _hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:
 
 def _missing(directory: Path, weights: bool) -> str | None:
     """Return what a snapshot lacks, or None."""
-    if not any((directory / f).exists() for f in TOKENIZER_FILES):
+    if not any((directory / f).exists() for f in tokenization.TOKENIZER_FILES):
         return f"{directory} has no tokenizer"
     if weights:
         try:

@@ -35,7 +35,7 @@ from trainwright.errors import (
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import LAUNCHERS, WATCHERS
-from trainwright.run import run_directory
+from trainwright.run import process, run_directory
 from trainwright.run.group.addresses import LOOPBACK, in_words, set_interfaces
 from trainwright.run.group.device_slots import DeviceSlot, Member, device_slots, first_ranks
 from trainwright.run.group.environment import (
@@ -48,14 +48,6 @@ from trainwright.run.group.environment import (
 from trainwright.run.group.failure_report import FailureReport, should_report
 from trainwright.run.group.peers import Waiting
 from trainwright.run.limits import check_limits
-from trainwright.run.process import (
-    die_with_parent,
-    enter_process,
-    lossy_text,
-    prepare,
-    prepare_environment,
-    threads_allowed,
-)
 from trainwright.run.request import (
     AUTO,
     LauncherSettings,
@@ -123,7 +115,7 @@ def run_joined(
         number: of earlier runs that the same processes trained in sequence.
         launcher: pid of the launcher or of the process it started; None: this process's parent.
     """
-    terminal = lossy_text(os.dup(2), None, "replace")
+    terminal = process.lossy_text(os.dup(2), None, "replace")
     record_start()
     environment = read_environment(parent=launcher)
     if number:
@@ -131,10 +123,10 @@ def run_joined(
     settings = next((s for launcher in LAUNCHERS.present() if (s := launcher.of_environment()) is not None), None)
     os.environ.update(environment.torch_variables())
     if (parent := _parent(environment)) is not None:
-        die_with_parent(parent)
+        process.die_with_parent(parent)
     check_limits(environment.local_size, environment.size)
     own_threads = "OMP_NUM_THREADS" in os.environ
-    prepare_environment(detect().cpu_cores, environment.local_size)
+    process.prepare_environment(detect().cpu_cores, environment.local_size)
     # Imports torch from here on.
     try:
         rendezvous = _meet(environment, options)
@@ -172,7 +164,7 @@ def run_joined(
             from trainwright.run.group.rendezvous import prepare_each_machine
             from trainwright.run.run_worker import Worker, train
 
-            prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
+            prepare_each_machine(lambda: process.prepare(run), rendezvous, opened.firsts)
             with ExitStack() as watched:
                 for watcher in WATCHERS.present():
                     watched.enter_context(watcher.watch_beside(run, rank_info, terminal, lambda: failures.text))
@@ -261,8 +253,8 @@ class _Participant:
         with recorded_run(request, resolved, stack, refuse) as (run, text):
             logs = run / "logs"
             failures.clear(logs, environment.size)
-            enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
-            prepare(run)
+            process.enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
+            process.prepare(run)
             failures.begin(logs)
         opened = Opened(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
         if rendezvous is not None:
@@ -295,7 +287,7 @@ class _Participant:
                 "which rank 0 created; set logging.run_directory to a file system that all machines share"
             )
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
-        enter_process(log, parent=_parent(self.environment), keep_console=False)
+        process.enter_process(log, parent=_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
         return opened, DeviceSlot(*decision["places"][self.environment.rank])
 
@@ -396,7 +388,7 @@ def _parent(environment: LaunchEnvironment) -> int | None:
 
 def _threads(slot: DeviceSlot) -> int:
     cores = detect().cpu_cores
-    return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else threads_allowed()
+    return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else process.threads_allowed()
 
 
 _PARENT_CHECK_SECONDS = 1.0
@@ -412,7 +404,7 @@ def stop_without_launcher(launcher: str) -> None:
     parent = os.getppid()
     if launcher not in SUPERVISING_LAUNCHERS:
         return
-    die_with_parent(parent, signal.SIGTERM)
+    process.die_with_parent(parent, signal.SIGTERM)
     threading.Thread(target=_end_after, args=(parent,), daemon=True, name="launcher").start()
 
 

@@ -23,14 +23,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.parallel.constants import CACHED_PRODUCTS
+from trainwright.run.shutdown import stop
 from trainwright.run.shutdown.failure import raise_oom_score
-from trainwright.run.shutdown.stop import (
-    START_METHOD,
-    STOP_SIGNALS,
-    Stopping,
-    restore_default_signals,
-    signal_after_parent,
-)
+from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils.activity import Activity
 
 if TYPE_CHECKING:
@@ -100,7 +95,7 @@ def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send ``number`` to this process when `parent` (its pid) dies in any way (prctl(2))."""
-    signal_after_parent(number)
+    stop.signal_after_parent(number)
     if not sys.platform.startswith("linux"):
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it died between the fork and the line above
@@ -175,7 +170,7 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
     A TrainwrightError is raised again here, with its type and message. Raises TrainingError with the traceback for any
     other exception or when the process is killed, Stopped when a stop is requested.
     """
-    context: Any = multiprocessing.get_context(START_METHOD)
+    context: Any = multiprocessing.get_context(stop.START_METHOD)
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(work, log, os.getpid(), sender), name="prepare")
     with forking():
@@ -188,7 +183,7 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
         raise
     finally:
         child.join()
-    if answer is None and (stopping.requested or -child.exitcode in STOP_SIGNALS):  # or the child got it
+    if answer is None and (stopping.requested or -child.exitcode in stop.STOP_SIGNALS):  # or the child got it
         raise Stopped()
     if answer is None:
         raise TrainingError(f"preparation ended with exit code {child.exitcode} and no message; see {log}")
@@ -224,7 +219,7 @@ def _await_answer(receiver: multiprocessing.connection.Connection, stopping: Sto
 
 
 def _child(work: Callable[[], None], log: Path, parent: int, sender: multiprocessing.connection.Connection) -> None:
-    restore_default_signals()
+    stop.restore_default_signals()
     # A ctrl-C at the terminal reaches the parent too, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     enter_process(log, parent=parent, keep_console=True)

@@ -49,16 +49,10 @@ from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Auto, seconds_of
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
-from trainwright.run import run_directory
+from trainwright.run import process, run_directory
 from trainwright.run.group.contract import agree, check_layout, usable_device
 from trainwright.run.limits import open_files_in_words
 from trainwright.run.observers.hooks import ObservedRank, ObservedRun, beside_rank, observers_of
-from trainwright.run.process import (
-    console,
-    keep_freed_memory,
-    limit_product_caches,
-    threads_allowed,
-)
 from trainwright.run.relaunch import is_replan_requested
 from trainwright.run.shutdown.exit_code import ATTEMPT, torchrun_warning
 from trainwright.run.shutdown.requests import STATE_BYTES, Deadline, StopRequests
@@ -122,7 +116,7 @@ def train(worker: Worker) -> int:
     report_collectives()
     for watcher in WATCHERS.present():
         watcher.install(run, rank_info.rank)
-    with Activity(console(), "looking at the machine"):
+    with Activity(process.console(), "looking at the machine"):
         heart, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert heart is not None, "it has begun"
     warn = functools.partial(_stop_warning, worker.launcher)
@@ -140,7 +134,7 @@ def _stop_warning(launcher: str, needed: float) -> str | None:
 
 
 def _say_to_user(line: str) -> None:
-    say(f"\n{line}", file=console() or sys.stderr)
+    say(f"\n{line}", file=process.console() or sys.stderr)
 
 
 def run_worker(
@@ -176,7 +170,7 @@ def run_worker(
         recipe = with_processes(recipe, rank_info.size)
     _configure(recipe, machine, rank_info)
     # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
-    with Activity(console(), "mapping the data and building the model"):
+    with Activity(process.console(), "mapping the data and building the model"):
         heartbeat.phase("loading")
         task = task_module(recipe).build(recipe, worker.cache)
         if task.weights is not None:
@@ -187,7 +181,7 @@ def run_worker(
         heartbeat.phase("joining")
         world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, _timeout(recipe))
         world = replace(world, stop_requested=stop_requested)
-    with Activity(console(), f"setting up {recipe.parallel.strategy}"):
+    with Activity(process.console(), f"setting up {recipe.parallel.strategy}"):
         heartbeat.phase("setup")
         _follow_device(world)
         agree(recipe, task, world)
@@ -198,7 +192,7 @@ def run_worker(
     if world.is_main:
         gpu = None if world.device.type == "cpu" else world.device.index
         own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
-        with Activity(console(), "starting the trackers"):
+        with Activity(process.console(), "starting the trackers"):
             for observer in observers(ObservedRun(run, recipe, events.emit, world.size, own_process, may_change)):
                 events.follow(observer)
     resized = resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
@@ -253,7 +247,7 @@ def run_worker(
         )
     if trainer.is_over:
         request_stop()  # so that the launcher does not go on with other processes
-    with Activity(console(), "ending the processes"):
+    with Activity(process.console(), "ending the processes"):
         events.close()
         heartbeat.finish()
         leave()  # not after a failure: it would wait for the other ranks before the error is reported
@@ -271,9 +265,9 @@ def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> N
     if recipe.train.deterministic:
         _use_deterministic_kernels()
     _set_precision_of_fp32_products(recipe.train.tf32)
-    torch.set_num_threads(threads_allowed())
-    keep_freed_memory()
-    limit_product_caches()
+    torch.set_num_threads(process.threads_allowed())
+    process.keep_freed_memory()
+    process.limit_product_caches()
     if not machine.gpus or recipe.parallel.device == "cpu":
         limit_spinning()
     check_library(recipe.parallel.strategy)

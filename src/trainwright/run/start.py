@@ -30,19 +30,12 @@ from trainwright.errors import (
 from trainwright.machine.usage import process_age
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import START_HOOKS
-from trainwright.run import run_directory
+from trainwright.run import process, run_directory
 from trainwright.run.group.addresses import in_words
 from trainwright.run.group.device_slots import show_answering_gpus
 from trainwright.run.group.elastic import Elastic, devices_for
 from trainwright.run.group.failure_report import record_failure
 from trainwright.run.limits import check_limits
-from trainwright.run.process import (
-    ignore_closed_output,
-    preload_worker,
-    prepare,
-    prepare_environment,
-    run_in_child,
-)
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
@@ -78,9 +71,9 @@ def start(
         resolved.plan.refuse_shortage()
     processes = _max_processes(resolved)
     here = -(-processes // (rendezvous.nodes if rendezvous else 1))
-    ignore_closed_output()
+    process.ignore_closed_output()
     check_limits(here, processes)
-    prepare_environment(machine.cpu_cores, here, resolved.plan.threads)
+    process.prepare_environment(machine.cpu_cores, here, resolved.plan.threads)
     warn_of_launcher("trainwright", sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
@@ -214,11 +207,11 @@ class LocalRun:
         self.elastic = self.launches.elastic
 
     def _get_ready(self, run: Path) -> None:
-        preload_worker(self.resolved.recipe)
+        process.preload_worker(self.resolved.recipe)
         node = 0 if self.nodes is None else self.nodes.index
         log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
         with self._looking(run):
-            run_in_child(functools.partial(prepare, run), log, self.stopping)
+            process.run_in_child(functools.partial(process.prepare, run), log, self.stopping)
             if self.stopping.requested:
                 raise Stopped()
 

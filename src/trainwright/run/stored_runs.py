@@ -8,15 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trainwright.engine.checkpoints import remote_store
 from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
-from trainwright.engine.checkpoints.remote_store import (
-    STORED_AS,
-    RemoteStore,
-    StoredRun,
-    default_name,
-    identity_of,
-    name_in_stores,
-)
+from trainwright.engine.checkpoints.remote_store import RemoteStore, StoredRun
 from trainwright.errors import FaultError, RequestError, TrainwrightError, writes_to
 from trainwright.machine.sharing import lock_file
 from trainwright.run import run_directory
@@ -46,7 +40,7 @@ def store_of(url: str) -> RemoteStore:
 
 def stores_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
     """Return the places where copies of a run are, by the recipe's ``checkpoint.copies``. Raises RequestError."""
-    return [RemoteStore(where, name_in_stores(run)) for where in copies]
+    return [RemoteStore(where, remote_store.name_in_stores(run)) for where in copies]
 
 
 def fetch(places: Sequence[RemoteStore], run: Path, name: str | None = None) -> bool:
@@ -212,7 +206,7 @@ def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | N
 
 def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     try:
-        same = identity_of(run) == stored.run
+        same = remote_store.identity_of(run) == stored.run
     except OSError:  # nothing was trained in it
         same = False
     if not same:
@@ -225,10 +219,10 @@ def _write(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -
     with store.in_words(FaultError):
         _replace_events(run, store, stored)
     plan = json.loads(stored.plan)
-    plan.pop(STORED_AS, None)
+    plan.pop(remote_store.STORED_AS, None)
     plan[_WITHOUT_CHECKPOINT] = True
-    if name is not None and name != default_name(run):
-        plan[STORED_AS] = name
+    if name is not None and name != remote_store.default_name(run):
+        plan[remote_store.STORED_AS] = name
     write_file(run / run_directory.PLAN, json.dumps(plan, indent=2) + "\n")
     write_file(run / run_directory.RECIPE, stored.recipe)
 

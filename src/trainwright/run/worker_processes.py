@@ -25,19 +25,8 @@ import torch
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.run.group.addresses import LOOPBACK
 from trainwright.run.process import enter_process, forking, threads_allowed
-from trainwright.run.shutdown import stop
-from trainwright.run.shutdown.failure import (
-    EndedBySignal,
-    EndedEarly,
-    Slot,
-    ended_from_outside,
-    error_file,
-    exit_code_in,
-    new_slot,
-    record_exception,
-    run_to_end,
-    set_done,
-)
+from trainwright.run.shutdown import failure, stop
+from trainwright.run.shutdown.failure import EndedBySignal, EndedEarly, Slot
 from trainwright.run.shutdown.stop import START_METHOD
 from trainwright.utils.text import say
 
@@ -102,7 +91,7 @@ class Workers:
     """
 
     def __init__(self, entry: Callable[[], int], ranks: WorkerRanks, logs: Path, flags: stop.Flags) -> None:
-        self.slots = {rank: new_slot() for rank in ranks}
+        self.slots = {rank: failure.new_slot() for rank in ranks}
         self._killed: set[int] = set()
         name = uuid.uuid4().hex
         defaults = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # see preload_libraries
@@ -113,7 +102,10 @@ class Workers:
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         with forking():
             for rank in ranks:
-                variables = {"TORCHELASTIC_ERROR_FILE": str(error_file(logs, rank)), **ranks.variables(rank, name)}
+                variables = {
+                    "TORCHELASTIC_ERROR_FILE": str(failure.error_file(logs, rank)),
+                    **ranks.variables(rank, name),
+                }
                 arguments = (
                     entry,
                     logs,
@@ -171,7 +163,7 @@ class Workers:
         if code == -signal.SIGKILL and rank in self._killed:
             return None
         # What a library does when the interpreter ends says nothing about the run.
-        return code if code is None else exit_code_in(self.slots[rank], code)
+        return code if code is None else failure.exit_code_in(self.slots[rank], code)
 
 
 def _work(
@@ -185,17 +177,17 @@ def _work(
     stop.follow_launcher(flags, functools.partial(_record_signal, rank, slot))
     torch.set_num_threads(threads_allowed())
     try:
-        code = run_to_end(entry, rank)
+        code = failure.run_to_end(entry, rank)
     except Exception as error:
-        record_exception(error, slot)
+        failure.record_exception(error, slot)
         sys.stdout.flush()
         sys.stderr.flush()
         # Exit immediately: the other ranks wait for this one, and its threads may not be joinable any more.
         os._exit(error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING)
-    set_done(slot, code)
+    failure.set_done(slot, code)
     sys.exit(code)
 
 
 def _record_signal(rank: int, slot: Slot, number: signal.Signals) -> None:
     """Record the reason like an exception: errors of other ranks about broken connections follow from it."""
-    record_exception(EndedBySignal(ended_from_outside(rank, number)), slot)
+    failure.record_exception(EndedBySignal(failure.ended_from_outside(rank, number)), slot)

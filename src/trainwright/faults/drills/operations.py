@@ -34,17 +34,11 @@ from trainwright.errors import (
     TrainingError,
     TrainwrightError,
 )
+from trainwright.faults.drills import trial_settings
 from trainwright.faults.drills.invariants import InvariantBroken, Missed, Skipped, Undisturbed
 from trainwright.faults.drills.kinds import KINDS, DrillTrial, Spread, matching, moved, schedule
 from trainwright.faults.drills.trial_environment import perform, undisturbed_seconds
-from trainwright.faults.drills.trial_settings import (
-    TrialSettings,
-    phases_of,
-    refusals,
-    setting_of,
-    shortened,
-    spreads_of,
-)
+from trainwright.faults.drills.trial_settings import TrialSettings
 from trainwright.machine.sharing import lock_directory
 from trainwright.recipe.loading import dump_recipe
 from trainwright.run.shutdown.stop import interruptible, signal_after_parent
@@ -435,14 +429,14 @@ def _drill(request: DrillRequest, progress: bool) -> Drill:
     if not Path("/proc").is_dir():
         raise MachineError("a drill finds the processes of its runs in /proc, which only Linux has")
     started, directory = time.monotonic(), request.directory
-    recipe = shortened(request.recipe, request.overrides)
-    spreads = spreads_of(recipe, request.strategies, request.processes)
+    recipe = trial_settings.shortened(request.recipe, request.overrides)
+    spreads = trial_settings.spreads_of(recipe, request.strategies, request.processes)
     trials = _trials(request, recipe, spreads)
     _check_directory(request, dump_recipe(recipe))
     directory.mkdir(parents=True, exist_ok=True)
     results = CampaignResults(directory / _TRIALS)
     with lock_directory(directory, f"{directory} is used by another drill"), interruptible():
-        setting = setting_of(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
+        setting = trial_settings.setting_of(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
         try:
             _perform(request, recipe, trials, results, setting, started, progress)
         except Interrupted:
@@ -485,7 +479,7 @@ def _trials(request: DrillRequest, recipe: schema.RecipeSchema, spreads: tuple[S
         if not matching([pattern]):
             kinds = ", ".join(KINDS)
             raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {kinds}")
-    phases = phases_of(recipe)
+    phases = trial_settings.phases_of(recipe)
     cases = {name: kind.cases(spreads, phases) for name, kind in matching(request.kinds).items()}
     one_of_each = sum(map(bool, cases.values()))
     trials = schedule(request.seed, request.tries or (_MOST_TRIALS if request.minutes else one_of_each), cases)
@@ -498,10 +492,12 @@ def _possible(
     trials: Sequence[DrillTrial], recipe: schema.RecipeSchema, setting: TrialSettings
 ) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
-    refused = refusals(setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)]))
+    refused = trial_settings.refusals(
+        setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)])
+    )
     others = [spread for spread in setting.spreads if spread not in refused]
     kinds = {trial.kind for trial in trials if trial.case.spread in refused}
-    cases = {kind: KINDS[kind].cases(others, phases_of(recipe)) if others else () for kind in kinds}
+    cases = {kind: KINDS[kind].cases(others, trial_settings.phases_of(recipe)) if others else () for kind in kinds}
     return moved(trials, refused, cases), refused
 
 

@@ -24,16 +24,7 @@ import psutil
 
 from trainwright.engine.events import Fault, Notice, append_event
 from trainwright.errors import EXIT_TRAINING, TrainingError
-from trainwright.faults.hangs.evidence import (
-    keep_collectives,
-    remove_pipes,
-    stacks_file,
-    stacks_of,
-    training_thread,
-    wait_for_collectives,
-    write_collectives,
-    write_stacks_on_signal,
-)
+from trainwright.faults.hangs import evidence
 from trainwright.faults.hangs.judge import STORAGE, Machines, RankState, Verdict, conflict_of, judge
 from trainwright.machine.usage import process_age
 from trainwright.recipe.loading import load_recipe
@@ -268,7 +259,7 @@ class HangWatcher:
         if self._machines is not None:
             self._machines.close()
         if self._directory is not None:
-            remove_pipes(self._directory, self._ever)
+            evidence.remove_pipes(self._directory, self._ever)
             for rank in self._ever:
                 heartbeat_file(self._directory, rank).unlink(missing_ok=True)
             with suppress(OSError):  # another machine of the run may be this one
@@ -335,12 +326,13 @@ class HangWatcher:
         shown = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
         why = {True: "no stack, as its process does not respond", False: "no stack has arrived from its machine"}
         missing = [f"rank {rank}: {why[rank in pids]}" for rank in sorted(everyone - stacks.keys())]
-        files = f"all threads: {stacks_file(self._watched.run / 'logs', verdict.ranks[0]).with_name('rank-*.stacks')}"
+        first = evidence.stacks_file(self._watched.run / "logs", verdict.ranks[0])
+        files = f"all threads: {first.with_name('rank-*.stacks')}"
         message = f"the run hangs: {verdict.detail}"
         if ends:
             text = "\n".join([message, *shown, *missing, files])
             self._ending(verdict.exit_code, text)
-            wait_for_collectives(self._watched.run / "logs", self._asked)
+            evidence.wait_for_collectives(self._watched.run / "logs", self._asked)
             for pid in pids.values():
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -354,8 +346,11 @@ class HangWatcher:
         """Return the stacks of the threads that train: of all machines where rank 0 is."""
         pids = dict(self._processes())
         if self._directory is not None:
-            self._asked = write_collectives(self._directory, pids, self._watched.run / "logs")
-        here = {rank: training_thread(text) for rank, text in stacks_of(pids, self._watched.run / "logs").items()}
+            self._asked = evidence.write_collectives(self._directory, pids, self._watched.run / "logs")
+        here = {
+            rank: evidence.training_thread(text)
+            for rank, text in evidence.stacks_of(pids, self._watched.run / "logs").items()
+        }
         if self._machines is None:
             return here
         if self._machines.decides:
@@ -499,8 +494,8 @@ class HangDetection:
 
     def install(self, run: Path, rank: int) -> None:
         """Have torch keep this worker's collectives, and write its stacks on a signal."""
-        keep_collectives(run / "logs", heartbeat_directory(run))
-        write_stacks_on_signal(run / "logs", rank)
+        evidence.keep_collectives(run / "logs", heartbeat_directory(run))
+        evidence.write_stacks_on_signal(run / "logs", rank)
 
     def watch(self, run: Path, ranks: WorkerRanks, processes: Callable[[], Mapping[int, int]]) -> HangWatcher:
         """Return the watcher of the supervisor's workers."""

@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import TextIO
 
 from trainwright.data.tokens.lengths import repeated
-from trainwright.engine.event_reader import (
-    EarlierEvents,
-    EventRecord,
-    compared,
-    precision_of,
-    read_earlier,
-    reasons_of,
-    resumed_step,
-)
+from trainwright.engine import event_reader
+from trainwright.engine.event_reader import EarlierEvents, EventRecord
 from trainwright.machine.usage import figures_of
 from trainwright.models.supported import class_in
 from trainwright.models.usage import evaluating, model_class
@@ -111,8 +104,8 @@ class ConsoleObserver:
     def _start(self, event: EventRecord) -> None:
         self._run = Path(event.get("run_directory", "."))
         self._predicted = event.get("predicted", {})
-        self._resumed = resumed_step(event)
-        self._past = read_earlier(self._run / "events.jsonl", event)
+        self._resumed = event_reader.resumed_step(event)
+        self._past = event_reader.read_earlier(self._run / "events.jsonl", event)
         for past in self._past.events:
             if past["event"] == "evaluate":
                 self._measured(past["metrics"])
@@ -184,10 +177,10 @@ class ConsoleObserver:
                 by = f"  ({change})" if (change := text.change(first, last)) else ""
                 self._row(text.metric_name(name), f"{text.metric(first)} -> {text.metric(last)}{by}")
         measured = event.get("measured", {})
-        rows = list(compared(self._predicted, measured))
+        rows = list(event_reader.compared(self._predicted, measured))
         for row in rows:
             self._row(row.label, row.words, warns=row.is_outside)
-        for number, why in enumerate(reasons_of(self._predicted, measured)):
+        for number, why in enumerate(event_reader.reasons_of(self._predicted, measured)):
             self._row("" if number else "why", why)
         if resident := self._last_step.get("resident_bytes"):
             self._row("memory now", f"{text.size(resident)} resident in the largest process at the last step")
@@ -254,13 +247,13 @@ def _banner(event: EventRecord) -> list[tuple[str, str]]:
     """Return label and value of every line; missing fields of the event are left out."""
     rows = [("task", str(event["task"]))]
     if "run_directory" in event:
-        resumed = resumed_step(event)
+        resumed = event_reader.resumed_step(event)
         rows.append(("run", f"{event['run_directory']}" + (f", resumed at step {resumed}" if resumed else "")))
     if "weights" in event:
         rows.append(("model", str(event["weights"])))
     rows.append(("parameters", _parameters(event)))
     rows.append(("processes", _processes(event)))
-    rows.append(("precision", precision_of(event)))
+    rows.append(("precision", event_reader.precision_of(event)))
     rows += [("attention" if i == 0 else "", line) for i, line in enumerate(event.get("attention", []))]
     rows.append(("batch", _batch(event)))
     rows += [("data" if i == 0 else "", line) for i, line in enumerate(event.get("data", []))]
@@ -270,7 +263,7 @@ def _banner(event: EventRecord) -> list[tuple[str, str]]:
     if "epoch_examples" in event and (remark := repeated(examples, event["epoch_examples"])):
         rows.append(("", remark))
     if event.get("max_steps"):
-        finished = (resumed_step(event) or 0) >= event["max_steps"]
+        finished = (event_reader.resumed_step(event) or 0) >= event["max_steps"]
         why = ", which the run has already trained; a higher train.max_steps trains it further" if finished else ""
         rows.append(("steps", f"{event['max_steps']:,}{why}"))
     rows += [("chosen" if i == 0 else "", line) for i, line in enumerate(event.get("reasons", []))]

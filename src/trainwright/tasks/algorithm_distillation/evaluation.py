@@ -27,15 +27,10 @@ from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.loading import load_recipe
+from trainwright.tasks.algorithm_distillation import in_context
 from trainwright.tasks.algorithm_distillation.environments import Environment, check_stored
 from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-from trainwright.tasks.algorithm_distillation.in_context import (
-    Returns,
-    Trial,
-    evaluate_model,
-    evaluate_random,
-    mean_over_last,
-)
+from trainwright.tasks.algorithm_distillation.in_context import Returns, Trial
 from trainwright.tasks.algorithm_distillation.model import ABOUT, HistoryModel, is_history_model, load_history_model
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
@@ -142,9 +137,13 @@ def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> No
     chosen = section.trial
     trial = Trial(chosen.episodes, chosen.copies, chosen.temperature, request.seed, greedy_after=chosen.greedy_after)
     steps = trial.episodes * environment.horizon
-    sampled = evaluate_model(module, environment, tasks, trial, world, every_step=stage("actions drawn", steps))
+    sampled = in_context.evaluate_model(
+        module, environment, tasks, trial, world, every_step=stage("actions drawn", steps)
+    )
     likeliest = replace(trial, temperature=0.0)
-    greedy = evaluate_model(module, environment, tasks, likeliest, world, every_step=stage("greedy actions", steps))
+    greedy = in_context.evaluate_model(
+        module, environment, tasks, likeliest, world, every_step=stage("greedy actions", steps)
+    )
     if not world.is_main:
         return
     arrays: dict[str, Any] = {
@@ -152,7 +151,7 @@ def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> No
         "optimum": environment.optimal_return(tasks).numpy(),
         "sampled": sampled,
         "greedy": greedy,
-        "random": evaluate_random(environment, tasks, trial.copies, trial.episodes, request.seed),
+        "random": in_context.evaluate_random(environment, tasks, trial.copies, trial.episodes, request.seed),
     }
     source = _source(section, environment, tasks)
     if source is not None:
@@ -201,7 +200,7 @@ class AgentReport:
         if (best := best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
             metrics["best_copy"] = {"last": _number(best.mean())}
         tasks = self.arrays["tasks"].tolist()
-        ends = mean_over_last(self.arrays["sampled"], self.last_episodes).mean(1)
+        ends = in_context.mean_over_last(self.arrays["sampled"], self.last_episodes).mean(1)
         optimum = self.arrays["optimum"]
         metrics["tasks"] = [
             {"task": task, "return": float(end), "optimum": _number(best)}
@@ -258,7 +257,7 @@ def best_copies(returns: Returns, count: int) -> Returns | None:
     if returns.shape[1] < 2 or returns.shape[2] < 2 * count:
         return None
     chosen = returns[..., -2 * count : -count].mean(-1).argmax(1)
-    best: Returns = mean_over_last(returns, count)[np.arange(len(returns)), chosen]
+    best: Returns = in_context.mean_over_last(returns, count)[np.arange(len(returns)), chosen]
     return best
 
 

@@ -24,17 +24,9 @@ from trainwright.machine.machine import Machine
 from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.parallel.world import World
 from trainwright.tasks.unlearn.benchmarks import KEY, Benchmark, find_benchmark
+from trainwright.tasks.unlearn.evaluation import measure
 from trainwright.tasks.unlearn.evaluation.items import PARAPHRASE, WRONG, ItemEncoder, ItemSet, read_sets
-from trainwright.tasks.unlearn.evaluation.measure import (
-    KINDS,
-    MeasurementJob,
-    Relearning,
-    answer_sets,
-    attack_items,
-    quantized_probability,
-    relearn,
-    score_sequences,
-)
+from trainwright.tasks.unlearn.evaluation.measure import MeasurementJob, Relearning
 from trainwright.tasks.unlearn.evaluation.registry import METRICS, OPTIONS, missing, sets_of, usual
 from trainwright.tasks.unlearn.evaluation.report import BenchmarkReport, Findings, by_set, read_reference
 from trainwright.utils.installation import require
@@ -130,11 +122,11 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
     model, dtype = UnloadedModel.open(work / _MODEL), DTYPES[request.dtype]
     other = None
     if (work / _OTHER).is_file():
-        other = score_sequences(load(UnloadedModel.open(work / _OTHER), dtype, world.device), job, world, stage)
+        other = measure.score_sequences(load(UnloadedModel.open(work / _OTHER), dtype, world.device), job, world, stage)
     loaded = load(model, dtype, world.device)
-    scores = score_sequences(loaded, job, world, stage)
-    answers = answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
-    attacked = attack_items(loaded, job, other, world, stage)
+    scores = measure.score_sequences(loaded, job, world, stage)
+    answers = measure.answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
+    attacked = measure.attack_items(loaded, job, other, world, stage)
     findings = Findings(
         job.sets,
         by_set(job.sequences, scores),
@@ -168,10 +160,10 @@ def _attack(
     forget = job.sequences.dataset.part(job.sequences.of_set("forget"))
     if name == "relearning":
         how = Relearning(request.relearning_steps, request.relearning_rate)
-        return relearn(load(model, torch.float32, world.device), forget, how, world)
+        return measure.relearn(load(model, torch.float32, world.device), forget, how, world)
     return {
-        kind: quantized_probability(load(model, DTYPES[request.dtype], world.device), forget, kind, world)
-        for kind in KINDS
+        kind: measure.quantized_probability(load(model, DTYPES[request.dtype], world.device), forget, kind, world)
+        for kind in measure.KINDS
     }
 
 
