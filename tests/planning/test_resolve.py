@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.runs import TINY
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import Build
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import Resolved, possible, resolve, without_bitsandbytes
 
@@ -227,6 +229,33 @@ def test_fused_kernels_are_refused_where_they_cannot_run(here: Machine, why: str
     assert str(raised.value) == f"model.kernels: triton is not possible here: {why}; set it to auto or eager"
 
 
+FLOAT8 = {"mixed_precision": "bf16", "float8": "rowwise"}
+
+
+def test_float8_needs_a_gpu_that_has_it_or_a_cpu() -> None:
+    with pytest.raises(MachineError, match=r"^train\.float8: A100-80GB does not compute in float8, which needs"):
+        possible(recipe(FLOAT8), parse_machine("8xA100-80GB"))
+    _, remarks = possible(recipe({**FLOAT8, "compile": False}), parse_machine("8xH100"))
+    assert any("without train.compile" in remark for remark in remarks)
+    _, remarks = possible(recipe(FLOAT8), parse_machine("8xH100"))
+    assert not any("float8" in remark for remark in remarks)
+    assert any("train.float8: a CPU rounds" in line for line in resolve(recipe(FLOAT8), machine()).reasons)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["train.mixed_precision=no"], ("train.float8", "train.mixed_precision")),
+        (["model.adapter.type=lora"], ("train.float8", "model.adapter.type")),
+    ],
+)
+def test_float8_contradicts_what_it_is_not_for(overrides: list[str], keys: tuple[str, str]) -> None:
+    asked = ["train.mixed_precision=bf16", "train.float8=rowwise", *overrides]
+    with pytest.raises(RequestError) as raised:
+        load_recipe(TINY, asked)
+    assert all(key in str(raised.value) for key in keys)
+
+
 @pytest.mark.slow
 def test_tf32_that_is_no_faster_is_remarked() -> None:
     cards = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB, (8, 6)),))
@@ -251,6 +280,12 @@ def test_a_layout_key_of_the_recipe_is_kept_also_with_its_default_value(written:
         ),
         ("2xB580", {"tf32": True}, {}, r"^train\.tf32 is not possible on GPUs of Intel: "),
         ("8xMI300X", {"tf32": True}, {}, r"^train\.tf32 is not possible on GPUs of AMD: "),
+        (
+            "8xMI300X",
+            {"mixed_precision": "bf16", "float8": "rowwise"},
+            {},
+            r"^train\.float8: needs an NVIDIA GPU, MI300X is one of AMD; set it to no",
+        ),
     ],
 )
 def test_what_gpus_of_another_vendor_lack_is_refused_by_name(

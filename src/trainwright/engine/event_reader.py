@@ -143,6 +143,8 @@ def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
 def precision_of(start: EventRecord) -> str:
     """Return the precision of a `start` event in words."""
     computed = str(start.get("mixed_precision")).replace("no", "fp32")
+    if start.get("float8", "no") != "no":
+        computed += f", products of blocks in float8 ({start['float8']})"
     return f"{computed}, fp32 products in TF32" if start.get("tf32") else computed
 
 

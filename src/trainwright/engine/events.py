@@ -70,6 +70,7 @@ class Start(Event):
     strategy: str
     mixed_precision: str
     tf32: bool
+    float8: str
     device: str
     micro_batch_size: int
     gradient_accumulation_steps: int

@@ -31,6 +31,7 @@ _PLAIN = {
     "aten::addmm",
     "aten::bmm",
     "aten::baddbmm",
+    "aten::_scaled_mm_v2",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

@@ -277,9 +277,23 @@ def _length(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if train.neftune_noise_alpha is not None and not recipe.has_texts:
         why = f"task {recipe.task} has no embeddings of tokens; remove it"
         yield Contradiction(("train.neftune_noise_alpha", "task"), why)
+    if train.float8 != "no":
+        yield from _float8(recipe)
     if train.profile is not None and train.max_steps is not None and train.profile.steps[1] > train.max_steps:
         why = f"ends at step {train.profile.steps[1]}, and train.max_steps is {train.max_steps}; lower it"
         yield Contradiction(("train.profile.steps", "train.max_steps"), why)
+
+
+def _float8(recipe: RecipeSchema) -> Iterator[Contradiction]:
+    if recipe.train.mixed_precision != "bf16":
+        why = "rounds what is computed in bf16; set train.mixed_precision to bf16"
+        yield Contradiction(("train.float8", "train.mixed_precision"), why)
+    if recipe.model.adapter.type != "none":
+        why = "is of layers that are trained, and those under an adapter are frozen; remove one of the two"
+        yield Contradiction(("train.float8", "model.adapter.type"), why)
+    if recipe.model.is_own or not recipe.has_texts:
+        why = "is of models of transformers; remove it"
+        yield Contradiction(("train.float8", "model.implementation" if recipe.model.is_own else "task"), why)
 
 
 def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:

@@ -256,6 +256,7 @@ def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) ->
     _check_precision(recipe, cluster, remarks)
     _check_tf32(recipe, cluster, remarks)
     _check_kernels(recipe, cluster, remarks)
+    _check_float8(recipe, cluster, remarks)
     return recipe, remarks
 
 
@@ -338,6 +339,27 @@ def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -
             "model.kernels triton: the loss is one kernel, and so are norms, rotary positions and gated activations "
             "where their formula is the kernel's"
         )
+
+
+_FLOAT8_CAPABILITY = (8, 9)  # Ada, Hopper and later
+
+
+def _check_float8(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
+    if recipe.train.float8 == "no":
+        return
+    card = cluster.card
+    if cluster.device == "cpu":
+        remarks.append("train.float8: a CPU rounds as a GPU does, correct but slower than no")
+        return
+    if card.vendor != "NVIDIA":
+        raise MachineError(f"train.float8: needs an NVIDIA GPU, {card.name} is one of {card.vendor}; set it to no")
+    if card.capability < _FLOAT8_CAPABILITY:
+        raise MachineError(
+            f"train.float8: {card.name} does not compute in float8, which needs compute capability 8.9 or higher; set "
+            "it to no"
+        )
+    if recipe.train.compile is False:
+        remarks.append("train.float8: without train.compile, rounding takes longer than products in float8 save")
 
 
 def _check_libraries(recipe: RecipeSchema, cluster: Cluster) -> None:

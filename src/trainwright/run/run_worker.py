@@ -385,6 +385,7 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         strategy=trainer.strategy.name,
         mixed_precision=recipe.train.mixed_precision,
         tf32=recipe.train.tf32,
+        float8=recipe.train.float8,
         device=_device_name(world),
         micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
         gradient_accumulation_steps=len(first.for_rank(0, world.size)),

@@ -32,6 +32,7 @@ from trainwright.inference.prompts import PromptEncoder
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.files import check_saved, logits_of, save_model
+from trainwright.models.float8 import use_float8
 from trainwright.models.freezing import freeze
 from trainwright.models.load import (
     check_adapter,
@@ -185,6 +186,11 @@ class LanguageModelTask:
         self.start: str | None = None
         if self.weights is None:  # for an empty model, a few layers were checked when the run was prepared
             check_model(self._lm, probe(model.config.get_text_config().vocab_size))
+        if not use_float8(self.blocks(), recipe.train.float8) and recipe.train.float8 != "no":
+            raise RequestError(
+                "train.float8: the blocks of this model have no linear layers whose sizes are multiples of 16; set it "
+                "to no"
+            )
         self._plain = prepared.train.report["format"] == "text"
         self._encode_prompt = PromptEncoder(tokenizer, plain=self._plain)
         self._stop = stop_of(model, tokenizer, chat=not self._plain)

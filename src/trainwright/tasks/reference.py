@@ -93,11 +93,12 @@ class ReferenceTask(LanguageModelTask):
             TrainingError: out of memory with one row per micro-batch, or a probability is not finite.
         """
         world, dataset = passes.world, stream.dataset
+        precision, float8 = str(self._recipe.train.mixed_precision), self._recipe.train.float8
         sequences = sorted({sequence for example in examples for sequence in dataset.sequences(example)})
         # Of what is computed in other batches the last bits may differ: a run that is resumed needs the same ones.
         identity = {
             "weights": weights,
-            "precision": str(self._recipe.train.mixed_precision),
+            "precision": precision if float8 == "no" else f"{precision}, float8 {float8}",
             "device": world.device.type,
             "data": dataset.fingerprint,
             "batches": stream.division,

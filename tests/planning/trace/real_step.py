@@ -16,6 +16,7 @@ from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.adapters.files import fully_trained
 from trainwright.models.causal_lm import CausalLM
+from trainwright.models.float8 import use_float8
 from trainwright.models.quantization import quantize
 from trainwright.models.recompute import save_activation_memory
 from trainwright.models.router_loss import RouterLoss
@@ -44,6 +45,7 @@ def real_model(request: TraceRequest) -> CausalLM:
     lm = CausalLM(model, packed=request.rows in ("packed", "equal"), router_loss=balance)
     for parameter in lm.parameters():
         parameter.data = parameter.data.to(DTYPES[request.dtype])
+    use_float8(lm.blocks(), request.model.float8)
     save_activation_memory(lm.blocks(), request.recompute)
     return lm.train()
 
@@ -81,9 +83,14 @@ def measured(lm: CausalLM, batch: Batch) -> dict[str, int]:
     evaluation; and the FLOPs of products.
     """
     peaks = {"step": peak_of(lm, batch), "evaluation": _peak(_evaluation, lm, batch)}
-    with FlopCounterMode(display=False) as counter:
+    float8 = {torch.ops.aten._scaled_mm_v2: _flops_of_float8}
+    with FlopCounterMode(display=False, custom_mapping=float8) as counter:
         _step(lm, batch)
     return {**peaks, "flops": counter.get_total_flops()}
+
+
+def _flops_of_float8(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return int(2 * a[0] * a[1] * b[1])
 
 
 def peak_of(lm: CausalLM, batch: Batch) -> int:

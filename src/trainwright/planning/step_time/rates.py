@@ -169,7 +169,7 @@ def rates_of(cluster: Cluster, calibration: Calibration | None = None, measureme
     return Rates(cluster, calibration, measurement)
 
 
-_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from trainwright.models.attention.plain import are_equal
 from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.configuration import layer_configs, making, register, set_dropout, without_ignored
 from trainwright.models.files import has_experts
+from trainwright.models.float8 import use_float8
 from trainwright.models.fused.choice import Kernels
 from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.low_rank import join_adapters
@@ -151,6 +152,7 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     for parameter in lm.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[request.dtype])
+    use_float8(lm.blocks(), wanted.float8)
     if packed and request.device.is_gpu:
         attend_as_on_gpu(lm, request.device)
     if request.device.is_gpu or request.hooked:  # then a tied embedding's gradient is not added to the head's in place
@@ -373,19 +375,19 @@ def _attention_on_gpu(
     return call.cut(compute(padded, sequences)), None
 
 
-def workspace_on_gpu(func: Any, args: Any, kwargs: Any) -> int:
+def workspace_on_gpu(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     """Return the bytes that a GPU's attention kernels allocate beside their results: queries' gradients in fp32."""
     name = func.overloadpacket.__name__
     if "backward" not in name or ("attention" not in name and "attn" not in name):
-        return 0
+        return ()
     query, key = args[1:3]
     if "varlen" in name:  # of [T, H, D]; keys' gradients for every head of the queries
         tokens, heads, size = query.shape
         sums = 4 * heads * (tokens + 128 * _SEQUENCES)
         expanded = 2 * query.nbytes if key.shape[1] != heads else 0
-        return int(sums * (-(-size // 32) * 32 + 1) + expanded)
+        return (int(sums * (-(-size // 32) * 32 + 1) + expanded),)
     rows = query.numel() // query.shape[-1]
-    return int(4 * rows * (1 if query.element_size() == 4 else 1 + query.shape[-1]))
+    return (int(4 * rows * (1 if query.element_size() == 4 else 1 + query.shape[-1])),)
 
 
 _SEQUENCES = 3  # of a traced pack

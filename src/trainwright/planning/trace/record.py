@@ -62,12 +62,17 @@ class TooManyError(Exception):
 class Recorder(TorchDispatchMode):
     """Record all operations by segment. To be entered inside a FakeTensorMode.
 
-    ``names``: of each parameter, within its unit. ``workspace``: returns the bytes that an operation allocates beside
-    its results while it runs. ``most``: operations, before it raises TooManyError.
+    ``names``: of each parameter, within its unit. ``workspace``: returns the sizes in bytes of what an operation
+    allocates beside its results while it runs, each a multiple of one of ``BASIS``. ``most``: operations, before it
+    raises TooManyError.
     """
 
     def __init__(
-        self, module: nn.Module, names: dict[nn.Parameter, str], workspace: Callable[..., int], most: int | None
+        self,
+        module: nn.Module,
+        names: dict[nn.Parameter, str],
+        workspace: Callable[..., tuple[int, ...]],
+        most: int | None,
     ) -> None:
         super().__init__()
         self.segments: list[Segment] = []
@@ -133,8 +138,9 @@ class Recorder(TorchDispatchMode):
             self.used[id(parameter)] = parameter
         name = "" if parameter is None else self._names[parameter]
         segment.done.append(_described(func, args, kwargs, inputs, results, name, self._scope))
-        if extra := self._workspace(func, args, kwargs):
-            segment.events += (MemoryEvent("allocated", extra), MemoryEvent("released", extra))
+        extra = self._workspace(func, args, kwargs)
+        for kind in ("allocated", "released"):
+            segment.events += (MemoryEvent(kind, size) for size in extra if size)
         return out
 
     def _inside(self, of_ours: Callable[..., Any], args: Any) -> Any:
@@ -143,7 +149,7 @@ class Recorder(TorchDispatchMode):
         Their workspaces, of sequences of any length, are small beside that, and no polynomials of a batch.
         """
         done, workspace = len(self.segments[-1].done), self._workspace
-        self._workspace = lambda *_: 0
+        self._workspace = lambda *_: ()
         try:
             with self:
                 out = of_ours(*args)
@@ -219,8 +225,8 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
     if "attention" in operator or "attn" in operator or "flash" in operator:
         kind, flops = "attention", _attention_flops(operator, args, kwargs)
         generation = 3 if "flash_attn_3" in str(packet) else 2
-    elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm"):
-        kind, (a, b) = "product", args[:2] if operator in ("mm", "bmm") else args[1:3]
+    elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm_v2"):
+        kind, (a, b) = "product", args[1:3] if "add" in operator else args[:2]
         width = b.element_size()  # of a sum in fp32, the result is wider
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         times = a.shape[0] if a.dim() == 3 else 1

@@ -71,6 +71,7 @@ class TracedModel:
         z_loss, router_loss: whether the loss has these terms.
         dropout: of the recipe's model; None: that of the configuration.
         implementation: of the recipe's model.
+        float8: of the recipe's ``train``.
     """
 
     configuration: str
@@ -85,6 +86,7 @@ class TracedModel:
     router_loss: bool = False
     dropout: float | None = None
     implementation: str = "transformers"
+    float8: str = "no"
 
     @classmethod
     def of(cls, configuration: Mapping[str, Any], recipe: RecipeSchema | None = None) -> TracedModel:
@@ -111,6 +113,7 @@ class TracedModel:
             router_loss=bool(getattr(section, "router_loss", 0.0)),
             dropout=recipe.model.dropout,
             implementation=recipe.model.implementation,
+            float8=recipe.train.float8,
         )
 
     def adapted(self, section: AdapterSection) -> TracedModel:

@@ -178,13 +178,16 @@ def _workspace(request: TraceRequest) -> Any:
     if request.device.is_gpu:
         return workspace_on_gpu
 
-    def extra(func: Any, args: Any, kwargs: Any) -> int:
+    def extra(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         name = func.overloadpacket.__name__
         if name == "sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:  # converts all that it sums
-            return int(args[0].numel() * kwargs["dtype"].itemsize)
+            return (args[0].numel() * kwargs["dtype"].itemsize,)
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-            return _flash_workspace(args[1] if "backward" in name else args[0], "backward" in name)
-        return 0
+            return (_flash_workspace(args[1] if "backward" in name else args[0], "backward" in name),)
+        if name == "_scaled_mm_v2":  # of float8: both operands and the result in fp32, then the result rounded
+            (m, k), n = args[0].shape, args[1].shape[1]
+            return k * n, 4 * m * k, 4 * k * n, 6 * m * n
+        return ()
 
     return extra
 

@@ -1,0 +1,141 @@
+"""Compute the products of blocks' linear layers in float8: ``train.float8``.
+
+``rowwise``: inputs, and gradients of results, are rounded to e4m3 with a scale for each row, weights with one for each
+output in the forward pass and one for all in the backward pass, all scales powers of two; gradients of weights are
+products in bf16. It is the recipe ``rowwise_with_gw_hp`` of torchao. A row is rounded as in any other batch, so losses
+do not depend on how a batch is divided. ``tensorwise``: one scale for a whole tensor, which the other rows of a
+micro-batch change, e5m2 for gradients, and gradients of weights in float8 too (arXiv 2209.05433).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import ScalingType, scaled_mm
+
+_MULTIPLE = 16  # of the sizes of a product, on a GPU
+_ROUTERS = {"gate", "router"}  # small, and what they choose must not depend on rounding
+_VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+_ROWS, _TENSOR = ScalingType.RowWise, ScalingType.TensorWise
+
+
+def use_float8(blocks: Iterable[nn.Module], scales: str) -> int:
+    """Let linear layers of ``blocks`` compute in float8, in place; return how many do.
+
+    Routers and layers of sizes that are no multiples of 16 are left as they are, and so are experts, which are no
+    linear layers. ``scales``: "rowwise", "tensorwise" or "no".
+    """
+    if scales == "no":
+        return 0
+    layers: list[Any] = [
+        layer
+        for block in blocks
+        for name, layer in block.named_modules()
+        if type(layer) is nn.Linear
+        and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
+        and name.rpartition(".")[2] not in _ROUTERS
+    ]
+    for layer in layers:
+        layer.forward = MethodType(_by_rows if scales == "rowwise" else _by_tensors, layer)
+    return len(layers)
+
+
+def _by_rows(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return _with_bias(_ByRows.apply(x.flatten(0, -2), self.weight), self, x)
+
+
+def _by_tensors(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return _with_bias(_ByTensors.apply(x.flatten(0, -2), self.weight), self, x)
+
+
+def _with_bias(out: Any, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = out.unflatten(0, x.shape[:-1])
+    return result if layer.bias is None else result + layer.bias
+
+
+class _ByRows(torch.autograd.Function):
+    """The product of rows [T, I] with a weight [O, I], transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        rows, of_rows = _powers(x, _amax(x, 1))
+        outputs, of_outputs = _powers(weight, _amax(weight, 1))
+        return scaled_mm(
+            rows, outputs.t(), of_rows, _ROWS, of_outputs.t(), _ROWS, output_dtype=x.dtype, use_fast_accum=x.is_cuda
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (x, weight), (gradient,) = ctx.saved_tensors, gradients
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            rows, of_rows = _powers(gradient, _amax(gradient, 1))
+            whole, of_whole = _powers(weight, _amax(weight))
+            of_inputs = of_whole.expand(1, weight.shape[1]).contiguous()
+            of_x = scaled_mm(rows, _by_columns(whole), of_rows, _ROWS, of_inputs, _ROWS, output_dtype=x.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = gradient.t() @ x
+        return of_x, of_weight
+
+
+class _ByTensors(torch.autograd.Function):
+    """The same product, with a scale for each tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        (rows, of_rows), (outputs, of_outputs) = _scaled(x, _VALUES), _scaled(weight, _VALUES)
+        return scaled_mm(
+            rows, outputs.t(), of_rows, _TENSOR, of_outputs, _TENSOR, output_dtype=x.dtype, use_fast_accum=x.is_cuda
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        slopes, of_slopes = _scaled(gradients[0], _GRADIENTS)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            values, of_values = _scaled(weight, _VALUES)
+            columns = _by_columns(values)
+            of_x = scaled_mm(slopes, columns, of_slopes, _TENSOR, of_values, _TENSOR, output_dtype=x.dtype)
+        if ctx.needs_input_grad[1]:
+            values, of_values = _scaled(x, _VALUES)
+            missing = -len(x) % _MULTIPLE  # rows of zeros: a sum over any number of tokens
+            slopes, values = (nn.functional.pad(part, (0, 0, 0, missing)) for part in (slopes, values))
+            left = slopes.t().contiguous()
+            of_weight = scaled_mm(
+                left, _by_columns(values), of_slopes, _TENSOR, of_values, _TENSOR, output_dtype=x.dtype
+            )
+        return of_x, of_weight
+
+
+def _amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Return the largest magnitude of a tensor, or along ``dim``, which stays with a size of 1; fp32."""
+    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    return largest.float().clamp_min(1e-12)
+
+
+def _powers(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor in e4m3, and the powers of two to multiply it with again."""
+    exponent = torch.frexp(torch.finfo(_VALUES).max / largest).exponent
+    return _times(x, torch.ldexp(torch.ones_like(largest), exponent - 1), _VALUES)
+
+
+def _scaled(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor in float8, and the factor to multiply it with again."""
+    return _times(x, torch.finfo(dtype).max / _amax(x), dtype)
+
+
+def _times(x: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    limit = torch.finfo(dtype).max
+    return (x.float() * factors).clamp(-limit, limit).to(dtype), factors.reciprocal()
+
+
+def _by_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose columns lie next to each other in memory, as the second of a product of float8 has to."""
+    return matrix.t().contiguous().t()
