@@ -68,25 +68,23 @@ class Muon(Optimizer):
                 yield [*stack], list(update.unbind())
             return
         dtype = _working_dtype(self.exchange.device)
-        for parameter, update in self.exchange(parameters, self._ahead, _update, dtype):
+        for parameter, update in self.exchange(parameters, lambda one: self._ahead([one])[0], _update, dtype):
             yield [parameter], [update.to(parameter.device, parameter.dtype)]
 
     def _stacked(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """Return what the updates of parameters of one shape [m, n] are computed from, as [count, m, n]."""
         first = parameters[0]
         stack = first.new_empty((len(parameters), *first.shape), dtype=_working_dtype(first.device))
-        ahead = torch._foreach_lerp(_grads(parameters), self._momenta(parameters), self._momentum)
-        torch._foreach_copy_(list(stack.unbind()), ahead)
+        torch._foreach_copy_(list(stack.unbind()), self._ahead(parameters))
         return stack
 
     def _momenta(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
 
-    def _ahead(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the gradient moved on by the momentum (Nesterov)."""
-        grad, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
-        assert grad is not None
-        return grad.lerp(momentum, self._momentum)
+    def _ahead(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        """Return the gradients moved on by their momenta (Nesterov)."""
+        ahead = torch._foreach_lerp(_grads(parameters), self._momenta(parameters), self._momentum)
+        return list(ahead)
 
 
 def _grads(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
