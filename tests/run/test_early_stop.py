@@ -58,3 +58,19 @@ def test_another_command_that_ctrl_c_ends_says_so(tmp_path: Path) -> None:
     ended = interrupted("pydantic", signal.SIGINT, "trainwright", "plan", str(TINY), cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (130, "")
     assert ended.stderr == "trainwright plan: interrupted\n"
+
+
+_AT_THE_END = """
+import atexit, os, runpy, sys
+number, module, sys.argv = int(sys.argv[1]), sys.argv[2], sys.argv[2:]
+atexit.register(lambda: os.kill(os.getpid(), number))
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_the_end_does_not_change_the_exit_code(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", _AT_THE_END, str(int(number)), "trainwright", "train", "missing.yaml"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 2, ended.stderr
+    assert "missing.yaml" in ended.stderr and "Traceback" not in ended.stderr

@@ -217,8 +217,11 @@ def _notify(line: str) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise Interrupted in the main thread on a stop signal, while nothing has begun."""
+def interruptible(*, to_the_end: bool = False) -> Iterator[None]:
+    """Raise Interrupted in the main thread on a stop signal, while nothing has begun.
+
+    ``to_the_end``: what follows is the end of the process, whose exit code no signal changes any more.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not _handles_signals:  # otherwise it is handled when all is done
@@ -229,7 +232,7 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if to_the_end else handler)
 
 
 def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> None:
