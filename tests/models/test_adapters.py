@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from trainwright.data.stream.batch import collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainingError
-from trainwright.models.adapters.attaching import Adapter, attach_adapter
+from trainwright.models.adapters.attaching import Adapter, attach_adapter, attach_without_weights
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.load import check_adapter, load_config, load_model
 from trainwright.models.quantization import QuantizedLinear, count_parameters
@@ -332,6 +332,20 @@ def test_an_adapter_on_top_of_another_is_saved_as_one_with_it(bases: dict[str, P
         train(again)
         save(again, top, tmp_path / f"three-{stack}")
         assert close(by_peft(base, tmp_path / f"three-{stack}"), logits(again))
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_a_planned_adapter_on_another_has_the_shapes_of_a_run(
+    bases: dict[str, Path], tmp_path: Path, stack: bool
+) -> None:
+    base = bases["llama"]
+    made(section(base, rank=3), tmp_path / "one")
+    model = section(base, rank=5 if stack else None, stack=stack, start_from=str(tmp_path / "one"))
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(load_config(model))
+    attach_without_weights(planned, model.adapter)
+    shapes = [{n: (p.shape, p.requires_grad) for n, p in m.named_parameters()} for m in (planned, attached(model)[0])]
+    assert shapes[0] == shapes[1]
 
 
 def refused(model: ModelSection) -> str:

@@ -111,15 +111,16 @@ def _decompose(model: nn.Module, initialization: str) -> None:
 
 def attach_without_weights(model: PreTrainedModel, adapter: AdapterSection) -> None:
     """Attach an adapter as ``attach_adapter`` does to a model on the meta device; no weights are read."""
-    saved = start_from(adapter)
+    saved, configs = start_from(adapter), {}
+    if saved is not None:
+        configs[_BENEATH if adapter.stack else _TRAINED] = saved_config(saved)
+    if saved is None or adapter.stack:
+        new = adapter.model_copy(update={"start_from": None, "stack": False})
+        config = peft_config(new, model, BaseModel("", ""))  # of the model without the adapter beneath
+        configs |= dict.fromkeys((_BENEATH, _TRAINED) if adapter.decomposes else (_TRAINED,), config)
     with torch.device("meta"):
-        if saved is not None:
-            _inject(model, saved_config(saved), _BENEATH if adapter.stack else _TRAINED)
-        if saved is None or adapter.stack:
-            new = adapter.model_copy(update={"start_from": None, "stack": False})
-            config = peft_config(new, model, BaseModel("", ""))
-            for name in (_BENEATH, _TRAINED) if adapter.decomposes else (_TRAINED,):
-                _inject(model, config, name)
+        for name, config in configs.items():
+            _inject(model, config, name)
     for parameter in _by_key(model, _TRAINED).values():
         parameter.data = parameter.data.float()
     _train_adapter(model)
