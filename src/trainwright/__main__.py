@@ -23,7 +23,10 @@ def main() -> None:
     gc.set_threshold(_BETWEEN_COLLECTIONS)
     trains = sys.argv[1:2] == ["train"]
     try:
-        with interruptible(to_the_end=True) if trains else nullcontext(), Activity(sys.stderr, "starting", until_output=True):
+        with (
+            interruptible(to_the_end=True) if trains else nullcontext(),
+            Activity(sys.stderr, "starting", until_output=True),
+        ):
             from trainwright.cli.main import main as command
 
             command()
