@@ -36,7 +36,9 @@ from trainwright.doctor.checks.kernels import (
     TOLERANCES,
     ComparedKernel,
     compare,
+    float8_products,
     fused_kernels,
+    has_float8,
     has_fused,
     kernels,
 )
@@ -187,13 +189,18 @@ def test_fused_kernels_are_compared_with_plain_formulas(kernel: ComparedKernel) 
     assert compare(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
 
 
-def test_fused_kernels_are_checked_where_a_run_could_have_them() -> None:
+@pytest.mark.parametrize("kernel", list(float8_products()), ids=lambda kernel: kernel.name)
+def test_products_in_float8_are_compared_in_bf16_with_those_of_a_cpu(kernel: ComparedKernel) -> None:
+    assert (kernel.precision, compare(kernel, CPU, torch.bfloat16)) == ("bf16", 0)
+
+
+def test_optional_kernels_are_checked_where_a_run_could_have_them() -> None:
     def machine(*gpus: Gpu) -> Machine:
         return Machine("here", "a CPU", 8, 2**36, gpus)
 
-    assert not has_fused(machine())
-    assert not has_fused(machine(Gpu("Tesla T4", 2**34, (7, 5))))
-    assert has_fused(machine(Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)))) == (why_no_triton() is None)
+    old, new = machine(Gpu("Tesla T4", 2**34, (7, 5))), machine(Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)))
+    assert [has_fused(here) for here in (machine(), old, new)] == [False, False, why_no_triton() is None]
+    assert [has_float8(here) for here in (machine(), old, new)] == [True, False, True]
 
 
 def test_kernels_that_are_wrong_in_the_result_or_in_a_gradient_alone() -> None:

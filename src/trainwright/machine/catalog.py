@@ -120,6 +120,18 @@ def card_of_gpu(name: str, memory_bytes: int) -> Card | None:
     return card if card is not None and abs(card.nominal_bytes / memory_bytes - 1) < 0.15 else None
 
 
+_FLOAT8_CAPABILITY = (8, 9)  # Ada, Hopper and later
+
+
+def why_no_float8(card: Card) -> str | None:
+    """Return why a GPU cannot have ``train.float8``, or None."""
+    if card.vendor != "NVIDIA":
+        return f"needs an NVIDIA GPU, {card.name} is one of {card.vendor}"
+    if card.capability < _FLOAT8_CAPABILITY:
+        return f"{card.name} does not compute in float8, which needs compute capability 8.9 or higher"
+    return None
+
+
 @cache
 def _by_name() -> dict[str, Card]:
     cards: dict[str, Card] = {}

@@ -44,21 +44,28 @@ def use_float8(blocks: Iterable[nn.Module], scales: str) -> int:
     return len(layers)
 
 
+def product(x: torch.Tensor, weight: torch.Tensor, scales: str) -> torch.Tensor:
+    """Return the product of rows [T, I] with a weight [O, I], transposed. ``scales``: "rowwise" or "tensorwise"."""
+    kind: Any = _ByRows if scales == "rowwise" else _ByTensors
+    result: torch.Tensor = kind.apply(x, weight)
+    return result
+
+
 def _by_rows(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _with_bias(_ByRows.apply(x.flatten(0, -2), self.weight), self, x)
+    return _linear(self, x, "rowwise")
 
 
 def _by_tensors(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _with_bias(_ByTensors.apply(x.flatten(0, -2), self.weight), self, x)
+    return _linear(self, x, "tensorwise")
 
 
-def _with_bias(out: Any, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = out.unflatten(0, x.shape[:-1])
+def _linear(layer: nn.Linear, x: torch.Tensor, scales: str) -> torch.Tensor:
+    result = product(x.flatten(0, -2), layer.weight, scales).unflatten(0, x.shape[:-1])
     return result if layer.bias is None else result + layer.bias
 
 
 class _ByRows(torch.autograd.Function):
-    """The product of rows [T, I] with a weight [O, I], transposed."""
+    """The product, with a scale for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

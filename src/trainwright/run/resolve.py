@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from trainwright.engine.checkpoints.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import Build, installed_build, with_device
+from trainwright.machine.catalog import why_no_float8
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.processor import why_no_triton
@@ -341,24 +342,14 @@ def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -
         )
 
 
-_FLOAT8_CAPABILITY = (8, 9)  # Ada, Hopper and later
-
-
 def _check_float8(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
     if recipe.train.float8 == "no":
         return
-    card = cluster.card
     if cluster.device == "cpu":
         remarks.append("train.float8: a CPU rounds as a GPU does, correct but slower than no")
-        return
-    if card.vendor != "NVIDIA":
-        raise MachineError(f"train.float8: needs an NVIDIA GPU, {card.name} is one of {card.vendor}; set it to no")
-    if card.capability < _FLOAT8_CAPABILITY:
-        raise MachineError(
-            f"train.float8: {card.name} does not compute in float8, which needs compute capability 8.9 or higher; set "
-            "it to no"
-        )
-    if recipe.train.compile is False:
+    elif (why := why_no_float8(cluster.card)) is not None:
+        raise MachineError(f"train.float8: {why}; set it to no")
+    elif recipe.train.compile is False:
         remarks.append("train.float8: without train.compile, rounding takes longer than products in float8 save")
 
 

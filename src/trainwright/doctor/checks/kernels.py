@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
+from trainwright.machine.catalog import why_no_float8
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.processor import why_no_triton
@@ -30,7 +31,11 @@ _TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
 def check(context: CheckContext) -> CheckResult:
     """Run every kernel in a separate process, on the device that training uses."""
     work = functools.partial(
-        _compare_all, context.machine.device, precisions(context.machine), has_fused(context.machine)
+        _compare_all,
+        context.machine.device,
+        precisions(context.machine),
+        has_fused(context.machine),
+        has_float8(context.machine),
     )
     values = answer_of(work, "kernels", context)
     findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
@@ -60,6 +65,11 @@ def has_fused(machine: Machine) -> bool:
     return why_not_fused(card.vendor, card.capability, why_no_triton()) is None
 
 
+def has_float8(machine: Machine) -> bool:
+    """Return whether a machine can have ``train.float8``: a CPU can."""
+    return not machine.gpus or why_no_float8(cluster_of(machine, 1).card) is None
+
+
 def _judged(row: dict[str, object], device: str) -> Finding | None:
     precision, name = str(row["precision"]), str(row["name"])
     if row["error"] is not None:
@@ -80,12 +90,15 @@ def _judged(row: dict[str, object], device: str) -> Finding | None:
 
 @dataclass(frozen=True)
 class ComparedKernel:
-    """A kernel with the plain formula of its result. ``inputs``: random fp32 tensors on the CPU."""
+    """A kernel with the plain formula of its result. ``inputs``: random fp32 tensors on the CPU. ``precision``: the
+    only one that it has.
+    """
 
     name: str
     inputs: tuple[torch.Tensor, ...]
     run: Formula
     plain: Formula
+    precision: str | None = None
 
 
 def kernels(device: torch.device) -> Iterator[ComparedKernel]:
@@ -163,7 +176,25 @@ def fused_kernels() -> Iterator[ComparedKernel]:
     )
 
 
-def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, answer: Path) -> None:
+def float8_products() -> Iterator[ComparedKernel]:
+    """Yield the products of ``train.float8``, whose formula is what a CPU computes."""
+    import torch
+
+    from trainwright.models.float8 import product
+
+    inputs = torch.randn(_TOKENS, _HIDDEN), torch.randn(4 * _HIDDEN, _HIDDEN) / _HIDDEN**0.5
+    for scales in ("rowwise", "tensorwise"):
+        run = functools.partial(product, scales=scales)
+        yield ComparedKernel(
+            f"train.float8: {scales}",
+            inputs,
+            run,
+            lambda x, w, run=run: run(x.bfloat16(), w.bfloat16()).float(),
+            "bf16",
+        )
+
+
+def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: bool, answer: Path) -> None:
     import torch
 
     from trainwright.doctor.calibrate_cases import DTYPES
@@ -171,8 +202,9 @@ def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, answer: 
     torch.manual_seed(0)
     device = torch.device(device_type)
     rows = []
-    for kernel in (*kernels(device), *(fused_kernels() if fused else ())):
-        for name in names:
+    optional = (*(fused_kernels() if fused else ()), *(float8_products() if float8 else ()))
+    for kernel in (*kernels(device), *optional):
+        for name in names if kernel.precision is None else (kernel.precision,):
             error, difference = None, None
             try:
                 difference = compare(kernel, device, DTYPES[name])
