@@ -9,7 +9,7 @@ from torch.nn.functional import log_softmax, mse_loss
 
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-from trainwright.tasks.algorithm_distillation.ppo import Networks, Ppo, advantages, surrogate_slopes
+from trainwright.tasks.algorithm_distillation.learners import Networks, Ppo, advantages, surrogate_slopes
 from trainwright.tasks.algorithm_distillation.spec import PpoSection
 
 GOALS, SAMPLES, INPUTS, HIDDEN, ACTIONS = 3, 11, 2, 7, 5

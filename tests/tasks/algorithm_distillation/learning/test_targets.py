@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from trainwright.tasks.algorithm_distillation.environments import make
-from trainwright.tasks.algorithm_distillation.learners import Tables, _QTable
-from trainwright.tasks.algorithm_distillation.ppo import Ppo
+from trainwright.tasks.algorithm_distillation.learners import Ppo, Tables, _QTable
 from trainwright.tasks.algorithm_distillation.spec import PpoSection, QLearningSection
 
 
