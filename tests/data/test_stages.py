@@ -15,7 +15,7 @@ from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.planning.facts import facts_of, stage_lengths
+from trainwright.planning.facts import facts_of, largest_stage, stage_lengths
 from trainwright.recipe.loading import recipe_of
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import stream_of, with_stages
@@ -73,6 +73,7 @@ def test_every_stage_has_its_shares_of_rows_and_sources_go_on_where_they_stopped
     assert len(run) == 40 and run.total_examples == 320
     steps = [row_names(found, run.examples(step)) for step in range(40)]
     assert {len(step) for step in steps} == {8}
+    assert run.seen() == sorted({example for step in range(40) for example in run.examples(step)})
     stages = [joined(steps[begin:end]) for begin, end in ((0, 7), (7, 19), (19, 40))]
     assert counts(stages[0]) == {"web": 45, "code": 11}
     assert counts(stages[1]) == {"web": 24, "code": 48, "math": 24}
@@ -215,6 +216,7 @@ def test_a_plan_has_the_largest_stage_and_the_time_of_all(tmp_path: Path, monkey
     run = stream(asked, found)
     tokens = sum(int(lengths[run.examples(step)].sum()) for step in range(40))
     assert facts.workload.batch_tokens == pytest.approx(tokens / 40, rel=0.01)
+    assert largest_stage(asked).weights == {"code": 1}
     # Without its last stage, the run has only short examples.
     early = facts_of(recipe(rows[:2], stages, train={"max_steps": 20})).workload
     assert early.longest_document == short.max()

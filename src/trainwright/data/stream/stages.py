@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -98,7 +98,7 @@ class StagedOrder:
         self._first = np.cumsum([0, *sources])
         self._key = key
         self._starts: list[_Start] = []
-        self._permuted: Callable[[int, str], Indices] = lru_cache(2 * len(sources))(permuted)
+        self._rounds: dict[int, tuple[str, Indices]] = {}  # of every source, the round that it is in
         self._block: Callable[[int, int], Indices] = lru_cache(4)(self._ordered)
 
     def place(self, sizes: Sizes, lengths: Callable[[], Indices]) -> int:
@@ -159,10 +159,17 @@ class StagedOrder:
         for source in np.unique(turns):
             its = np.flatnonzero(turns == source)
             first = int(before[source])
-            key = f"{self._key}/{source}"
-            rounds = in_rounds(self._sizes[source], first, first + len(its), key, self._permuted)
+            key, order = f"{self._key}/{source}", partial(self._permuted, int(source))
+            rounds = in_rounds(self._sizes[source], first, first + len(its), key, order)
             examples[its] = self._first[source] + rounds
         return examples
+
+    def _permuted(self, source: int, size: int, key: str) -> Indices:
+        """Return the order of a round of a source; the last one is cached."""
+        cached = self._rounds.get(source)
+        if cached is None or cached[0] != key:
+            cached = self._rounds[source] = (key, permuted(size, key))
+        return cached[1]
 
     def max_length(self, step: int) -> int | None:
         """Return the most tokens of a sequence in a step, if its windows are divided."""
