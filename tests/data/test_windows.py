@@ -51,13 +51,18 @@ def test_every_token_but_the_first_is_predicted_once_from_those_before_it(
     assert dataset.token_count == sum(dataset.length(i) for i in range(len(dataset)))
 
 
+@pytest.mark.parametrize("cut", [None, 16, 5])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_batch_predicts_each_token_from_the_one_before(shards: Shards, packed: bool) -> None:
+def test_a_batch_predicts_each_token_from_the_one_before(shards: Shards, packed: bool, cut: int | None) -> None:
     dataset = WindowDataset.of([everything(shards, 16, contiguous=False)], None)
     stream = Stream(dataset, StreamSettings(global_batch_size=9, seed=0, rows=4, pack_length=32 if packed else None))
-    for micro in stream.global_batch(0).micro_batches:
+    for micro in stream.divide(stream.examples(0), max_length=cut).micro_batches:
         batch = collate_windows(dataset, micro, packed=packed, pad_token_id=0)
-        wanted = [dataset.sequence(example)[0] for example in micro.examples]
+        windows = [dataset.sequence(example)[0] for example in micro.examples]
+        short = cut or 16
+        wanted = [ids[at : at + short + 1] for ids in windows for at in range(0, len(ids) - 1, short)]
+        assert batch.targets.tolist() == np.concatenate([ids[1:] for ids in windows]).tolist()
+        assert stream.positions(micro) == (micro.tokens if packed else batch.input_ids.numel())
         assert batch.targets.tolist() == np.concatenate([ids[1:] for ids in wanted]).tolist()
         seen = batch.input_ids.reshape(-1)[batch.target_index]
         assert seen.tolist() == np.concatenate([ids[:-1] for ids in wanted]).tolist()

@@ -20,6 +20,7 @@ from trainwright.utils.text import draw, is_terminal, plural, printable, say, th
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
     from trainwright.data.rows.preparing import SourceCounts, Statistics
+    from trainwright.data.stream.stream import Stream
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import RecipeSchema
 
@@ -74,15 +75,16 @@ def show(
     with _keys_as_options(model):
         recipe = _recipe(source, overrides or [], model, max_length)
         check_data(recipe)
-        from trainwright.tasks.language_model import prepare_data  # with torch, which takes seconds
+        from trainwright.tasks.language_model import prepare_data, stream_of  # with torch, which takes seconds
 
         tokenizer = load_tokenizer(recipe.model)
         prepared = prepare_data(recipe, tokenizer, cache_root())
+        stream = stream_of(recipe, prepared.train, len(prepared.train), training=True, shuffle=True)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
-    _show_examples(console, recipe, tokenizer, prepared.train, count)
+    _show_examples(console, tokenizer, stream, count)
     for line in prepared.summary:
         say(line)
-    _show_lengths(recipe, prepared.train)
+    _show_lengths(recipe, stream)
 
 
 @app.command()
@@ -241,19 +243,22 @@ def _is_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer.json").is_file() and not (directory / "config.json").exists()
 
 
-def _show_examples(console: Any, recipe: RecipeSchema, tokenizer: Any, dataset: TokenDataset, count: int) -> None:
+def _show_examples(console: Any, tokenizer: Any, stream: Stream[TokenDataset], count: int) -> None:
     from rich.text import Text
 
     from trainwright.data.show import first_examples, pieces
 
-    colored = console.is_terminal and not console.no_color
-    for number, example in enumerate(first_examples(dataset, count, recipe.train.seed), start=1):
+    colored, dataset = console.is_terminal and not console.no_color, stream.dataset
+    stages = first_examples(stream, count)
+    numbered = [(stage, *each) for stage, some in enumerate(stages, start=1) for each in enumerate(some, start=1)]
+    for stage, number, example in numbered:
+        name = f"example {number}" if stream.staged is None else f"stage {stage}, example {number}"
         sequences = dataset.sequences(example)
         for sequence in sequences:
             length, targets = dataset.sequence_length(sequence), dataset.sequence_targets(sequence)
             role = "" if len(sequences) == 1 else (" chosen", " rejected")[dataset.role(sequence)]
             tokens = plural(length, "token")
-            console.rule(f"example {number}{role}: {tokens}, {targets:,} of them targets", align="left")
+            console.rule(f"{name}{role}: {tokens}, {targets:,} of them targets", align="left")
             text = Text()
             for piece, target in pieces(tokenizer, dataset, sequence):
                 shown = printable(piece) if colored or not target else f"⟦{printable(piece)}⟧"
@@ -263,9 +268,10 @@ def _show_examples(console: Any, recipe: RecipeSchema, tokenizer: Any, dataset: 
         console.rule()
 
 
-def _show_lengths(recipe: RecipeSchema, dataset: TokenDataset) -> None:
+def _show_lengths(recipe: RecipeSchema, stream: Stream[TokenDataset]) -> None:
     from trainwright.data.show import fill, histogram
 
+    dataset = stream.dataset
     bins = histogram(dataset)
     most_examples = max(bin.examples for bin in bins)
     width = len(f"{bins[-1].high:,}")
@@ -274,7 +280,11 @@ def _show_lengths(recipe: RecipeSchema, dataset: TokenDataset) -> None:
         bar = "█" * max(round(bin.examples / most_examples * _BAR), bool(bin.examples))
         say(f"{bin.low:>{width},} - {bin.high:>{width},} {bin.examples:>8,} {bar}")
     data, train = recipe.data, recipe.train
-    batch_settings: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
+    batch_settings: dict[str, Any] = {
+        "global_batch_size": train.global_batch_size,
+        "seed": train.seed,
+        "stages": stream.settings.stages,
+    }
     pack = data.pack_length or data.max_length * dataset.sequences_per_example
     packed = fill(dataset, **batch_settings, rows=None, pack_length=pack, unit=train.batch_unit)
     say()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainwright.data.stream.stages import Stages
 from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.recipe.sections.train import BatchUnit
@@ -71,8 +71,9 @@ def fill(
     rows: int | None,
     pack_length: int | None,
     unit: BatchUnit = "examples",
+    stages: Stages | None = None,
 ) -> Fill:
-    """Measure how full rows are, over the first batches of an epoch.
+    """Measure how full rows are, over the first batches of an epoch, or over the stages of a run.
 
     Args:
         rows: rows of a micro-batch that is not packed, padded to the longest; None: the whole global batch.
@@ -88,11 +89,13 @@ def fill(
             pack_length=pack_length,
             total_examples=len(dataset),
             unit=unit,
+            stages=stages,
         ),
     )
-    whole = len(stream) - 1 if unit != "examples" else len(dataset) // size
+    whole = len(stream) - 1 if unit != "examples" or stages is not None else len(dataset) // size
     steps = max(1, min(whole, _SAMPLED_BATCHES))
-    batches = [stream.global_batch(step) for step in range(steps)]
+    every = 1 if stages is None else max(1, whole // steps)
+    batches = [stream.global_batch(step * every) for step in range(steps)]
     counts = [sum(len(micro.rows) for micro in batch.micro_batches) for batch in batches]
     if pack_length is not None:
         capacity = sum(counts) * pack_length
@@ -102,7 +105,8 @@ def fill(
     return Fill(sum(counts) / steps, tokens / steps, tokens / capacity, steps)
 
 
-def first_examples(dataset: TokenDataset, count: int, seed: int) -> Sequence[int]:
-    """Return the first examples in training order."""
-    count = min(count, len(dataset))
-    return Stream(dataset, StreamSettings(global_batch_size=count, seed=seed, rows=1)).examples(0) if count else []
+def first_examples(stream: Stream[TokenDataset], count: int) -> list[list[int]]:
+    """Return the first examples in training order, of every stage if the run has several."""
+    begins = [0] if stream.staged is None else stream.staged.first_positions
+    end = len(stream.dataset) if stream.staged is None else stream.total_examples or 0
+    return [[stream.example_at(position) for position in range(begin, min(begin + count, end))] for begin in begins]

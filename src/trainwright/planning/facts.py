@@ -10,7 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainwright.data.tokens.lengths import Lengths, check_length, estimate, recall, repeated, rows_of
+from trainwright.data.tokens.lengths import (
+    Lengths,
+    check_length,
+    estimate,
+    longest_of,
+    mixed,
+    recall,
+    recall_sources,
+    repeated,
+    rows_of,
+)
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt.variants import MODEL_TYPE
@@ -26,6 +36,7 @@ from trainwright.utils.paths import user_path
 if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example
     from trainwright.recipe.schema import DataSection, RecipeSchema
+    from trainwright.recipe.sections.data import StageSection
     from trainwright.recipe.task_spec import Needs, TaskModel
 
 
@@ -64,15 +75,18 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         return _of_own_model(recipe, needs.own_model)
     check_model(recipe.model, recipe.data.pack_length)
     assumptions: list[str] = []
-    lengths = _lengths(recipe, needs, assumptions)
     data, train = recipe.data, recipe.train
+    stages = _stages(recipe, needs, assumptions) if data.stages is not None else []
+    lengths = mixed(stages) if stages else _lengths(recipe, needs, assumptions)
+    parts = [part for part, examples in stages if examples] or [lengths]  # whose largest batches are planned
     size = _examples_per_step(recipe, lengths)
     if lengths.examples is not None and (remark := repeated(size, lengths.examples)) is not None:
         assumptions.append(remark)
-    rows, fullest = lengths.rows(size, data.pack_length)
+    rows, _ = lengths.rows(size, data.pack_length)
+    fullest = max(part.rows(size, data.pack_length)[1] for part in parts)
     steps = _steps(recipe, lengths)
     if train.batch_unit == "examples":
-        most_tokens = lengths.max_batch_tokens(size, steps)
+        most_tokens = max(part.max_batch_tokens(size, steps) for part in parts)
     else:
         most_tokens = float(train.global_batch_size)
     if train.batch_unit == "packs":
@@ -85,7 +99,7 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         global_batch_rows=rows,
         packed=data.pack_length is not None,
         document_tokens=lengths.mean,
-        longest_document=lengths.longest,
+        longest_document=max(part.longest for part in parts),
         target_fraction=lengths.target_fraction,
         windows=recipe.spec.corpus,
         steps=steps,
@@ -98,7 +112,7 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         momentum=recipe.optimizer.momentum > 0,
         averages=recipe.optimizer.ema_decay is not None,
         lengths=lengths.spread() if data.pack_length is not None else (),
-        batch_documents=() if data.pack_length is not None else lengths.longest_first(size),
+        batch_documents=() if data.pack_length is not None else longest_of(parts, size),
         max_length=data.max_length,
         deterministic=train.deterministic,
         tf32=train.tf32,
@@ -416,31 +430,82 @@ def _located(model: ModelSection) -> Path:
 
 
 def _lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> Lengths:
-    data, seed = recipe.data, recipe.train.seed
+    data = recipe.data
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
-    each = needs.sequences_per_example
-    recalled = recall(recipe.model, data, seed, cache_root(), rows_of(recipe))
+    recalled = recall(recipe.model, data, recipe.train.seed, cache_root(), rows_of(recipe))
     if recalled is not None:
         return recalled
-    examples = [] if recipe.spec.corpus else _first_examples(recipe, each)
-    guess = estimate(examples, data.max_length, recipe.model.tokenizer == "bytes")
+    each = needs.sequences_per_example
+    parts = [] if recipe.spec.corpus else _first_examples(recipe)
+    if data.train is None and parts:
+        others = [sequence for part in parts[1:] for example in part for sequence in example]
+        examples = _completed(parts[0], each, others)
+    else:
+        examples = _completed([example for part in parts for example in part], each)
+    return _estimated(recipe, needs, examples, assumptions)
+
+
+def _estimated(
+    recipe: RecipeSchema, needs: Needs, examples: list[list[Example]], assumptions: list[str], source: str = ""
+) -> Lengths:
+    max_length, each = recipe.data.max_length, needs.sequences_per_example
+    guess = estimate(examples, max_length, recipe.model.tokenizer == "bytes")
+    of_source = f" of {source}" if source else ""
     if guess is None:
-        longest = each * data.max_length
+        longest = each * max_length
         length_text = "data.max_length" if each == 1 else f"{each} times data.max_length"
-        assumptions.append(f"every example has {length_text}, {longest} tokens: the data is not available yet")
+        assumptions.append(
+            f"every example{of_source} has {length_text}, {longest} tokens: the data is not available yet"
+        )
         return Lengths((longest,), None, 1.0, exact=False)
     assumptions.append(
-        f"examples of {guess.mean:.0f} tokens on average, estimated from the characters of the first {len(examples)}; "
-        "counted exactly once the data has been prepared"
+        f"examples{of_source} of {guess.mean:.0f} tokens on average, estimated from the characters of the first "
+        f"{len(examples)}; counted exactly once the data has been prepared"
     )
     return guess
 
 
-def _first_examples(recipe: RecipeSchema, each: int) -> list[list[Example]]:
-    """Return the sequences of sample examples of all sources, in proportion to their weights; ``each``: how many an
-    example has, of which some may be of other rows.
-    """
+def _stages(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> list[tuple[Lengths, float]]:
+    """Return the lengths of every stage, and the number of its examples, by the mean lengths of the sources."""
+    data = recipe.data
+    sources = recall_sources(recipe.model, data, recipe.train.seed, cache_root(), rows_of(recipe))
+    if needs.full:
+        sources = [Lengths((data.max_length,), None, 1.0)] * len(data.sources)
+    if sources is None:
+        each = needs.sequences_per_example
+        parts = [[]] * len(data.sources) if recipe.spec.corpus else _first_examples(recipe)
+        sources = [
+            _estimated(recipe, needs, _completed(part, each), assumptions, name)
+            for part, name in zip(parts, data.source_names, strict=True)
+        ]
+    weights = data.stage_weights([part.examples or 1 for part in sources])
+    return stage_lengths(recipe, [mixed(list(zip(sources, own, strict=True))) for own in weights])
+
+
+def largest_stage(recipe: RecipeSchema) -> StageSection:
+    """Return the stage that needs most memory, as one that lasts as long as the run."""
+    lengths = [part for part, _ in _stages(recipe, recipe.spec.needs(recipe), [])]
+    sizes = [(part.longest, part.max_batch_tokens(_examples_per_step(recipe, part))) for part in lengths]
+    stage: StageSection = (recipe.data.stages or [])[sizes.index(max(sizes))]
+    return stage.model_copy(update={"until": None})
+
+
+def stage_lengths(recipe: RecipeSchema, lengths: Sequence[Lengths]) -> list[tuple[Lengths, float]]:
+    """Return the lengths of each stage with the number of its examples; 0 behind the end of the run."""
+    end, stages, done = recipe.train.end, [], {"steps": 0.0, "tokens": 0.0}
+    for stage, own in zip(recipe.data.stages or (), lengths, strict=True):
+        size = _examples_per_step(recipe, own)
+        per_step = {"steps": 1.0, "tokens": size * own.mean}
+        ends = [until for until in (stage.end, end) if until is not None]
+        steps = max(0.0, min((until.number - done[until.unit]) / per_step[until.unit] for until in ends))
+        done = {unit: count + steps * per_step[unit] for unit, count in done.items()}
+        stages.append((own, steps * size))
+    return stages
+
+
+def _first_examples(recipe: RecipeSchema) -> list[list[list[Example]]]:
+    """Return the sequences of sample examples of every source, in proportion to their weights."""
     from trainwright.data.rows.formats import NoTarget, kind_of_rows
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import registered_rows, registered_source
@@ -464,13 +529,15 @@ def _first_examples(recipe: RecipeSchema, each: int) -> list[list[Example]]:
             with suppress(NoTarget):  # left out and counted when the data is prepared
                 examples = kind.split(kind.sequences(row, layout))
                 parts[-1] += [[sequence for _, sequence in example] for example in examples]
-    if data.train is not None:
-        return _completed([example for part in parts for example in part], each)
-    return _completed(parts[0], each, [sequence for part in parts[1:] for example in part for sequence in example])
+    return parts
 
 
 def _completed(examples: list[list[Example]], each: int, others: Sequence[Example] = ()) -> list[list[Example]]:
-    """Return the examples with sequences of ``others``, or of the examples, as far as they have less than ``each``."""
+    """Return the examples with sequences of ``others``, or of the examples, as far as they have less than ``each``.
+
+    Args:
+        each: the number of sequences of an example, of which some may be of other rows.
+    """
     others = others or [example[0] for example in examples]
     return [
         [*example, *(others[(index + more) % len(others)] for more in range(1, each - len(example) + 1))]

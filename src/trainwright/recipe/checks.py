@@ -207,12 +207,64 @@ def _data(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield from _mixture(recipe)
     elif data.mixing != "weights":
         yield Contradiction(("data.mixing", "data.train"), "is for several sources; list them in data.train")
+    yield from _stages(recipe)
     if isinstance(data.held_out, int) and data.limit is not None and data.held_out >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
             f"holds out {data.held_out} of the {data.limit} rows that data.limit allows, so none are left to train "
             "on; lower it",
         )
+
+
+def _stages(recipe: RecipeSchema) -> Iterator[Contradiction]:
+    data, train = recipe.data, recipe.train
+    if data.stages is None:
+        for source, key in zip(data.sources, data.source_keys, strict=True):
+            if source.name is not None:
+                yield Contradiction((f"{key}.name", "data.stages"), "has no effect without data.stages; remove it")
+        return
+    if "train" not in recipe.spec.data_keys or not recipe.has_texts:
+        yield Contradiction(("data.stages", "task"), f"task {recipe.task} has no sources in data.train; remove it")
+        return
+    if train.epochs is not None:
+        why = "a run in stages has no epochs; set train.max_steps or train.max_tokens"
+        yield Contradiction(("data.stages", "train.epochs"), why)
+    names = data.source_names
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        yield Contradiction(("data.stages", "data.train"), f"two sources are called {twice}; give each another name")
+    before = {"steps": 0, "tokens": 0}
+    for number, stage in enumerate(data.stages):
+        key, end = f"data.stages[{number}]", stage.end
+        if (end is None) != (number == len(data.stages) - 1):
+            why = "is missing: only the last stage lasts to the end of the run"
+            if end is not None:
+                why = "the last stage lasts to the end of the run; remove it, or add a stage"
+            yield Contradiction((f"{key}.until",), why)
+        elif end is not None:
+            if end.number <= before[end.unit]:
+                yield Contradiction((f"{key}.until",), "is not later than the end of a stage before it; raise it")
+            before[end.unit] = end.number
+        if stage.max_length is not None and not recipe.spec.corpus:
+            why = f"divides windows of a corpus; the rows of task {recipe.task} stay whole: remove it"
+            yield Contradiction((f"{key}.max_length", "task"), why)
+        elif stage.max_length is not None and stage.max_length > data.max_length:
+            why = f"is more than data.max_length {data.max_length}; lower it"
+            yield Contradiction((f"{key}.max_length", "data.max_length"), why)
+        for name in stage.weights or ():
+            if name not in names:
+                why = f"{name} is no source of data.train, whose sources are {', '.join(names)}; set its name there"
+                yield Contradiction((f"{key}.weights",), why)
+    if all(stage.weights is not None for stage in data.stages):
+        used = {name for stage in data.stages for name, weight in (stage.weights or {}).items() if weight}
+        for source, name, key in zip(data.sources, names, data.source_keys, strict=True):
+            if name not in used:
+                yield Contradiction((key, "data.stages"), "is used in no stage; give it a weight in one, or remove it")
+            if source.weight != 1:
+                why = "has no effect beside data.stages, each of which has weights of its own; remove it"
+                yield Contradiction((f"{key}.weight", "data.stages"), why)
+        if data.mixing != "weights":
+            why = "has no effect beside data.stages, each of which has weights of its own; remove it"
+            yield Contradiction(("data.mixing", "data.stages"), why)
 
 
 def _mixture(recipe: RecipeSchema) -> Iterator[Contradiction]:

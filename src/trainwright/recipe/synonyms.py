@@ -84,6 +84,7 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey("data.max_length", note="of prompt and answer together"): "max_prompt_length",
     OwnKey("data.pack_length", "1024", "tokens per row"): "packing sample_packing packed neat_packing pack "
     "use_packing packed_length padding_free",
+    OwnKey("data.stages"): "data_stages curriculum curriculum_learning",
     OwnKey("data.limit"): "max_samples max_train_samples num_samples",
     OwnKey("data.targets", "all", "or answers, the default"): "train_on_inputs train_on_prompt mask_prompt "
     "completion_only_loss assistant_only_loss",

@@ -20,6 +20,7 @@ from trainwright.data.rows.tokenizer_calls import unknown_token
 from trainwright.data.sources.reading import location_of
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
+from trainwright.data.stream.stages import Stages
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember, rows_of
@@ -99,7 +100,16 @@ def prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
     check_tokens(recipe, prepared.datasets, tokenizer)
     check_prepared(recipe, prepared, cache)
-    return prepared
+    return with_stages(recipe, prepared)
+
+
+def with_stages(recipe: RecipeSchema, prepared: PreparedData) -> PreparedData:
+    """Return the data with a line about each stage of the run. Raises RequestError if one ends before it begins."""
+    stream = stream_of(recipe, prepared.train, 0, training=True, shuffle=True)
+    if stream.staged is None:
+        return prepared
+    lines = stream.staged.lines(recipe.data.source_names, len(stream), stream.total_examples or 0)
+    return replace(prepared, summary=[*prepared.summary, *lines])
 
 
 def check_prepared(recipe: RecipeSchema, prepared: PreparedData, cache: Path) -> None:
@@ -400,7 +410,7 @@ def stream_of(
     """Return the stream of a resolved recipe, with ``total`` examples; see ``Stream``."""
     train, parallel = recipe.train, recipe.parallel
     rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
-    assert parallel.processes != "auto", "the recipe is resolved"
+    processes = 1 if parallel.processes == "auto" else parallel.processes  # not resolved where data is only shown
     unit = train.batch_unit if training else "examples"
     stream = Stream(
         dataset,
@@ -408,13 +418,14 @@ def stream_of(
             global_batch_size=train.global_batch_size if training else recipe.batch_rows,
             seed=train.seed,
             rows=None if rows == "auto" else rows,
-            micro_batches=1 if steps == "auto" else steps * parallel.processes,
+            micro_batches=1 if steps == "auto" else steps * processes,
             pack_length=recipe.data.pack_length,
             total_examples=total,
             shuffle=shuffle,
             example_weight=example_weight,
             warm_up=batch_sizes(recipe) if training else None,
             unit=unit,
+            stages=Stages.of(recipe, dataset) if training else None,
         ),
     )
     if unit != "examples" and train.max_steps is not None:

@@ -31,6 +31,7 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
         "format": data.format,
         "sources": sources if len(sources) > 1 else sources[0],
         **({} if data.mixing == "weights" else {"mixing": data.mixing}),
+        **({} if data.stages is None else {"stages": True}),  # the summary names no shares of an epoch
         **({} if data.targets == "answers" else {"targets": data.targets}),
         "max_length": data.max_length,
         "long_documents": data.long_documents,

@@ -306,7 +306,9 @@ def mixture_of(data: DataSection, sizes: Sequence[int]) -> tuple[MixturePart, ..
 
 
 def mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[str]:
-    """Return a line about each source of a mixture."""
+    """Return a line about each source of a mixture; stages have lines of their own."""
+    if data.stages is not None:
+        return []
     total = sum(part.drawn for part in mixture)
     return [
         f"mixture: {part.drawn:,} of the {total:,} examples per epoch ({part.drawn / total:.1%}) are from the "

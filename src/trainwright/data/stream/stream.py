@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.data.stream.stages import StagedOrder, Stages, source_sizes
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
 from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
 from trainwright.recipe.sections.train import BatchUnit
@@ -154,6 +155,9 @@ class Examples(Protocol):
     def target_count(self, index: int) -> int:
         """Return the number of targets of one example."""
 
+    def example_lengths(self) -> npt.NDArray[np.int64]:
+        """Return the number of tokens of every example."""
+
     def will_need(self, examples: Iterable[int]) -> None:
         """Announce the examples that are read next."""
 
@@ -170,6 +174,7 @@ class MicroBatch:
     tokens: int
     targets: int
     weight: float  # sum over its examples; 0 for a zero-weight pass
+    max_length: int | None = None  # the most tokens of a sequence, if windows are divided
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -241,6 +246,7 @@ class StreamSettings:
         warm_up: sizes of the first steps, if they are smaller.
         unit: what ``global_batch_size`` counts. Of ``packs`` and ``tokens`` a step has the examples that fit.
         sets: the number of examples of each named set of the dataset, one after another; a step is of one set.
+        stages: the stages of the run, which decide ``total_examples``; None: every epoch has the same mixture.
     """
 
     global_batch_size: int
@@ -254,6 +260,7 @@ class StreamSettings:
     warm_up: BatchSizes | None = None
     unit: BatchUnit = "examples"
     sets: Mapping[str, int] = field(default_factory=dict)
+    stages: Stages | None = None
 
 
 class Stream(Generic[Data]):
@@ -270,12 +277,16 @@ class Stream(Generic[Data]):
         if settings.sets:
             self.sizes = SetSizes(settings.global_batch_size, settings.sets)
         if settings.unit != "examples":
-            self.sizes = FittingSizes(self._fit, lambda position: dataset.length(self._at(position)))
+            self.sizes = FittingSizes(self._fit, lambda position: dataset.length(self.example_at(position)))
         self.global_batch_size = settings.global_batch_size
         self.total_examples = settings.total_examples
         self.settings = settings
         self._rows = settings.rows
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+        self.staged: StagedOrder | None = None
+        if settings.stages is not None:
+            self.staged = StagedOrder(settings.stages, source_sizes(dataset), self._key)
+            self.total_examples = self.staged.place(self.sizes, dataset.example_lengths)
 
     def __len__(self) -> int:
         """Return the number of global batches up to ``total_examples``."""
@@ -305,18 +316,21 @@ class Stream(Generic[Data]):
         self._rows = rows if self._rows is None else min(rows, self._rows)
 
     def largest_step(self) -> int:
-        """Return which of the first few hundred global batches has the micro-batch with most tokens, with padding."""
-        steps = max(1, min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.global_batch_size))
-        if self.total_examples is not None:
-            steps = min(steps, len(self))
-        return max(range(steps), key=lambda step: max(map(self.positions, self.global_batch(step).micro_batches)))
+        """Return which of the first few hundred steps (of each stage) has the largest micro-batch, with padding."""
+        limit = max(1, min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.global_batch_size))
+        begins = [0] if self.staged is None else self.staged.first_steps
+        ends = [begin + limit if self.total_examples is None else min(begin + limit, len(self)) for begin in begins]
+        steps = [step for begin, end in zip(begins, ends, strict=True) for step in range(begin, end)]
+        return max(steps, key=lambda step: max(map(self.positions, self.global_batch(step).micro_batches)))
 
     def positions(self, micro: MicroBatch) -> int:
         """Return the number of tokens that the model computes for a micro-batch, with padding if it is not packed."""
         if self.settings.pack_length is not None:
             return micro.tokens
         sequences = [sequence for example in micro.examples for sequence in self.dataset.sequences(example)]
-        return len(sequences) * max(map(self.dataset.sequence_length, sequences))
+        lengths = [self.dataset.sequence_length(sequence) for sequence in sequences]
+        longest = min(max(lengths), micro.max_length or max(lengths))
+        return sum(-(-length // longest) for length in lengths) * longest
 
     def examples(self, step: int) -> list[int]:
         """Return the indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""
@@ -326,16 +340,19 @@ class Stream(Generic[Data]):
             end = min(end, self.total_examples)
         if begin >= end:
             raise IndexError(f"the stream ends before global batch {step}")
-        return [self._at(position) for position in range(begin, end)]
+        return [self.example_at(position) for position in range(begin, end)]
 
-    def _at(self, position: int) -> int:
+    def example_at(self, position: int) -> int:
         """Return the example at a position of the stream."""
+        if self.staged is not None:
+            return int(self.staged.examples(position, position + 1)[0])
         size = len(self.dataset)
         return int(self._epoch(position // size)[position % size])
 
     def seen(self) -> list[int]:
         """Return all examples that occur in a global batch, sorted by index."""
-        all_in_an_epoch = self.dataset.paired is None and (self.dataset.mixture is None or not self.settings.shuffle)
+        in_order = self.dataset.mixture is None or not self.settings.shuffle
+        all_in_an_epoch = self.dataset.paired is None and self.staged is None and in_order
         if self.total_examples is None or (all_in_an_epoch and self.total_examples >= len(self.dataset)):
             return list(range(len(self.dataset)))
         return sorted({example for step in range(len(self)) for example in self.examples(step)})
@@ -345,9 +362,11 @@ class Stream(Generic[Data]):
         examples = self.examples(step)
         if self.total_examples is None or self.sizes.before(step + 1) < self.total_examples:
             self.dataset.will_need(self.examples(step + 1))  # prefetch while this step is computed
-        return self.divide(examples)
+        return self.divide(examples, max_length=None if self.staged is None else self.staged.max_length(step))
 
-    def divide(self, examples: Sequence[int], max_rows: int | None = None) -> GlobalBatch:
+    def divide(
+        self, examples: Sequence[int], max_rows: int | None = None, max_length: int | None = None
+    ) -> GlobalBatch:
         """Divide any examples of the dataset into micro-batches of at most ``max_rows`` rows.
 
         Each example is in exactly one row: none is split or dropped. With packing, the packs are made here, for each
@@ -365,7 +384,8 @@ class Stream(Generic[Data]):
             rows = [tuple(examples[i] for i in pack) for pack in packs]
         sizes = dict(zip(examples, lengths, strict=True))
         groups = enumerate(self._groups(rows, max_rows))
-        return GlobalBatch(tuple(self._micro_batch(i, group, sizes) for i, group in groups))
+        micro_batches = (self._micro_batch(i, group, sizes) for i, group in groups)
+        return GlobalBatch(tuple(replace(micro, max_length=max_length) for micro in micro_batches))
 
     def _groups(self, rows: list[tuple[int, ...]], max_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
         size = min(self._rows or math.ceil(len(rows) / self.settings.micro_batches), max_rows or len(rows))
@@ -379,12 +399,16 @@ class Stream(Generic[Data]):
         weight = float(targets) if example_weight is None else example_weight * len(examples)
         return MicroBatch(index, rows, tokens, targets, weight)
 
+    @property
+    def _key(self) -> str:
+        """Return what decides the order of the examples."""
+        return f"{self.settings.seed}/{self.dataset.fingerprint}"
+
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the order of one epoch; the last one is cached."""
         if self._order[0] != epoch:
             size, paired = len(self.dataset), self.dataset.paired
-            order = np.arange(size, dtype=np.int64)
-            key = f"{self.settings.seed}/{self.dataset.fingerprint}"
+            order, key = np.arange(size, dtype=np.int64), self._key
             if self.settings.shuffle:
                 order = permuted(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:

@@ -150,8 +150,11 @@ class WindowDataset(TokenDataset):
 
 
 def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
-    """Collate one micro-batch into tensors; the last token of an example is only a target."""
-    tokens = [dataset.sequence(example)[0] for example in micro.examples]
+    """Collate one micro-batch into tensors; the last token of a sequence is only a target."""
+    examples = [(example, dataset.sequence(example)[0]) for example in micro.examples]
+    length = micro.max_length or max(len(ids) - 1 for _, ids in examples)
+    cuts = [(example, ids, begin) for example, ids in examples for begin in range(0, len(ids) - 1, length)]
+    tokens = [ids[begin : begin + length + 1] for _, ids, begin in cuts]
     pairs = [(ids[:-1], np.ones(len(ids) - 1, dtype=np.bool_)) for ids in tokens]
     lengths = [len(ids) for ids, _ in pairs]
     layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
@@ -168,7 +171,7 @@ def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, 
         tokens=sum(lengths),
         weight=micro.weight,
         examples=micro.examples,
-        sequences=micro.examples,
+        sequences=tuple(example for example, _, _ in cuts),
         roles=(0,) * len(lengths),
         target_counts=tuple(lengths),
     )

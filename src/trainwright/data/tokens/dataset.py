@@ -18,7 +18,7 @@ import hashlib
 import json
 import tempfile
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -331,10 +331,7 @@ def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
     begin = 0
     for index, part in enumerate(parts):
         first, last = epoch * part.drawn, (epoch + 1) * part.drawn
-        for turn in range(first // part.examples, -(-last // part.examples)):
-            order = permuted(part.examples, f"{key}/{index}/{turn}")
-            at = turn * part.examples
-            pieces.append(begin + order[max(0, first - at) : last - at])
+        pieces.append(begin + in_rounds(part.examples, first, last, f"{key}/{index}"))
         begin += part.examples
     return np.concatenate(pieces)
 
@@ -344,3 +341,10 @@ def permuted(size: int, key: str) -> Indices:
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     order: Indices = np.random.Generator(np.random.PCG64(seed)).permutation(np.arange(size, dtype=np.int64))
     return order
+
+
+def in_rounds(size: int, first: int, last: int, key: str, order: Callable[[int, str], Indices] = permuted) -> Indices:
+    """Return the examples ``first`` to ``last`` of endless rounds over ``size`` examples, each in an ``order``."""
+    rounds = range(first // size, -(-last // size))
+    pieces = [order(size, f"{key}/{turn}")[max(0, first - turn * size) : last - turn * size] for turn in rounds]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)

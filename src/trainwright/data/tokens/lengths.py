@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from trainwright.machine.cache import try_write
 from trainwright.utils.text import plural, times
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import DataSection
@@ -123,18 +127,51 @@ class Lengths:
             yield draw.choices(self.quantiles, k=min(global_batch_size, _MAX_SAMPLED))
 
 
-def lengths_of(dataset: TokenDataset) -> Lengths:
-    """Count the lengths of a tokenized source."""
-    import numpy as np
+def longest_of(parts: Sequence[Lengths], global_batch_size: int) -> tuple[int, ...]:
+    """Return the longest example lengths, as ``Lengths.longest_first``, over the batches of all parts of a run."""
+    if len(parts) == 1:
+        return parts[0].longest_first(global_batch_size)
+    count = min(_PLACES, global_batch_size, _MAX_SAMPLED)
+    lengths = [part.longest_first(global_batch_size) or (part.longest,) * count for part in parts]
+    return tuple(map(max, zip(*lengths, strict=True)))
 
+
+def lengths_of(dataset: TokenDataset) -> Lengths:
+    """Count the lengths of tokenized examples, in the shares of their sources."""
     from trainwright.data.tokens.dataset import drawn
 
     lengths = dataset.example_lengths()
     if dataset.mixture is not None:
         lengths = lengths[drawn(dataset.mixture, 0, "lengths")]
-    lengths.sort()
+    return _counted(lengths, dataset.target_fraction())
+
+
+def _counted(lengths: npt.NDArray[np.int64], target_fraction: float) -> Lengths:
+    import numpy as np
+
+    lengths = np.sort(lengths)
     places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
-    return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), dataset.target_fraction())
+    return Lengths(tuple(int(n) for n in lengths[places]), len(lengths), target_fraction)
+
+
+def lengths_of_sources(dataset: TokenDataset) -> list[Lengths]:
+    """Count the lengths of the examples of each source."""
+    import numpy as np
+
+    ends = np.cumsum([part.examples for part in dataset.mixture or ()])[:-1]
+    fraction = dataset.target_fraction()
+    return [_counted(lengths, fraction) for lengths in np.split(dataset.example_lengths(), ends)]
+
+
+def mixed(parts: Sequence[tuple[Lengths, float]]) -> Lengths:
+    """Return the lengths of a mixture of parts, each with its share of the examples; how many it has is not known."""
+    parts = [(lengths, share) for lengths, share in parts if share]
+    points = sorted((n, share / len(lengths.quantiles)) for lengths, share in parts for n in lengths.quantiles)
+    values, total = [value for value, _ in points], sum(share for _, share in parts)
+    until = list(accumulate(weight for _, weight in points))
+    places = [bisect_left(until, total * (index + 0.5) / _QUANTILES) for index in range(_QUANTILES - 1)]
+    quantiles = (*(values[min(place, len(values) - 1)] for place in places), values[-1])
+    return Lengths(quantiles, None, parts[0][0].target_fraction, exact=all(lengths.exact for lengths, _ in parts))
 
 
 def rows_of(recipe: RecipeSchema) -> str:
@@ -158,14 +195,25 @@ def remember(
     """
     file = _lengths_file(model, data, seed, cache, rows)
     if not file.exists():
-        try_write(file, json.dumps(asdict(lengths_of(dataset))))
+        staged = data.stages is not None
+        about = list(map(asdict, lengths_of_sources(dataset))) if staged else asdict(lengths_of(dataset))
+        try_write(file, json.dumps(about))
 
 
 def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
     """Return the saved lengths of a source for this model, or None if it was not tokenized yet or has changed."""
+    parts = recall_sources(model, data, seed, cache, rows)
+    return None if parts is None else parts[0]
+
+
+def recall_sources(
+    model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = ""
+) -> list[Lengths] | None:
+    """Return the saved lengths of each source of a recipe with stages; see ``recall``."""
     try:
         cached = json.loads(_lengths_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
-        return Lengths(**{**cached, "quantiles": tuple(cached["quantiles"])})
+        parts = cached if isinstance(cached, list) else [cached]
+        return [Lengths(**{**part, "quantiles": tuple(part["quantiles"])}) for part in parts]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -254,7 +254,7 @@ class GradientNoise(StepPolicy):
         if self._every is None or step % self._every or not size:
             return
         stream = self.training.task.stream
-        half = stream.divide(stream.examples(step - 1)[:size], batch.rows)
+        half = stream.divide(stream.examples(step - 1)[:size], batch.rows, batch.micro_batches[0].max_length)
         norm = gradients(half).norm
         self.training.strategy.discard_gradients()
         self._small = norm, float(half.examples)

@@ -15,7 +15,7 @@ from trainwright.errors import RequestError, TrainingError, TrainwrightError
 from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import VARIABLE, Cluster, machine_of, node_of
 from trainwright.machine.machine import Machine
-from trainwright.planning.facts import configuration_named, facts_of
+from trainwright.planning.facts import configuration_named, facts_of, largest_stage
 from trainwright.planning.simulation.report import Simulation, collectives
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.recipe.schema import EvaluateSection, RecipeSchema
@@ -154,7 +154,8 @@ class _Simulating:
         train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
         train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
         logging = {"observers": dict[str, Any]()}
-        return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging)
+        data = {} if recipe.data.stages is None else {"stages": [largest_stage(recipe)]}
+        return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging, data=data)
 
 
 def _changed(recipe: RecipeSchema, **sections: dict[str, Any]) -> RecipeSchema:
@@ -211,6 +212,7 @@ def with_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> Recipe
         return recipe
     keys = [key for key in recipe.spec.data_keys if key != "benchmark" and getattr(data, key) is not None]
     changed: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
+    changed["stages"] = None
     for key in keys:
         file = directory / f"{key}.jsonl"
         if key == "idk":

@@ -23,10 +23,14 @@ from trainwright.recipe.sections.fields import (
     Count,
     HeldOutRows,
     Length,
+    NotNegative,
     Positive,
     Section,
     Text,
+    Until,
+    UntilText,
     ValidationRows,
+    until_of,
 )
 
 DataFormat = Literal[
@@ -117,6 +121,7 @@ class RowsSection(Section):
 class SourceSection(RowsSection):
     """One source of a mixture."""
 
+    name: Text | None = Field(None, description="The name by which data.stages gives its weight. Default: the source.")
     weight: Positive = Field(
         1.0,
         description="Sampling weight: the source's share of each epoch is its weight divided by the sum of all "
@@ -132,6 +137,37 @@ class SourceSection(RowsSection):
     def is_documents(self) -> bool:
         """Whether each file is one row."""
         return self.format == "documents"
+
+
+def _some_weight(weights: dict[str, float] | None) -> dict[str, float] | None:
+    if weights is not None and not any(weights.values()):
+        raise PydanticCustomError("weights", "at least one source with a weight above 0")
+    return weights
+
+
+class StageSection(Section):
+    """A part of a run with a mixture of its own."""
+
+    until: UntilText | None = Field(
+        None,
+        description="The end of the stage, counted from the first step of the run: '1000 steps', or '2B tokens' (k, M, "
+        "B, T), which ends it with the step that reaches them. The last stage has none: it ends with the run.",
+    )
+    weights: Annotated[dict[Text, NotNegative], AfterValidator(_some_weight)] | None = Field(
+        None,
+        description="Weights of the sources by name (or by source, if they have no name); sources that are not listed "
+        "are not used in the stage. null: the weights of data.train.",
+    )
+    max_length: Annotated[Length, Field(ge=2)] | None = Field(
+        None,
+        description="For a corpus: divide its windows of data.max_length tokens into sequences of at most so many, "
+        "each of which begins with the last token of the one before it: the same tokens, in shorter contexts.",
+    )
+
+    @property
+    def end(self) -> Until | None:
+        """The end of the stage; None: that of the run."""
+        return None if self.until is None else until_of(self.until)
 
 
 def _one_or_several(value: Any) -> str:
@@ -192,6 +228,12 @@ class DataSection(Section):
         description="How several sources make up an epoch, which has as many examples as all of them. weights: by "
         "their weights. concatenate: every example of every source once. A number, the temperature: by weight times "
         "the number of examples to the power of 1 / temperature (arXiv 1910.10683, section 3.5.2).",
+    )
+    stages: Annotated[list[StageSection], Field(min_length=1)] | None = Field(
+        None,
+        description="Stages of the run, each with its own mixture of the sources of train: a list of {until, weights, "
+        "max_length}. The examples of a step follow from the recipe and the data alone. A source goes on in a later "
+        "stage where it stopped. Needs train.max_steps or train.max_tokens.",
     )
     validation: Validation = Field(
         0.05,
@@ -271,6 +313,19 @@ class DataSection(Section):
             return weights_set
         power = 1.0 if self.mixing == "concatenate" else 1 / float(self.mixing)
         return [weight * size**power for weight, size in zip(weights_set, sizes, strict=True)]
+
+    @property
+    def source_names(self) -> list[str]:
+        """Return the names of ``sources`` in ``stages``."""
+        return [source.name or source.source for source in self.sources]
+
+    def stage_weights(self, sizes: Sequence[int]) -> list[tuple[float, ...]]:
+        """Return the weights of the sources, with ``sizes`` examples, in each stage; 0 where one is not used."""
+        names = self.source_names
+        return [
+            tuple(self.weights(sizes) if stage.weights is None else [stage.weights.get(name, 0.0) for name in names])
+            for stage in self.stages or ()
+        ]
 
     @property
     def source_keys(self) -> tuple[str, ...]:

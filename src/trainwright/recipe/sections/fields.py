@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import (
@@ -157,6 +158,39 @@ def _interval(value: object) -> object:
             "interval", "a whole number of steps, a time such as 10 min or 600 s, auto, or null"
         ) from None
     return value
+
+
+class Until(NamedTuple):
+    """A point of a run: after so many steps, or with the first step after which so many tokens were trained on."""
+
+    number: int
+    unit: Literal["steps", "tokens"]
+
+
+_UNTIL = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?) ?([kMBT]?) ?(steps?|tokens?)")
+_THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def until_of(text: str) -> Until:
+    """Return a point such as ``1000 steps`` or ``2.5B tokens``. Raises ValueError if it is malformed."""
+    match = _UNTIL.fullmatch(text.strip())
+    count = Decimal(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else Decimal(0)
+    if match is None or not 1 <= count <= 10**15 or count != int(count):
+        raise ValueError(text)
+    return Until(int(count), "steps" if match[3].startswith("step") else "tokens")
+
+
+def _until(value: object) -> object:
+    try:
+        assert isinstance(value, str)
+        until_of(value)
+    except (AssertionError, ValueError):
+        message = "a number of steps or tokens since the first step, such as 1000 steps, 500M tokens or 2.5B tokens"
+        raise PydanticCustomError("until", message) from None
+    return value
+
+
+UntilText = Annotated[Text, BeforeValidator(_until)]
 
 
 def _time(value: object) -> object:

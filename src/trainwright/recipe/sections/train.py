@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from trainwright.recipe.sections.fields import Auto, Count, Positive, Section, Text, reject_bool
+from trainwright.recipe.sections.fields import Auto, Count, Positive, Section, Text, Until, reject_bool
 
 # A trace of a step has some megabytes for each rank.
 _MAX_PROFILED = 20
@@ -160,6 +160,11 @@ class TrainSection(Section):
         description="Seed of the validation split, the order of the examples, dropout and the initialization of "
         "weights.",
     )
+
+    @property
+    def end(self) -> Until:
+        """The end of a run whose length is a number of steps or of tokens."""
+        return Until(self.max_tokens or 0, "tokens") if self.max_steps is None else Until(self.max_steps, "steps")
 
     @model_validator(mode="before")
     @classmethod

@@ -127,6 +127,10 @@ class HistoryWindows:
         """Return the number of steps of one window."""
         return int(self._lengths[index])
 
+    def example_lengths(self) -> Array:
+        """Return the number of steps of every window."""
+        return self._lengths
+
     def target_count(self, index: int) -> int:
         """Return the number of predicted actions in one window."""
         return 1 if self.cut.last_only else self.length(index)

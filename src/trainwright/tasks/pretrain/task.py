@@ -22,7 +22,7 @@ from trainwright.engine.task import LossSum
 from trainwright.inference.generation import Sampling
 from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.tasks.language_model import LanguageModelTask, embeddings_of, prepare_model
+from trainwright.tasks.language_model import LanguageModelTask, embeddings_of, prepare_model, with_stages
 from trainwright.tasks.pretrain.spec import PretrainSection
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cach
     train, validation, lines, sets = prepare_windows(recipe, tokenizer, cache, embeddings, contiguous=contiguous)
     prepared = PreparedData(train, validation, lines, sets=sets)
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
-    return prepared
+    return with_stages(recipe, prepared)
 
 
 class Pretraining(LanguageModelTask):
