@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,7 @@ def described_machine() -> Machine | None:
     return machine_described_in(Path(file)) if file else None
 
 
+@cache  # a run asks again, and must not depend on being able to open a file then
 def machine_described_in(file: Path) -> Machine:
     """Return the machine that ``trainwright machine --json`` has written to ``file``.
 
