@@ -167,13 +167,6 @@ def test_examples_that_a_model_has_no_positions_for_are_refused(tmp_path: Path) 
         facts_of(recipe(tmp_path, model={"config": short}))
 
 
-@pytest.mark.slow
-def test_a_family_that_is_not_known_is_told_for_a_model_by_itself(tmp_path: Path) -> None:
-    sizes = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 512}
-    facts = full(tmp_path, config={"model_type": "opt", **sizes})
-    assert facts.assumptions[1].startswith("opt is not in the catalog")
-
-
 def test_adapters_go_on_models_that_have_learnt_something(tmp_path: Path) -> None:
     assert not facts_of(recipe(tmp_path)).workload.takes_adapters
     assert full(tmp_path).workload.takes_adapters
