@@ -207,8 +207,9 @@ class FullySharded:
             if self.bf16_weights is not None:
                 self.bf16_weights.expand(names)
             for key in names:
-                self._masters[key].grad = _scaled(gradients.pop(key, None), scale, self._masters[key])
-            self._drop_gradients(names)
+                grad = _scaled(gradients.pop(key, None), scale, self._masters[key])
+                self._drop_gradients([key])  # first, as a scalar is its own master
+                self._masters[key].grad = grad
             self._optimizer.step()
             for key in names:
                 self._masters[key].grad = None
