@@ -29,7 +29,7 @@ from typing import Any
 from support import plan_runs
 from support.estimators import estimates
 from support.machine import describe, use_cores
-from support.plan_cases import FAMILIES, Case, draw, predict
+from support.plan_cases import FAMILIES, Bf16Case, Case, draw, predict
 from support.results import results_directory
 
 from trainwright.errors import TrainwrightError
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=CASES, help=f"how many ({CASES})")
     parser.add_argument("--family", action="append", help="of these alone; stablelm and olmo are ones that are traced")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases with this in their name")
+    parser.add_argument("--bf16-weights", action="store_true", help="all trained in full, without master weights")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--predict", action="store_true", help="run nothing; judge what the file of results has")
     parser.add_argument("--output", type=Path, help="file of results (results/plan_accuracy_DEVICE_SEED.json)")
@@ -82,6 +83,8 @@ def main() -> None:
     known = {result["id"]: result for result in before["cases"]}
     described = before["machine"] if arguments.predict else describe(use_cores(2))
     cases = draw(arguments.seed, arguments.cases, machine, arguments.family or FAMILIES)
+    if arguments.bf16_weights:
+        cases = [Bf16Case.of(case) for case in cases if not case.strategy.startswith("zero")]
     chosen = [case for case in cases if all(word in case.name for word in arguments.only)]
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as work:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
@@ -61,6 +61,8 @@ class Case:
     accumulation: int
     recompute: str | int
 
+    master_weights: ClassVar[bool] = True
+
     @property
     def id(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
@@ -106,7 +108,18 @@ class Case:
                 "compile": False,
             },
             "parallel": {"strategy": self.strategy, "num_processes": self.processes},
+            "optimizer": {"master_weights": self.master_weights},
         }
+
+
+class Bf16Case(Case):
+    """One whose weights are kept in bf16 alone."""
+
+    master_weights = False
+
+    @classmethod
+    def of(cls, case: Case) -> Case:
+        return cls(**vars(case) | {"adapter": {}, "precision": "bf16"})
 
 
 def draw(seed: int, count: int, machine: Machine, families: Sequence[str] = FAMILIES) -> list[Case]:
@@ -198,6 +211,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         most_batch_tokens=max(sum(lengths) for lengths in _steps(found)) if case.pack else None,
         batch_documents=() if case.pack else _longest_first(found),
         evaluates=False,
+        master_weights=case.master_weights,
     )
     choice = Choice(
         strategy=case.strategy,  # type: ignore[arg-type]

@@ -22,7 +22,9 @@ from trainwright.recipe.schema import OptimizerSection
 
 NAMES = {"block.up.weight": (80, 64), "block.down.weight": (6, 80), "embed.weight": (40, 8), "block.norm.weight": (64,)}
 RATE, DECAY, STEPS = 0.02, 0.3, 4
-NEW = ("sgd", "rmsprop", "lion", "adafactor", "schedule_free_adamw", "adamw_8bit", "lion_8bit")
+NEW = (
+    "sgd", "rmsprop", "adagrad", "ademamix", "lion", "adafactor", "schedule_free_adamw", "adamw_8bit", "lion_8bit"
+)  # fmt: skip
 
 Named = dict[str, nn.Parameter]
 
@@ -75,6 +77,32 @@ def test_sgd_is_that_of_torch(momentum: float, nesterov: bool) -> None:
 def test_rmsprop_is_that_of_torch() -> None:
     found, _ = ours("rmsprop", eps=1e-6)
     assert_equal(found, peers(lambda groups: torch.optim.RMSprop(groups, RATE, eps=1e-6)))
+
+
+def test_adagrad_is_that_of_torch() -> None:
+    found, _ = ours("adagrad", eps=1e-6)
+    assert_equal(found, peers(lambda groups: torch.optim.Adagrad(groups, RATE, eps=1e-6)))
+
+
+def test_ademamix_is_that_of_bitsandbytes() -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    found, _ = ours("ademamix")
+    assert_equal(found, peers(lambda groups: optim.AdEMAMix(groups, RATE, (0.8, 0.7, 0.9999))))
+
+
+def test_ademamix_follows_its_paper() -> None:
+    """Equation 4 of arXiv 2409.03137, whose slow momentum has no correction of its bias."""
+    found, _ = ours("ademamix", eps=1e-8)
+    for name, weight in parameters().items():
+        x, decay = weight.detach().double(), DECAY if weight.dim() > 1 else 0.0
+        fast, slow, square = (torch.zeros_like(x) for _ in range(3))
+        for step in range(STEPS):
+            gradient = gradients(step)[name].double()
+            fast, slow = 0.8 * fast + 0.2 * gradient, 0.9999 * slow + 0.0001 * gradient
+            square = 0.7 * square + 0.3 * gradient**2
+            root = (square / (1 - 0.7 ** (step + 1))).sqrt() + 1e-8
+            x = x - RATE * ((fast / (1 - 0.8 ** (step + 1)) + 5 * slow) / root + decay * x)
+        torch.testing.assert_close(found[name].double(), x, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_lion_is_that_of_bitsandbytes() -> None:
@@ -192,7 +220,7 @@ def test_two_processes_train_as_one(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "rmsprop", "lion", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["sgd", "rmsprop", "adagrad", "ademamix", "lion", "schedule_free_adamw"])
 def test_deepspeed_trains_as_one_process(runs: Runs, name: str) -> None:
     pytest.importorskip("deepspeed")
     single = train(runs, {"one": Case(case(name, "single"))}, 1)["one"]

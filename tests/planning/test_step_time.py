@@ -373,3 +373,4 @@ def test_an_optimizer_takes_its_own_time_and_an_average_adds_to_it() -> None:
     adamw = update()
     assert update(optimizer="adamw_8bit") < adamw < update(optimizer="lion") < update(optimizer="schedule_free_adamw")
     assert update(averages=True) > adamw
+    assert update(master_weights=False) > adamw

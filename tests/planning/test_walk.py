@@ -108,6 +108,22 @@ def test_all_gradients_of_a_replicated_model_are_there_in_the_end(tied: bool) ->
     assert flow.allocated.total == 0  # the evaluation began a new step
 
 
+@pytest.mark.parametrize(("kind", "strategy", "copies"), [(ReplicatedMemory, "single", 1), (FsdpMemory, "fsdp", 2)])
+def test_weights_without_masters_take_two_bytes_and_so_do_gradients_of_one_micro_batch(
+    kind: Any, strategy: str, copies: int
+) -> None:
+    """Besides the masters and the fp32 gradients of the part that is updated: here all of it."""
+    held = inventory(model(), 2)
+    share = held.trained // copies
+    for passes, gradients in ((1, 2 + 4), (2, 4)):
+        choice = Choice(strategy, copies, 1, passes, "bf16")
+        memory = kind(held, choice, OptimizerState("adamw", masters=False), on_gpu=True)
+        lasting = memory.lasting()
+        assert lasting["parameters"] == 2 * share
+        assert lasting.get("master weights", 0) == 0
+        assert memory.step() == (gradients + 4) * share
+
+
 def test_fsdp_gathers_a_block_at_a_time_and_its_ends_throughout() -> None:
     sized = model()
     held = inventory(sized, 4)

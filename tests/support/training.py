@@ -101,7 +101,8 @@ def built(world: World, overrides: Iterable[str]) -> tuple[RecipeSchema, Task, S
     if recipe.train.compile is True:
         compile_blocks(task.blocks())
     make, dtype = optimizer_factory(recipe.optimizer), DTYPES[str(recipe.train.mixed_precision)]
-    setup = StrategyConfig(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights)
+    seed = None if recipe.optimizer.master_weights else recipe.train.seed
+    setup = StrategyConfig(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights, seed)
     return recipe, task, build_strategy(setup)
 
 

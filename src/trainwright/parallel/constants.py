@@ -21,6 +21,14 @@ _SMALLEST_STEP = 16  # of `padded_size`: rows of a tile of AMX
 PADDED_SIZES = 16  # of `padded_size`, between a power of two and the next
 
 
+def step_elements(on_gpu: bool) -> int:
+    """Return how many elements a bf16 optimizer step converts to fp32 at a time, but for a parameter with more.
+
+    It bounds the memory of a step. A GPU takes 1 GiB: most steps are one pass, as every piece launches kernels anew.
+    """
+    return 2**28 if on_gpu else 2**24
+
+
 def padded_size(count: int) -> int:
     """Return ``count`` rounded up to one of 16 sizes between powers of two, and to a multiple of 16."""
     step = max(_SMALLEST_STEP, (1 << max(0, count - 1).bit_length()) // (2 * PADDED_SIZES))

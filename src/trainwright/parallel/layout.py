@@ -31,7 +31,7 @@ class ModelLayout:
     local_shape: tuple[int, ...]
     placement: str  # as formatted by `placement`
     forward_dtype: str  # of the weights in the forward pass; several joined by +
-    master_dtype: str  # of the weights that the optimizer updates
+    master_dtype: str  # of the weights that are kept from step to step
     parameter_device: str  # device type of this rank's part
     optimizer_device: str  # device type on which masters are updated
     elements: int
@@ -68,7 +68,9 @@ class PlannedLayout:
     updated_copies: int
 
 
-def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -> PlannedLayout:
+def planned_layout(
+    parallel: ParallelSection, dtype: torch.dtype, device: str, *, master_weights: bool = True
+) -> PlannedLayout:
     """Return the layout of a resolved recipe.
 
     Args:
@@ -86,7 +88,7 @@ def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -
     return PlannedLayout(
         placement=placement(spec.parameters_by if spec.shards_parameters else "whole", parts, ranks // parts),
         forward_dtype=dtype_name([dtype]),
-        master_dtype="float32",
+        master_dtype="float32" if master_weights else dtype_name([dtype]),
         parameter_device="cpu" if "parameters" in offloaded else device,
         optimizer_device="cpu" if "optimizer state" in offloaded else device,
         gradient_parts=gradient_parts,

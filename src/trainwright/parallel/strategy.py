@@ -68,6 +68,8 @@ class StrategyConfig:
         module: the model in fp32 on the CPU, with its trainable parameters marked; with ``weights``, on the meta device
             except for its buffers.
         dtype: dtype of the forward and backward passes. Masters, reduction and accumulation are fp32.
+        rounding_seed: trained weights are kept in bf16 alone, and rounded with this seed (`Bf16Weights`), which the
+            strategy has as ``bf16_weights``; None: they have masters.
         blocks: the repeated units of the model.
         weights: fills the parameters that are on the meta device.
     """
@@ -79,6 +81,7 @@ class StrategyConfig:
     dtype: torch.dtype
     blocks: Sequence[nn.Module] = ()
     weights: Weights | None = None
+    rounding_seed: int | None = None
 
 
 class Strategy(Protocol):
@@ -199,6 +202,8 @@ def build_strategy(setup: StrategyConfig) -> Strategy:
     if missing := [method for method in _METHODS if not hasattr(implementation, method)]:
         raise RequestError(f"{described}: its implementation {entry_point} lacks {', '.join(missing)}")
     strategy: Strategy = implementation(setup)
+    if setup.rounding_seed is not None and getattr(strategy, "bf16_weights", None) is None:
+        raise RequestError(f"optimizer.master_weights: {described} keeps fp32 master weights; set it to true")
     return strategy
 
 
@@ -227,21 +232,26 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensor.detach().view(-1).split(_EXCHANGED)
 
 
-def prepare_optimizer_state(optimizer: Optimizer, *, filled: bool) -> None:
-    """Make the state of every parameter to be ``filled``, if there is none yet: a step with zero gradients at a
-    learning rate of 0. Otherwise remove it: the first step makes it, from the weights as they are then.
+def prepare_optimizer_state(optimizer: Optimizer, step: Callable[[float, float], None], *, filled: bool) -> None:
+    """Make the state of every parameter to be ``filled``, if there is none yet: a strategy's ``step`` without gradients
+    at a learning rate of 0. Otherwise remove it: the first step makes it, from the weights as they are then.
     """
     if not filled:
         optimizer.state.clear()
+    elif not any(optimizer.state.values()):
+        step(0.0, 1.0)
+
+
+def add_gradient(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add a gradient in low precision to its sum in fp32."""
+    if grad.is_cuda or grad.is_xpu:
+        total.add_(grad)
         return
-    if any(optimizer.state.values()):
-        return
-    set_learning_rate(optimizer, 0.0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    # In pieces that fit a cache, as a CPU converts the second summand to a copy in fp32 first.
+    contiguous = total.is_contiguous() and grad.is_contiguous()
+    parts = [tensor.view(-1).split(CACHED_ELEMENTS) if contiguous else (tensor,) for tensor in (total, grad)]
+    for part, summand in zip(*parts, strict=True):
+        part.add_(summand)
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -206,6 +206,7 @@ class Evaluator:
             "model.adapter.type": section.get("type", "none"),
             "model.adapter.quantization": self.workload.model.quantization,
             "optimizer.name": self.workload.optimizer,
+            "optimizer.master_weights": self.workload.master_weights,
             **{f"train.{key}": getattr(choice, key) for key in _LIMITED},
         }
         limit = choice.spec.refuses(settings)

@@ -18,12 +18,13 @@ Recompute = Literal["none", "full", "selective"] | int
 
 class OptimizerState(NamedTuple):
     """What decides the bytes of an optimizer's state: its name, whether its momentum is more than 0, and whether there
-    is an average of the weights beside it.
+    is an average of the weights beside it; and whether there are fp32 master weights.
     """
 
     name: str
     momentum: bool = True
     average: bool = False
+    masters: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,12 @@ class Workload:
     kernels: Kernels = "auto"
     momentum: bool = True
     averages: bool = False
+    master_weights: bool = True
 
     @property
     def optimizer_state(self) -> OptimizerState:
         """What decides the bytes of the optimizer's state."""
-        return OptimizerState(self.optimizer, self.momentum, self.averages)
+        return OptimizerState(self.optimizer, self.momentum, self.averages, self.master_weights)
 
     @property
     def facts(self) -> ModelFacts:

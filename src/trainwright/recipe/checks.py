@@ -348,6 +348,25 @@ def _float8(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("train.float8", "model.implementation" if recipe.model.is_own else "task"), why)
 
 
+def _master_weights(recipe: RecipeSchema) -> Iterator[Contradiction]:
+    """Check that weights can be kept in bf16 alone, where they are."""
+    optimizer, key = recipe.optimizer, "optimizer.master_weights"
+    if optimizer.master_weights:
+        return
+    if recipe.train.mixed_precision not in ("auto", "bf16"):
+        why = "false keeps weights in bf16, in which they then compute; set train.mixed_precision to bf16 or auto"
+        yield Contradiction((key, "train.mixed_precision"), why)
+    spec = OPTIMIZERS.get(optimizer.name)
+    if spec.averages or spec.whole_matrices:
+        kept = "averages the weights in fp32" if spec.averages else "updates whole matrices"
+        yield Contradiction((key, "optimizer.name"), f"{optimizer.name} {kept}; set it to true, or use adamw")
+    if optimizer.ema_decay is not None:
+        yield Contradiction((key, "optimizer.ema_decay"), "the average is of fp32 weights; remove one of the two")
+    if recipe.parallel.offload_parameters:
+        why = "false keeps weights and their updates on the device; set it to true, or offload nothing"
+        yield Contradiction((key, "parallel.offload_parameters"), why)
+
+
 def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     read = OPTIMIZERS.get(optimizer.name).reads
@@ -362,6 +381,7 @@ def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if optimizer.ema_decay is not None and OPTIMIZERS.get(optimizer.name).averages:
         why = f"{optimizer.name} averages the weights itself; remove it"
         yield Contradiction(("optimizer.ema_decay", "optimizer.name"), why)
+    yield from _master_weights(recipe)
     schedule = SCHEDULES.get(optimizer.schedule)
     decays = schedule.in_decay_steps
     if not decays and "decay_steps" in optimizer.changed():

@@ -158,6 +158,24 @@ RMSPROP = OptimizerSpec(
     time_on_cpu=4.0,
 )
 
+ADAGRAD = OptimizerSpec(
+    summary="adagrad: the gradient divided by the root of the sum of its squares (Duchi et al., 2011), as torch's "
+    "Adagrad, whose weight decay is added to the gradient",
+    implementation="trainwright.engine.optimizers.plain:Adagrad",
+    reads=("eps",),
+    state=lambda part: 4 * part.numel,
+    time=56 / 28,
+    time_on_cpu=4.0,
+)
+ADEMAMIX = OptimizerSpec(
+    summary="ademamix: adamw with a second momentum of decay 0.9999 and weight 5 (arXiv 2409.03137)",
+    implementation="trainwright.engine.optimizers.plain:AdEMAMix",
+    reads=("betas", "eps"),
+    state=3,
+    time=124 / 28,
+    time_on_cpu=6.0,
+)
+
 
 def _factors(part: StatePart) -> int:
     if len(part.shape) < 2:

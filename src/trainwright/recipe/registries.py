@@ -137,6 +137,8 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
         "muon": "trainwright.recipe.optimizer_spec:MUON",
         "sgd": "trainwright.recipe.optimizer_spec:SGD",
         "rmsprop": "trainwright.recipe.optimizer_spec:RMSPROP",
+        "adagrad": "trainwright.recipe.optimizer_spec:ADAGRAD",
+        "ademamix": "trainwright.recipe.optimizer_spec:ADEMAMIX",
         "lion": "trainwright.recipe.optimizer_spec:LION",
         "adafactor": "trainwright.recipe.optimizer_spec:ADAFACTOR",
         "schedule_free_adamw": "trainwright.recipe.optimizer_spec:SCHEDULE_FREE_ADAMW",

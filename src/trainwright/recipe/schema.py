@@ -151,6 +151,12 @@ class OptimizerSection(Section):
         description="Also average the weights: after every step the average moves by 1 - ema_decay of the way to them. "
         "The average is evaluated, answers prompts and is exported; it is saved with checkpoints. null: no average.",
     )
+    master_weights: bool = Field(
+        True,
+        description="Keep fp32 master weights. false: trained weights are kept in bf16 alone, and updates, computed in "
+        "fp32, are rounded stochastically (arXiv 2010.06192) by a hash of train.seed, step and element. It saves "
+        "4 bytes a parameter with single and ddp, 2 with fsdp, where gradients of one micro-batch stay in bf16, too.",
+    )
     options: dict[str, Any] = Field({}, description="Keys of an optimizer of your own, which gets them as they are.")
     schedule: Annotated[str, Registered(SCHEDULES)] = Field(
         "cosine",

@@ -114,6 +114,7 @@ ANSWERS: dict[OwnKey | str, str] = {
         "model.adapter.quantization", "nf4"
     ): "load_in_4bit quantization_bit quantization quantize quantization_method quantization_config bnb_config",
     OwnKey("model.adapter.quantization", "int8"): "load_in_8bit",
+    OwnKey("optimizer.master_weights", "false"): "bf16_stochastic_round stochastic_rounding",
     OwnKey("model.adapter.quantization", note="nf4 or int8"): "bnb_4bit_quant_type",
     OwnKey("model.adapter.double_quantization"): "bnb_4bit_use_double_quant use_double_quant",
     OwnKey("parallel.deepspeed_config"): "deepspeed ds_config deepspeed_config_file",
@@ -257,6 +258,8 @@ _VALUES: dict[str, dict[str, str]] = {
         "paged_adamw": "adamw",
         "paged_adamw_32bit": "adamw",
         "adamw_bnb_8bit": "adamw_8bit",
+        "rmsprop_bnb": "rmsprop",
+        "paged_ademamix_32bit": "ademamix",
         "paged_adamw_8bit": "adamw_8bit",
         "lion_32bit": "lion",
         "paged_lion_32bit": "lion",

@@ -236,7 +236,8 @@ def _different(requested: RecipeSchema, resolved: RecipeSchema) -> Iterator[str]
 
 
 def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) -> tuple[RecipeSchema, list[str]]:
-    """Return the recipe with the strategy that its keys imply, and remarks about running it on ``cluster``.
+    """Return the recipe with the strategy and precision that its keys imply, and remarks about running it on
+    ``cluster``.
 
     Raises:
         RequestError: more processes than GPUs.
@@ -250,7 +251,7 @@ def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) ->
             f"parallel.device: {device}, but the plan for {cluster.name} uses its "
             f"{('GPUs' if device == 'cpu' else 'CPU')}; set it to {cluster.device} or auto"
         )
-    recipe = _with_implied_strategy(recipe, remarks)
+    recipe = _with_implied_precision(_with_implied_strategy(recipe, remarks), remarks)
     _check_offload(recipe, cluster)
     _check_libraries(recipe, cluster)
     _check_processes(recipe, cluster, remarks, check_gpus)
@@ -268,6 +269,14 @@ def _with_implied_strategy(recipe: RecipeSchema, remarks: list[str]) -> RecipeSc
     name, key = implied
     remarks.append(f"parallel.strategy {name}: required by {key}")
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": name})})
+
+
+def _with_implied_precision(recipe: RecipeSchema, remarks: list[str]) -> RecipeSchema:
+    """Return the recipe with the precision of weights that are kept in bf16."""
+    if recipe.optimizer.master_weights or recipe.train.mixed_precision != "auto":
+        return recipe
+    remarks.append("train.mixed_precision bf16: required by optimizer.master_weights false")
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"mixed_precision": "bf16"})})
 
 
 def _checked(recipe: RecipeSchema, values: dict[str, Any]) -> RecipeSchema:

@@ -342,7 +342,8 @@ def _strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy,
         compile_blocks(task.blocks())
     dtype = DTYPES[recipe.train.mixed_precision]
     optimizer = optimizer_factory(recipe.optimizer)
-    setup = StrategyConfig(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
+    seed = None if recipe.optimizer.master_weights else recipe.train.seed
+    setup = StrategyConfig(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights, seed)
     strategy = build_strategy(setup)
     check_averages(strategy, recipe.optimizer)
     return strategy, check_layout(recipe, dtype, strategy)

@@ -123,6 +123,15 @@ def test_a_key_of_a_table_is_written_once(name: str) -> None:
     assert sorted(set(words) & document.get("keys", {}).keys()) == []
 
 
+@pytest.mark.parametrize(("name", "key"), [("transformers", "optim"), ("trl", "optim"), ("axolotl", "optimizer")])
+def test_every_optimizer_of_transformers_is_taken_or_refused_with_a_reason(name: str, key: str) -> None:
+    from transformers.training_args import OptimizerNames
+
+    rule = table(name).rule(key)
+    assert rule is not None
+    assert {one.value for one in OptimizerNames} - rule.values.keys() == set()
+
+
 def test_a_rule_of_the_longest_pattern_counts() -> None:
     tool = table("axolotl")
     assert tool.rule("wandb_project") is tool.rules["wandb_project"] and tool.rule("wandb_name") is not None

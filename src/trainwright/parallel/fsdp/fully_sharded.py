@@ -2,6 +2,7 @@
 
 Each unit (a transformer block; the rest of the model is the last one) is gathered when it runs and freed after it. The
 shards are fp32 master weights; gathered parameters are cast to the dtype of the run, and gradients are summed in fp32.
+Without master weights the shards are bf16 (`Bf16Weights`), and so are the reduced gradients of a single micro-batch.
 
 The optimizer updates the local parts of the shards as plain tensors: updates are element-wise, so they need no DTensor,
 and the multi-tensor AdamW over DTensors leaks memory from torch 2.12 on.
@@ -9,8 +10,9 @@ and the multi-tensor AdamW over DTensors leaks memory from torch 2.12 on.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -30,12 +32,14 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
 from trainwright.parallel.available_memory import memory_shortage
+from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.row_shards import DividedByRows, RowShards
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
     StrategyConfig,
+    add_gradient,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
@@ -70,11 +74,16 @@ class FullySharded:
         self._buffers = {key for key, _ in persistent_buffers(module)}
         # FSDP2 shards along the first dimension; scalars are replicated on every rank.
         self._scalars = {key: p for key, p in module.named_parameters() if p.dim() == 0}
+        if setup.rounding_seed is not None:
+            _cast_trainable(module, setup.dtype)
         self._root = self._shard(
             find_units(module, setup.blocks, parallel.wrap), setup.dtype, parallel.offload_parameters
         )
         self._parameters = dict(module.named_parameters())
         self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
+        self._sums: dict[str, torch.Tensor] = {}  # gradients of shards in bf16 over earlier micro-batches, in fp32
+        self._last = True
+        self.bf16_weights = None if setup.rounding_seed is None else self._bf16_weights(setup.rounding_seed)
         self._optimizer = setup.make_optimizer(self._masters.items())
         if isinstance(self._optimizer, NeedsFullMatrices):
             self._optimizer.exchange = self._matrix_exchange()
@@ -82,6 +91,30 @@ class FullySharded:
             self._optimizer.divide(self._row_shards())
         if setup.weights is not None:
             self._fill(setup.weights)
+
+    def _bf16_weights(self, seed: int) -> Bf16Weights:
+        """Replace the shards by masters that exist during an update, and sum gradients of several micro-batches."""
+        parts = {}
+        for key, local in self._masters.items():
+            shard = self._shard_of(key, local)
+            begin = shard.offset[0] * math.prod(shard.shape[1:]) if shard.shape else 0
+            parts[key] = Bf16Part(shard.local, begin, math.prod(shard.shape))
+            self._parameters[key].register_post_accumulate_grad_hook(functools.partial(self._add, key))
+        weights = Bf16Weights(seed, parts)
+        self._masters = weights.masters
+        return weights
+
+    def _add(self, key: str, parameter: torch.Tensor) -> None:
+        """Move the gradient of a shard into its fp32 sum, unless it is that of a step's only micro-batch."""
+        grad = parameter.grad
+        if grad is None or (self._last and key not in self._sums):
+            return
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        if key in self._sums:
+            add_gradient(self._sums[key], local)
+        else:
+            self._sums[key] = local.float()
+        parameter.grad = None
 
     def _fill(self, weights: Weights) -> None:
         with torch.no_grad():
@@ -126,6 +159,7 @@ class FullySharded:
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
+        self._last = last
         if self._reshard:
             # Saves memory: each micro-batch's gradients are reduced into the shards, full gradients are never kept.
             self._root.set_requires_all_reduce(last)
@@ -137,13 +171,17 @@ class FullySharded:
             self._sum_scalars()
 
     def _sum_scalars(self) -> None:
-        trainable = [p for p in self._scalars.values() if p.requires_grad]
+        trainable = {key: p for key, p in self._scalars.items() if p.requires_grad}
         if not trainable:
             return
-        total = torch.stack([p.new_zeros(()) if p.grad is None else p.grad for p in trainable])
+        gradients = dict(self._gradients())
+        total = torch.stack([gradients.get(key, torch.zeros_like(p)).float() for key, p in trainable.items()])
         dist.all_reduce(total)
-        for parameter, grad in zip(trainable, total, strict=True):
-            parameter.grad = grad
+        for (key, parameter), grad in zip(trainable.items(), total, strict=True):
+            if self.bf16_weights is None:
+                parameter.grad = grad
+            else:
+                self._sums[key] = grad
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
@@ -156,20 +194,27 @@ class FullySharded:
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's parts of the gradients that exist."""
         for key in self._masters:
-            grad = self._parameters[key].grad
+            grad = self._sums.get(key, self._parameters[key].grad)
             if grad is not None:
                 yield key, grad.to_local() if isinstance(grad, DTensor) else grad
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         set_learning_rate(self._optimizer, learning_rate)
-        for key, grad in self._gradients():
-            self._masters[key].grad = grad.mul_(scale) if scale != 1.0 else grad
-        for master in self._masters.values():
-            if master.grad is None:  # missing gradients count as zero, as under every other strategy
-                master.grad = torch.zeros_like(master)
-        self._optimizer.step()
-        self._clear_gradients()
+        gradients = dict(self._gradients())
+        parts = [list(self._masters)] if self.bf16_weights is None else self.bf16_weights.together(self._shard_ranks)
+        for names in parts:
+            if self.bf16_weights is not None:
+                self.bf16_weights.expand(names)
+            for key in names:
+                grad = _scaled(gradients.pop(key, None), scale, self._masters[key])
+                self._drop_gradients([key])  # first, as a scalar is its own master
+                self._masters[key].grad = grad
+            self._optimizer.step()
+            for key in names:
+                self._masters[key].grad = None
+            if self.bf16_weights is not None:
+                self.bf16_weights.round(names)
 
     def exchange_averages(self) -> None:
         """Exchange weights and averages."""
@@ -190,14 +235,15 @@ class FullySharded:
             replicas = Ranks(self._replicas, rank, group)
         return MatrixExchange(self.world.device, shapes.__getitem__, shards=shards, replicas=replicas)
 
-    def _clear_gradients(self) -> None:
-        for key, master in self._masters.items():
-            master.grad = self._parameters[key].grad = None
+    def _drop_gradients(self, names: Iterable[str]) -> None:
+        for key in names:
+            self._parameters[key].grad = None
+            self._sums.pop(key, None)
 
     def discard_gradients(self) -> None:
         """Drop the gradients without changing the weights."""
         self._root.reset_iter_state()
-        self._clear_gradients()
+        self._drop_gradients(self._masters)
 
     def state(self) -> dict[str, Shard]:
         """Return this rank's part of parameters, buffers and optimizer state."""
@@ -205,7 +251,7 @@ class FullySharded:
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor], *, optimizer: bool = True) -> None:
         """Fill the state from ``read(name, shard)``."""
-        prepare_optimizer_state(self._optimizer, filled=optimizer)
+        prepare_optimizer_state(self._optimizer, self.step, filled=optimizer)
         self._root.reset_iter_state()  # gathered parameters have the old weights
         for name, shard in self._shards():
             shard.local.copy_(read(name, shard))
@@ -252,13 +298,14 @@ class FullySharded:
         name = max(sharded, key=lambda key: sharded[key].numel())
         parameter = sharded[name]
         updated = [p for group in self._optimizer.param_groups for p in group["params"]]
+        masters = sharded.values() if self.bf16_weights is not None else updated
         return ModelLayout(
             parameter=name,
             shape=tuple(parameter.shape),
             local_shape=tuple(parameter.to_local().shape),
             placement=tensor_placement(parameter),
             forward_dtype=dtype_name(dtype for unit in _units(self.module) for dtype, _ in _gathered_weights(unit)),
-            master_dtype=dtype_name(p.dtype for p in updated),
+            master_dtype=dtype_name(p.dtype for p in masters),
             parameter_device=parameter.to_local().device.type,
             optimizer_device=self._masters[name].device.type,
             elements=sum(self._parameters[key].numel() for key in self._masters),
@@ -348,6 +395,12 @@ def _materialize(module: nn.Module, device: torch.device, rests_on: torch.device
             user._parameters[other] = first._parameters[name]
 
 
+def _cast_trainable(module: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Convert a parameter to a form that FSDP2 accepts.
 
@@ -359,6 +412,12 @@ def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     elif not parameter.requires_grad:
         parameter.data = parameter.data.to(dtype)
     parameter.data = parameter.data.contiguous()
+
+
+def _scaled(grad: torch.Tensor | None, scale: float, master: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in the precision of its master; a missing one is zero, as under every other strategy."""
+    grad = torch.zeros_like(master) if grad is None else grad.to(master.dtype)
+    return grad.mul_(scale) if scale != 1.0 else grad
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,7 +1,8 @@
 """Strategies in which every rank holds the full model: `single` on one process, `ddp` on several.
 
 In bf16 the module's own parameters are bf16, with fp32 master weights for the optimizer. Compared with autocast this
-saves a cast of every weight in every forward pass; updates are computed in fp32 in both cases.
+saves a cast of every weight in every forward pass; updates are computed in fp32 in both cases. Without master weights
+those of a part of the model are there while it is updated (`Bf16Weights`).
 
 torch's DistributedDataParallel is not used for three reasons: it rebuilds its buckets after the first backward pass, so
 with three ranks a resumed run sums in another order than the run it continues; it averages, but losses here are already
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from trainwright.data.stream.batch import on_device
-from trainwright.parallel.constants import CACHED_ELEMENTS
+from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights, in_parts
+from trainwright.parallel.constants import step_elements
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
-from trainwright.parallel.replicated.spec import step_elements
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
     StrategyConfig,
+    add_gradient,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
@@ -80,11 +82,8 @@ class GradientAccumulator:
         before = self._sums.get(parameter)
         if before is None:
             self._sums[parameter] = grad.float()
-        elif grad.is_cuda or grad.is_xpu:
-            before.add_(grad)
-        else:  # in pieces, as a CPU converts the second summand to a copy in fp32 first
-            for total, part in zip(_pieces(before), _pieces(grad), strict=True):
-                total.add_(part)
+        else:
+            add_gradient(before, grad)
         parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -199,11 +198,6 @@ def _views(flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[torch.Tensor]
     return [piece.view(parameter.shape) for piece, parameter in zip(pieces, bucket, strict=True)]
 
 
-def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return views of a tensor that fit a CPU's cache, or the tensor if it is not contiguous."""
-    return tensor.view(-1).split(CACHED_ELEMENTS) if tensor.is_contiguous() else (tensor,)
-
-
 class Replicated:
     """The full model on every rank; ``gradients`` sums gradients over the ranks."""
 
@@ -213,12 +207,19 @@ class Replicated:
         world, module, dtype = setup.world, setup.module, setup.dtype
         self.name = setup.parallel.strategy
         self.world = world
+        masters = setup.rounding_seed is None
         for parameter in module.parameters():
-            if not parameter.requires_grad and parameter.is_floating_point():
+            if not (masters and parameter.requires_grad) and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)  # before it is moved to the device
         self.module = module.to(world.device)
         trainable = [(key, p) for key, p in module.named_parameters() if p.requires_grad]
-        self._masters = {key: nn.Parameter(p.detach()) if dtype != p.dtype else p for key, p in trainable}
+        self.bf16_weights: Bf16Weights | None = None
+        if setup.rounding_seed is None:
+            self._masters = {key: nn.Parameter(p.detach()) if dtype != p.dtype else p for key, p in trainable}
+        else:
+            parts = {key: Bf16Part(p.data, 0, p.numel()) for key, p in trainable}
+            self.bf16_weights = Bf16Weights(setup.rounding_seed, parts)
+            self._masters = self.bf16_weights.masters
         for _, parameter in trainable:
             parameter.data = parameter.data.to(dtype)
         self._working = dict(trainable)
@@ -249,13 +250,17 @@ class Replicated:
         for names in self._parts():
             masters, working = [self._masters[name] for name in names], [self._working[name] for name in names]
             apart = [(m, w) for m, w in zip(masters, working, strict=True) if m is not w]
+            if self.bf16_weights is not None:
+                self.bf16_weights.expand(names)
             self._give_gradients(masters, working)
             if scale != 1.0 and not self._scales_itself:
                 torch._foreach_mul_([master.grad for master in masters if master.grad is not None], scale)
             self._optimizer.step()
             for master in masters:
                 master.grad = None
-            if apart:  # in one call, as a model has many small parameters
+            if self.bf16_weights is not None:
+                self.bf16_weights.round(names)
+            elif apart:  # in one call, as a model has many small parameters
                 torch._foreach_copy_([parameter.data for _, parameter in apart], [master.data for master, _ in apart])
         self._gradients.clear()
 
@@ -284,20 +289,13 @@ class Replicated:
 
     def _parts(self) -> Iterator[list[str]]:
         """Yield names of parameters that are updated together: all if their gradients are in fp32 already."""
-        if self.world.size > 1:
+        if self.bf16_weights is not None:
+            yield from self.bf16_weights.together()
+        elif self.world.size > 1 or all(master is self._working[name] for name, master in self._masters.items()):
             yield list(self._masters)
-            return
-        part: list[str] = []
-        elements, limit = 0, step_elements(self.world.device.type != "cpu")
-        for name, master in self._masters.items():
-            separate = master is not self._working[name]
-            if part and separate and elements + master.numel() > limit:
-                yield part
-                part, elements = [], 0
-            part.append(name)
-            elements += master.numel()
-        if part:
-            yield part
+        else:
+            sizes = {name: master.numel() for name, master in self._masters.items()}
+            yield from in_parts(sizes, step_elements(self.world.device.type != "cpu"))
 
     def discard_gradients(self) -> None:
         """Drop the gradients without changing the weights."""
@@ -314,7 +312,7 @@ class Replicated:
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor], *, optimizer: bool = True) -> None:
         """Fill the state from ``read(name, shard)``."""
-        prepare_optimizer_state(self._optimizer, filled=optimizer)
+        prepare_optimizer_state(self._optimizer, self.step, filled=optimizer)
         for name, tensor in self._tensors():
             tensor.copy_(read(name, Shard.full(tensor)))
         self._refresh()
@@ -335,14 +333,15 @@ class Replicated:
     def _refresh(self) -> None:
         """Copy the master weights to the weights that compute."""
         for name, master in self._masters.items():
-            if master is not self._working[name]:
+            if master is not self._working[name] and self.bf16_weights is None:
                 self._working[name].data.copy_(master)
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full parameters and buffers in master precision. Every rank must iterate."""
         for name, parameter in self.module.named_parameters():
             if frozen or name in self._masters:
-                yield name, self._masters.get(name, parameter).detach()
+                master = parameter if self.bf16_weights is not None else self._masters.get(name, parameter)
+                yield name, master.detach()
         yield from persistent_buffers(self.module)
 
     def layout(self) -> ModelLayout:
@@ -351,13 +350,14 @@ class Replicated:
         parameter, master = self._working[name], self._masters[name]
         elements = sum(p.numel() for p in self._working.values())
         updated = [p for group in self._optimizer.param_groups for p in group["params"]]
+        masters = self._working.values() if self.bf16_weights is not None else updated
         return ModelLayout(
             parameter=name,
             shape=tuple(parameter.shape),
             local_shape=tuple(parameter.shape),
             placement=placement("whole", 1, self._gradients.ranks),
             forward_dtype=dtype_name(p.dtype for p in self.module.parameters() if p.is_floating_point()),
-            master_dtype=dtype_name(p.dtype for p in updated),
+            master_dtype=dtype_name(p.dtype for p in masters),
             parameter_device=parameter.device.type,
             optimizer_device=master.device.type,
             elements=elements,

@@ -19,6 +19,7 @@ DEEPSPEED = Library(
     process_bytes=70 * 2**20,
 )
 _OPTIMIZER = frozenset({"master weights", "optimizer state", "gradients"})
+_ELEMENTWISE = ("adamw", "ademamix", "sgd", "rmsprop", "adagrad", "lion", "schedule_free_adamw")
 _UPDATED = Collective("all_gather", "parameters", "update")
 
 ZERO1 = StrategySpec(
@@ -34,10 +35,16 @@ ZERO1 = StrategySpec(
     limits=(
         Limit(
             "optimizer.name",
-            ("adamw", "sgd", "rmsprop", "lion", "schedule_free_adamw"),
+            _ELEMENTWISE,
             "DeepSpeed shards the state flat, and {value} needs whole rows, blocks or matrices of a parameter; "
-            "use parallel.strategy ddp or fsdp, or adamw, sgd, rmsprop, lion or schedule_free_adamw",
-            "only adamw, sgd, rmsprop, lion, schedule_free_adamw: DeepSpeed shards states flat through rows and blocks",
+            f"use parallel.strategy ddp or fsdp, or one of {', '.join(_ELEMENTWISE)}",
+            f"only {', '.join(_ELEMENTWISE)}: DeepSpeed shards states flat through rows and blocks",
+        ),
+        Limit(
+            "optimizer.master_weights",
+            (True,),
+            "DeepSpeed keeps fp32 master weights; set it to true, or use parallel.strategy ddp or fsdp",
+            "DeepSpeed keeps fp32 master weights",
         ),
     ),
     library=DEEPSPEED,

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from trainwright.parallel.constants import step_elements
 from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow, largest
@@ -40,14 +41,17 @@ def units(inventory: Inventory, shards: int) -> tuple[ShardedUnit, ...]:
 
 
 class FsdpMemory(StrategyMemory):
-    """Memory of this rank's shards, which are master weights where they are trained, and of gathered weights."""
+    """Memory of this rank's shards, which are master weights where they are trained (or bf16 without any), and of
+    gathered weights.
+    """
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
         every = units(self.inventory, self.choice.shards)
         local, trained = sum(unit.local for unit in every), sum(unit.local_trained for unit in every)
         return {
-            "parameters": FP32 * trained + self.inventory.width * (local - trained),
+            "parameters": (FP32 if self._masters else self.inventory.width) * trained
+            + self.inventory.width * (local - trained),
             "optimizer state": optimizer_state(self.inventory, self.optimizer, self.choice.shards),
         }
 
@@ -55,11 +59,23 @@ class FsdpMemory(StrategyMemory):
         """Return the memory flow of gathered parameters and gradients through a step."""
         choice = self.choice
         offload = choice.offload_parameters and self.on_gpu
-        return FsdpFlow(self.inventory, choice.shards, choice.reshard_after_forward, self.on_gpu, offload)
+        reshard = choice.reshard_after_forward
+        return FsdpFlow(self.inventory, choice.shards, reshard, self.on_gpu, offload, masters=self._masters)
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        return FP32 * sum(unit.local_trained for unit in units(self.inventory, self.choice.shards))
+        trained = sum(unit.local_trained for unit in units(self.inventory, self.choice.shards))
+        if self._masters:
+            return FP32 * trained
+        largest = max((weight.local(self.choice.shards) for weight in self.inventory.trainable), default=0)
+        part = max(largest, min(trained, step_elements(self.on_gpu)))
+        if self.choice.reshard_after_forward and self.choice.gradient_accumulation_steps > 1:
+            return FP32 * (trained + part)
+        return self.inventory.width * trained + 2 * FP32 * part
+
+    @property
+    def _masters(self) -> bool:
+        return self.optimizer.masters or self.inventory.width == FP32
 
     def gradients_on_host(self) -> int:
         """Return the bytes of gradients in the host's memory."""
@@ -78,13 +94,22 @@ class FsdpFlow(Flow):
     """Memory of gathered parameters and gradients through a step.
 
     ``reshard``: gathered parameters are freed after the forward pass. ``offload``: reduced gradients go to the host's
-    memory and are accumulated there.
+    memory and are accumulated there. ``masters``: shards are fp32, and so are their gradients.
     """
 
-    def __init__(self, inventory: Inventory, shards: int, reshard: bool, on_gpu: bool, offload: bool = False) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        shards: int,
+        reshard: bool,
+        on_gpu: bool,
+        offload: bool = False,
+        *,
+        masters: bool = True,
+    ) -> None:
         self._units = units(inventory, shards)
         self._width, self._shards = inventory.width, shards
-        self._reshard, self._offload = reshard, offload
+        self._reshard, self._offload, self._masters = reshard, offload, masters
         self._copies = not on_gpu and shards > 1  # gloo gathers and reduces through a copy
         self._gathered = 0  # bytes of gathered parameters
         self._buffer = 0  # left from the last gathering, or filled for the next unit
@@ -157,7 +182,7 @@ class FsdpFlow(Flow):
         """Return the bytes of the buffer that ``unit`` is gathered into, and the memory held meanwhile."""
         size = self._bytes(unit) if self._shards > 1 else 0
         copies = size if self._copies else 0
-        if self._width < FP32:
+        if self._width < FP32 and self._masters:
             copies += self._units[unit].local_trained * self._width  # frozen ones already have that width
         return size, Allocated(
             self._gradients + self._summed, self._gathered + self._buffer + size + copies, self._reducing
@@ -180,12 +205,17 @@ class FsdpFlow(Flow):
         width = self._width if self._reshard or self._first or self._width < FP32 else 0
         self._gradients -= (width + accumulated) * sizes.trained
         local_bytes = FP32 * sizes.local_trained
+        summed = local_bytes
+        if not self._masters:  # reduced in fp32, and cast; several micro-batches are summed in fp32
+            local_bytes += self._width * sizes.local_trained
+            if not self._reshard or (self._first and self._last):
+                summed = self._width * sizes.local_trained
         clone = self._reducing if self._copies else 0
         reduced = Allocated(
             self._gradients + self._summed + local_bytes, self._gathered + self._buffer, self._reducing + clone
         )
         if (self._first or not self._reshard) and not self._offload:
-            self._summed += local_bytes
+            self._summed += summed
         return largest(highest, reduced)
 
     def _keep(self, unit: int) -> Allocated:

@@ -99,7 +99,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     if excess := sum(map(excess_when_pinned, pinned)):
         host["rounding of pinned memory"] = excess
     if workload.copies_state:
-        state = FP32 * parameters.trained + optimizer_state(parameters, workload.optimizer_state)
+        width = FP32 if workload.master_weights else parameters.width
+        state = width * parameters.trained + optimizer_state(parameters, workload.optimizer_state)
         host[COPY] = -(-state // choice.num_processes)
     optimizer = Peak()
     optimizer.note(Allocated(gradients=step), 0)

@@ -8,8 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
 
-from trainwright.parallel.constants import CACHED_ELEMENTS
-from trainwright.parallel.replicated.spec import step_elements
+from trainwright.parallel.constants import CACHED_ELEMENTS, step_elements
 from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow
@@ -23,7 +22,7 @@ class ReplicatedMemory(StrategyMemory):
         inventory, width = self.inventory, self.inventory.width
         return {
             "parameters": inventory.numel * width,
-            "master weights": inventory.trained * FP32 if width < FP32 else 0,
+            "master weights": inventory.trained * FP32 if width < FP32 and self.optimizer.masters else 0,
             "optimizer state": optimizer_state(inventory, self.optimizer),
         }
 
@@ -34,10 +33,11 @@ class ReplicatedMemory(StrategyMemory):
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
         width, trained = self.inventory.width, self.inventory.trained
-        if width == FP32 or self._exchanges or self.choice.gradient_accumulation_steps > 1:
-            return FP32 * trained
         part = max(self.inventory.largest_trained, min(trained, step_elements(self.on_gpu)))
-        return width * trained + FP32 * part
+        masters = 0 if self.optimizer.masters else FP32 * part
+        if width == FP32 or self._exchanges or self.choice.gradient_accumulation_steps > 1:
+            return FP32 * trained + masters
+        return width * trained + FP32 * part + masters
 
     @property
     def _exchanges(self) -> bool:

@@ -107,6 +107,7 @@ def least_seconds(workload: Workload, processes: int, precision: MixedPrecision,
 
 # Of an average of the weights, relative to AdamW, as the times of optimizers are.
 _AVERAGE, _AVERAGE_ON_CPU = 12 / 28, 0.7
+_ROUNDING, _ROUNDING_ON_CPU = 94 / 28, 0.5  # of weights without masters (parallel/bf16_weights.py)
 
 
 class _Step:
@@ -233,9 +234,9 @@ class _Step:
 
     def _update(self) -> Update:
         spec = OPTIMIZERS.get(self.workload.optimizer)
-        relative, average = spec.time, _AVERAGE
+        relative, average, rounding = spec.time, _AVERAGE, _ROUNDING
         if not self.on_gpu or "optimizer state" in self.choice.offloaded:
-            relative, average = spec.time_on_cpu or spec.time, _AVERAGE_ON_CPU
+            relative, average, rounding = spec.time_on_cpu or spec.time, _AVERAGE_ON_CPU, _ROUNDING_ON_CPU
         return Update(
             choice=self.choice,
             pricing=self.pricing,
@@ -244,7 +245,7 @@ class _Step:
             matrices=max(1, len(self.parameters.trainable)),
             width=self.choice.width,
             orthogonalized=self.parameters.matrices if spec.whole_matrices else (),
-            relative=relative + average * self.workload.averages,
+            relative=relative + average * self.workload.averages + rounding * (not self.workload.master_weights),
         )
 
     def _data(self, computed: DeviceWork) -> float:

@@ -150,7 +150,8 @@ def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -
         MachineError: on all ranks, naming every difference and the ranks that have it.
     """
     world = strategy.world
-    planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type))
+    masters = recipe.optimizer.master_weights
+    planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type, master_weights=masters))
     local = strategy.layout()
     gathered: list[tuple[str, ModelLayout]] = world.gather((strategy.name, local), ModelLayout)
     layouts = [layout for _, layout in gathered]
