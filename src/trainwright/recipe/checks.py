@@ -358,8 +358,8 @@ def _master_weights(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction((key, "train.mixed_precision"), why)
     spec = OPTIMIZERS.get(optimizer.name)
     if spec.averages or spec.whole_matrices:
-        kept = "averages the weights in fp32" if spec.averages else "updates whole matrices"
-        yield Contradiction((key, "optimizer.name"), f"{optimizer.name} {kept}; set it to true, or use adamw")
+        action = "averages the weights in fp32" if spec.averages else "updates whole matrices"
+        yield Contradiction((key, "optimizer.name"), f"{optimizer.name} {action}; set it to true, or use adamw")
     if optimizer.ema_decay is not None:
         yield Contradiction((key, "optimizer.ema_decay"), "the average is of fp32 weights; remove one of the two")
     if recipe.parallel.offload_parameters:

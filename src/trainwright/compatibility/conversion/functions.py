@@ -283,8 +283,8 @@ def precision(conversion: Conversion, setting: Setting, rule: Rule, fp16: str = 
     """Take the precision of bf16 and fp16."""
     word, half = str(setting.value).lower(), str(conversion.value(fp16)).lower()
     if word in ("true", "full"):
-        kept = "the weights are kept in fp32, unless optimizer.master_weights is false"
-        note = kept if word == "full" else None
+        in_fp32 = "the weights are kept in fp32, unless optimizer.master_weights is false"
+        note = in_fp32 if word == "full" else None
         conversion.take(setting, "train.mixed_precision", "bf16", note)
     elif word == "auto" or "supported" in word:
         conversion.take(setting, "train.mixed_precision", "auto")

@@ -145,9 +145,9 @@ class StagedOrder:
         while begin < end:
             number = bisect_right(self._starts, begin, key=lambda start: start.position) - 1
             start, *later = self._starts[number : number + 2]
-            block, place = divmod(begin - start.position, _BLOCK)
-            count = min(end - begin, _BLOCK - place, *(following.position - begin for following in later))
-            pieces.append(self._block(number, block)[place : place + count])
+            block, offset = divmod(begin - start.position, _BLOCK)
+            count = min(end - begin, _BLOCK - offset, *(following.position - begin for following in later))
+            pieces.append(self._block(number, block)[offset : offset + count])
             begin += count
         return np.concatenate(pieces)
 
