@@ -101,10 +101,11 @@ def test_dtype_and_what_training_set_are_not_left_behind(tmp_path: Path) -> None
     assert model.config.resid_pdrop == 0.5
 
 
-def test_shards_from_an_iterator_have_an_index(tmp_path: Path) -> None:
+def test_shards_from_an_iterator_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.models.files.SHARD_BYTES", 20_000)
     model = load_model(section("llama-tied"), seed=1)
     items: Iterator[tuple[str, torch.Tensor]] = iter(model.state_dict().items())
-    save_model(tmp_path / "m", model.config, items, load_tokenizer(section("llama")), shard_bytes=20_000)
+    save_model(tmp_path / "m", model.config, items, load_tokenizer(section("llama")))
     files = sorted(p.name for p in (tmp_path / "m").glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
@@ -116,7 +117,8 @@ def test_shards_from_an_iterator_have_an_index(tmp_path: Path) -> None:
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in again.state_dict().items())
 
 
-def test_failure_keeps_the_directory_that_was_there(tmp_path: Path) -> None:
+def test_failure_keeps_the_directory_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.models.files.SHARD_BYTES", 1000)
     model, tokenizer = load_model(section("llama"), seed=1), load_tokenizer(section("llama"))
     save_model(tmp_path / "m", model.config, model.state_dict(), tokenizer)
     before = {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir()}
@@ -127,7 +129,7 @@ def test_failure_keeps_the_directory_that_was_there(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        save_model(tmp_path / "m", model.config, cut(), tokenizer, shard_bytes=1000)
+        save_model(tmp_path / "m", model.config, cut(), tokenizer)
     with pytest.raises(TrainingError, match=r"without lm_head\.weight"):
         save_model(tmp_path / "m", model.config, list(state.items())[:-1], tokenizer)
     with pytest.raises(TrainingError, match=r"module\.x is not a tensor"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 5 * 10**9  # of a file of weights at most
 
 
 def save_model(
@@ -41,7 +41,6 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
     check: Callable[[Path, Mapping[str, int]], None] | None = None,
 ) -> dict[str, int]:
     """Save a model to ``directory`` so that ``AutoModelForCausalLM.from_pretrained`` loads the same weights.
@@ -56,7 +55,6 @@ def save_model(
         tensors: the state dict, or its items one by one (then at most one shard is in memory). Names are those of the
             bare model; copies of tied weights are optional.
         dtype: dtype of floating-point tensors; fp32 if None.
-        shard_bytes: the weights are split into files of at most this size.
         check: is called with the written directory and the checksums before the directory appears.
 
     Returns:
@@ -81,7 +79,7 @@ def save_model(
         written = _checked(stored, model)
         if whole is not None:
             written = whole_tensors(written, weight_files(whole), model)
-        _write_weights(temporary, written, shard_bytes)
+        _write_weights(temporary, written)
         _check_ties(model.all_tied_weights_keys or {}, checksums)
         _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
         if whole is not None:
@@ -186,7 +184,7 @@ def has_conversions(model: PreTrainedModel) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def _write_weights(directory: Path, items: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
+def _write_weights(directory: Path, items: Iterable[tuple[str, torch.Tensor]]) -> None:
     weight_map: dict[str, int] = {}
     shard: dict[str, torch.Tensor] = {}
     count = size = total = 0
@@ -201,7 +199,7 @@ def _write_weights(directory: Path, items: Iterable[tuple[str, torch.Tensor]], s
 
     for name, value in items:
         stored = value.contiguous()
-        if shard and size + stored.nbytes > shard_bytes:
+        if shard and size + stored.nbytes > SHARD_BYTES:
             write()
         shard[name] = stored
         size += stored.nbytes

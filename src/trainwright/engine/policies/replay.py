@@ -115,8 +115,10 @@ class Replay(StepPolicy):
         self.state[_CHECKED] = float(step)
 
     def compare_weights(self, step: int) -> None:
-        """Compare the weights of all ranks, as far as each has them whole; raise as ``check`` does."""
-        world = self.training.world
+        """Compare the weights of all ranks, if each has them whole; raise as ``check`` does."""
+        world, spec = self.training.world, self.training.recipe.parallel.spec
+        if world.size == 1 or (spec is not None and spec.shards_parameters):
+            return
         weights: list[tuple[int, int]] = world.gather((self._checksum(frozen=True), self._checksum(frozen=False)))
         if len(set(weights)) > 1:
             ranks = _odd_ones(weights) or range(world.size)
@@ -177,7 +179,7 @@ class Replay(StepPolicy):
         return Passes(own, other)
 
     def _checksum(self, *, frozen: bool) -> int:
-        """Return the checksum of this rank's copy of the frozen or the trained weights; 0 if they are sharded."""
+        """Return the checksum of this rank's copy of the frozen or the trained weights."""
         total: torch.Tensor | int = 0  # of no tensor, it is not read from the device, for which the host would wait
         for _, tensor in self._copies(frozen=frozen):
             total = total * _FACTOR + checksum(tensor)
@@ -187,9 +189,7 @@ class Replay(StepPolicy):
         """Yield the frozen or the trained weights that every rank has whole: those that it computes with and, where
         they are others, those that it updates.
         """
-        spec, world, strategy = self.training.recipe.parallel.spec, self.training.world, self.training.strategy
-        if world.size == 1 or (spec is not None and spec.shards_parameters):
-            return
+        spec, strategy = self.training.recipe.parallel.spec, self.training.strategy
         computing = dict(strategy.module.named_parameters())
         for name, weight in computing.items():
             if weight.requires_grad is not frozen:

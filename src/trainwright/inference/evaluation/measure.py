@@ -16,7 +16,7 @@ from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
-from trainwright.inference.answering import AnswerSettings, Done, answer_all
+from trainwright.inference.answering import AnswerSettings, Done, Stage, answer_all
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
 from trainwright.inference.evaluation.rows import (
     Column,
@@ -119,43 +119,49 @@ class Measurement:
         return cls(**saved, columns=columns, samples=samples, origins=origins)
 
 
-def measure(
-    loaded: Loaded,
-    rows: EncodedRows,
-    origins: Origins,
-    world: World,
-    *,
-    model: str,
-    names: Sequence[str],
-    judges: Mapping[str, Judge],
-    sampling: Sampling,
-    batch: int | None,
-    scored: Done = lambda examples: None,
-    answered: Done = lambda examples: None,
-) -> Measurement | None:
-    """Score the rows and generate the answers asked for. Every rank must call; rank 0 gets the full result.
+@dataclass(frozen=True)
+class MeasurementSettings:
+    """What is measured of one model.
 
-    Args:
-        origins: where the rows come from.
+    Attributes:
         model: describes the model.
+        origins: where the rows come from.
         names: of the metrics.
         judges: those of the metrics that judge answers.
         sampling: how rows are answered.
         batch: the number of rows answered at once.
-        scored, answered: called with the number of rows that this rank has finished since the last call.
     """
-    needs_scores = any(name in LIKELIHOODS for name in names)
-    scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if needs_scores else []
-    answers = answer_prompts(loaded, rows.prompts, sampling, world, batch, answered) if judges else []
+
+    model: str
+    origins: Origins
+    names: Sequence[str]
+    judges: Mapping[str, Judge]
+    sampling: Sampling
+    batch: int | None
+
+
+def measure(
+    loaded: Loaded, rows: EncodedRows, settings: MeasurementSettings, world: World, stage: Stage
+) -> Measurement | None:
+    """Score the rows and generate the answers asked for. Every rank must call; rank 0 gets the full result."""
+    scores: list[TokenScores] = []
+    answers: list[Answer] = []
+    needs_scores = any(name in LIKELIHOODS for name in settings.names)
+    if needs_scores:
+        done = stage(f"scoring with {settings.model}", len(rows.dataset))
+        scores = _by_row(score(loaded.lm, rows.dataset, world, done=done), rows.windows)
+    if settings.judges:
+        answered = stage(f"answers of {settings.model}", len(rows.prompts.rows))
+        answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answered)
     if not world.is_main:
         return None
-    columns = likelihood_columns(names, scores, rows.last_turn) if needs_scores else {}
-    for name, judge in judges.items():
+    columns = likelihood_columns(settings.names, scores, rows.last_turn) if needs_scores else {}
+    for name, judge in settings.judges.items():
         columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
-    ordered = {name: columns[name] for name in names}
-    samples = _samples(loaded, rows, origins, ordered, answers)
-    answered_rows = rows.prompts.rows if judges else []
-    return Measurement(model, rows.dataset.fingerprint, ordered, samples, origins, answered_rows)
+    ordered = {name: columns[name] for name in settings.names}
+    samples = _samples(loaded, rows, settings.origins, ordered, answers)
+    answered_rows = rows.prompts.rows if settings.judges else []
+    return Measurement(settings.model, rows.dataset.fingerprint, ordered, samples, settings.origins, answered_rows)
 
 
 def answer_prompts(

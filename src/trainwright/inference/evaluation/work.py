@@ -26,7 +26,7 @@ from trainwright.data.stream.dataset_cache import validation_parts
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import AnswerSettings, Stage, answer_all
-from trainwright.inference.evaluation.measure import Measurement, Origins, compare, measure
+from trainwright.inference.evaluation.measure import Measurement, MeasurementSettings, Origins, compare, measure
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
 from trainwright.inference.evaluation.report import Report
 from trainwright.inference.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
@@ -146,19 +146,15 @@ def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, 
     about = json.loads((work / "about.json").read_text(encoding="utf-8"))
     rows, origins = EncodedRows.open(work / side), Origins(**about["origins"])
     model = UnloadedModel.open(work / side / "found.json")
-    measured = measure(
-        loaded,
-        rows,
+    settings = MeasurementSettings(
+        model.origin,
         origins,
-        world,
-        model=model.origin,
-        names=about["names"],
-        judges=judges(about["names"], request.answer_pattern, request.json_schema),
-        sampling=Sampling(max_new_tokens=request.max_new_tokens),
-        batch=request.batch_size,
-        scored=stage(f"scoring with {model.origin}", len(rows.dataset)),
-        answered=stage(f"answers of {model.origin}", about["answered"]),
+        about["names"],
+        judges(about["names"], request.answer_pattern, request.json_schema),
+        Sampling(max_new_tokens=request.max_new_tokens),
+        request.batch_size,
     )
+    measured = measure(loaded, rows, settings, world, stage)
     if measured is not None:
         replace(measured, notes=[*rows.notes, *_notes(measured, rows, request)]).save(work / side / "measured.json")
 

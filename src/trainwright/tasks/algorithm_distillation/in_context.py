@@ -67,7 +67,7 @@ def evaluate_model(
         tasks: ``[tasks, p]``.
         world: its ranks share the copies; all ranks must call.
         together: every rank runs the module equally often, regardless of its number of copies.
-        every_step: called after every step of all copies.
+        every_step: called at every step of all copies.
     """
     rows = len(tasks) * trial.copies
     mine = list(range(world.rank, rows, world.size)) or ([0] if together else [])
@@ -82,14 +82,14 @@ def evaluate_model(
             def use(model: HistoryModel) -> torch.Tensor:
                 return agents.actions(model, step)
 
+            if every_step is not None:
+                every_step()
             return module(use=use)
 
         own_tasks = tasks[torch.tensor(mine) // trial.copies]
         # Compiled blocks would be recompiled for every length of the context.
         with torch.compiler.set_stance("force_eager"):
-            returns_of_episodes = play(
-                policy, environment, own_tasks, trial.episodes, seeds, world.device, together, every_step
-            )
+            returns_of_episodes = play(policy, environment, own_tasks, trial.episodes, seeds, world.device, together)
     together_found = np.zeros((rows, trial.episodes), np.float32)
     for which, values in world.gather((mine, returns_of_episodes)):
         together_found[which] = values
@@ -120,7 +120,6 @@ def play(
     seeds: torch.Tensor,
     device: torch.device,
     full_length: bool = False,
-    every_step: Callable[[], None] | None = None,
 ) -> Returns:
     """Run a policy on tasks [n, p], with one copy of the environment each; return the returns [n, episodes].
 
@@ -140,8 +139,6 @@ def play(
         episode = (episode + dones).clamp_(max=episodes)
         step = Steps(states[:, None], actions[:, None], rewards[:, None], dones[:, None])
         heartbeat.progress()
-        if every_step is not None:
-            every_step()
         if not full_length and bool((episode == episodes).all()):
             break
     returns_of_episodes: Returns = returns[:, :episodes].cpu().numpy()
