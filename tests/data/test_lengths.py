@@ -20,8 +20,16 @@ def dataset(lengths: list[int]) -> TokenDataset:
 
 def test_lengths_of_a_tokenized_source_are_counted() -> None:
     lengths = lengths_of(dataset([4, 10, 2, 8]))
-    assert lengths == Lengths((2, 4, 8, 10), examples=4, target_fraction=0.5)
+    assert lengths == Lengths((2, 4, 8, 10), examples=4, target_fraction=0.5, max_target_fraction=0.5)
     assert (lengths.mean, lengths.longest) == (6.0, 10)
+
+
+def test_targets_of_the_longest_examples_are_counted() -> None:
+    """Of 300 examples, each with a prompt of ten tokens; memory is that of the longest ones."""
+    examples = [([1] * n, [False] * 10 + [True] * (n - 10)) for n in (*[20] * 236, *[100] * 64)]
+    lengths = lengths_of(TokenDataset.from_examples(examples, "x"))
+    assert lengths.target_fraction == pytest.approx((236 * 10 + 64 * 90) / (236 * 20 + 64 * 100))
+    assert lengths.max_target_fraction == pytest.approx(0.9)
 
 
 @pytest.mark.slow

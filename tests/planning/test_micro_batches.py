@@ -53,6 +53,12 @@ def test_targets_of_padded_rows_leave_out_the_padding() -> None:
     assert batch.tokens == 2000 and batch.targets == 500 + 40 + 20 + 20 - 4
 
 
+def test_a_batch_of_the_longest_examples_has_their_share_of_targets() -> None:
+    packs = Workload(MODEL, 1000, 4, document_tokens=50, target_fraction=0.5, max_target_fraction=0.9)
+    assert micro_batch(packs, TWO_PASSES).targets == 900
+    assert packs.targets(1000, 20) == 500  # on average, which decides the time
+
+
 def test_lengths_of_a_global_batch_are_given_longest_first() -> None:
     lengths = Lengths((10, 20, 400), 300, 1.0)
     found = lengths.longest_first(8)

@@ -101,6 +101,7 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         document_tokens=lengths.mean,
         longest_document=max(part.longest for part in parts),
         target_fraction=lengths.target_fraction,
+        max_target_fraction=max(part.max_target_fraction for part in parts),
         windows=recipe.spec.corpus,
         steps=steps,
         evaluates=data.validation is not None,

@@ -38,7 +38,8 @@ class Workload:
     ``batch_documents``: for padded rows, sequence lengths at equal distances in a sorted global batch, the longest
     first, each the maximum over all batches; empty if unknown or all equal. ``lengths``: for packs, mean sequence
     lengths of equal parts of the sorted data; empty if unknown or all equal. ``most_batch_tokens``: for packs,
-    ``batch_tokens`` of the largest batch; None if unknown. ``target_fraction``: share of the tokens that are targets.
+    ``batch_tokens`` of the largest batch; None if unknown. ``target_fraction``: share of the tokens that are targets;
+    ``max_target_fraction``: that of the longest examples, if it is larger.
     ``windows``: all tokens are targets, as in pretraining, where a token precedes the first target. ``steps``: None if
     unknown. ``fresh``: weights are initialized, not read from files. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
@@ -55,6 +56,7 @@ class Workload:
     document_tokens: float | None = None
     longest_document: int | None = None
     target_fraction: float = 1.0
+    max_target_fraction: float = 0.0
     windows: bool = False
     optimizer: str = "adamw"
     steps: int | None = None
@@ -121,14 +123,15 @@ class Workload:
             self.longest, known[min(len(known) - 1, int(position * len(known) / max(1.0, self.global_batch_rows)))]
         )
 
-    def targets(self, tokens: int, sequences: int) -> int:
-        """Return how many of ``tokens`` tokens in ``sequences`` sequences are targets.
+    def targets(self, tokens: int, sequences: int, *, most: bool = False) -> int:
+        """Return how many of ``tokens`` tokens in ``sequences`` sequences are targets; ``most``: at most.
 
         The first token of each sequence is not a target, except in windows.
         """
         if self.windows:
             return tokens
-        return max(0, min(tokens - sequences, round(tokens * self.target_fraction)))
+        fraction = max(self.target_fraction, self.max_target_fraction if most else 0.0)
+        return max(0, min(tokens - sequences, round(tokens * fraction)))
 
 
 @dataclass(frozen=True)

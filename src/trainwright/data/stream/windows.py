@@ -138,8 +138,8 @@ class WindowDataset(TokenDataset):
             lengths.append(each)
         return np.concatenate(lengths)
 
-    def target_fraction(self) -> float:
-        """Return the fraction of input tokens that are predicted."""
+    def target_fraction(self, examples: object = None) -> float:
+        """Return the fraction of input tokens that are predicted, of all or of some examples."""
         return 1.0
 
     def will_need(self, examples: Iterable[int]) -> None:

@@ -124,9 +124,11 @@ class TokenDataset:
         partners = drawn([MixturePart(self.paired.count, len(self))], 0, self.fingerprint)
         return lengths + each[self.paired.begin + partners]
 
-    def target_fraction(self) -> float:
-        """Return the fraction of tokens that are targets."""
-        return int(np.count_nonzero(self.targets)) / max(1, self.token_count)
+    def target_fraction(self, examples: Sequence[int] | Indices | None = None) -> float:
+        """Return the fraction of tokens that are targets, of all or of some examples."""
+        if examples is None:
+            return int(np.count_nonzero(self.targets)) / max(1, self.token_count)
+        return sum(map(self.target_count, examples)) / max(1, sum(map(self.length, examples)))
 
     def will_need(self, examples: Iterable[int]) -> None:
         """Do nothing: the arrays are small enough to stay in memory."""

@@ -11,7 +11,7 @@ import json
 import random
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -37,6 +37,7 @@ _SAMPLED_BATCHES = 24
 _MAX_SAMPLED = 4096  # examples
 _DRAWN = 16_384  # examples, to find the largest batch of a run
 _PLACES = 64
+_LONGEST = 64  # examples, whose targets are counted
 # For English text and code with vocabularies of 30,000 to 150,000 tokens; and the tokens a chat template adds per turn.
 _CHARACTERS_PER_TOKEN = 3.8
 _TOKENS_PER_TURN = 6
@@ -47,13 +48,15 @@ class Lengths:
     """Example lengths in tokens; ``quantiles`` are equally spaced from the shortest to the longest.
 
     ``examples``: number of training examples, or None if not counted. ``target_fraction``: fraction of tokens that are
-    targets. ``exact``: counted, not estimated.
+    targets. ``exact``: counted, not estimated. ``max_target_fraction``: that of the longest examples, if it is larger:
+    a prompt is a smaller part of a long example.
     """
 
     quantiles: tuple[int, ...]
     examples: int | None
     target_fraction: float
     exact: bool = True
+    max_target_fraction: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -141,26 +144,34 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     from trainwright.data.tokens.dataset import drawn
 
     lengths = dataset.example_lengths()
+    longest = _longest(lengths)
     if dataset.mixture is not None:
         lengths = lengths[drawn(dataset.mixture, 0, "lengths")]
-    return _counted(lengths, dataset.target_fraction())
+    return _counted(lengths, dataset.target_fraction(), dataset.target_fraction(longest))
 
 
-def _counted(lengths: npt.NDArray[np.int64], target_fraction: float) -> Lengths:
+def _longest(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    count = min(_LONGEST, len(lengths))
+    return lengths.argpartition(len(lengths) - count)[len(lengths) - count :]
+
+
+def _counted(lengths: npt.NDArray[np.int64], *fractions: float) -> Lengths:
     import numpy as np
 
     lengths = np.sort(lengths)
     places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
-    return Lengths(tuple(int(n) for n in lengths[places]), len(lengths), target_fraction)
+    quantiles = tuple(int(n) for n in lengths[places])
+    return Lengths(quantiles, len(lengths), fractions[0], max_target_fraction=max(fractions))
 
 
 def lengths_of_sources(dataset: TokenDataset) -> list[Lengths]:
     """Count the lengths of the examples of each source."""
     import numpy as np
 
+    lengths = dataset.example_lengths()
     ends = np.cumsum([part.examples for part in dataset.mixture or ()])[:-1]
-    fraction = dataset.target_fraction()
-    return [_counted(lengths, fraction) for lengths in np.split(dataset.example_lengths(), ends)]
+    fractions = dataset.target_fraction(), dataset.target_fraction(_longest(lengths))
+    return [_counted(part, *fractions) for part in np.split(lengths, ends)]
 
 
 def mixed(parts: Sequence[tuple[Lengths, float]]) -> Lengths:
@@ -171,7 +182,8 @@ def mixed(parts: Sequence[tuple[Lengths, float]]) -> Lengths:
     until = list(accumulate(weight for _, weight in points))
     places = [bisect_left(until, total * (index + 0.5) / _QUANTILES) for index in range(_QUANTILES - 1)]
     quantiles = (*(values[min(place, len(values) - 1)] for place in places), values[-1])
-    return Lengths(quantiles, None, parts[0][0].target_fraction, exact=all(lengths.exact for lengths, _ in parts))
+    fractions = parts[0][0].target_fraction, all(lengths.exact for lengths, _ in parts)
+    return Lengths(quantiles, None, *fractions, max(lengths.max_target_fraction for lengths, _ in parts))
 
 
 def rows_of(recipe: RecipeSchema) -> str:
@@ -273,5 +285,6 @@ def _lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path
     key: dict[str, Any] = source_key(data, seed, json.dumps([*tokenizer, *added]))
     if rows:
         key["rows"] = rows
+    key["about"] = [field.name for field in fields(Lengths)]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache / "datasets" / "lengths" / f"{digest}.json"

@@ -31,7 +31,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
         first = rows * choice.num_processes if later else 0
         longest = workload.length_at(first) or longest
         masked = rows > 1 and mean < longest
-        targets = workload.targets(_filled(workload, first, rows), rows)
+        targets = workload.targets(_filled(workload, first, rows), rows, most=True)
         return BatchShape(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
     tokens = rows * row
     if workload.most_batch_tokens is not None:  # of a step with few packs, which fill no micro-batch
@@ -44,7 +44,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
     full_sequences, rest = divmod(tokens - longest, mean)
     sequences = [(mean, full_sequences), (longest, 1), (rest, 1)]
     remaining = tuple((length, count) for length, count in sequences if length and count)
-    targets = workload.targets(tokens, sum(count for _, count in remaining))
+    targets = workload.targets(tokens, sum(count for _, count in remaining), most=True)
     return BatchShape(1, tokens, remaining, targets, packed=True, masked=False)
 
 
