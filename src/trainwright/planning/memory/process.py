@@ -31,7 +31,8 @@ _PROCESS, _EXCHANGE, _SHARDED, _PEFT = 378 * _MIB, 8 * _MIB, 20 * _MIB, 60 * _MI
 _ARENA = 64 * _MIB
 _TRIMMED = 256 * _MIB  # of free memory at the end of the heap, what glibc does not return (run/process.py)
 # Blocks that live on, as a share of the freed memory in which they settle: measured as the growth of the heap where the
-# sizes of batches or of gathered parameters vary. Where they are equal, only the optimizer's state settles there.
+# sizes of batches or of gathered parameters vary, or blocks are recomputed. Otherwise a backward pass frees in the
+# reverse order of the forward pass, and free memory stays in one piece.
 _SETTLED = 0.6
 
 
@@ -85,9 +86,10 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, temporary: in
     gathered = choice.width * inventory.largest if shards else 0
     largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered)
     kept = min(temporary, max(_TRIMMED, largest))
-    varied = (not workload.packed and workload.mean_length < workload.longest) or choice.spec.hooks_modules
-    settled = _SETTLED * kept if varied else min(_SETTLED * kept, model.lasting().get("optimizer state", 0))
-    return kept + int(settled) + shards * min(temporary, largest)
+    rows_vary = not workload.packed and workload.mean_length < workload.longest
+    recomputes = choice.activation_checkpointing not in ("none", "selective")
+    varied = rows_vary or recomputes or choice.spec.hooks_modules
+    return kept + max(int(_SETTLED * kept * varied), shards * min(temporary, largest))
 
 
 def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:
