@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
@@ -207,10 +208,10 @@ def test_blocks_that_live_on_settle_in_freed_memory_where_sizes_vary_or_blocks_a
     assert kept == pytest.approx([1.0, 1.0, 1.6, 1.6], rel=1e-3)
 
 
-SHARED = {"num_processes": 2, "micro_batch_size": 1}
+SHARED: dict[str, Any] = {"num_processes": 2, "micro_batch_size": 1}
 
 
-def tiny(strategy: str, **more: object) -> tuple[int, int, int]:
+def tiny(strategy: str, **more: Any) -> tuple[int, int, int]:
     """Bytes of the copies of the exchange, and of two phases, of the small model on two processes."""
     memory = on_cpu("no", strategy=strategy, **SHARED, **more)
     return memory.overhead.get("copies of the exchange", 0), memory.phases["generation"], memory.phases["export"]
