@@ -1,8 +1,9 @@
 """How right a plan is about the memory of processes on a CPU, as every run reports it at its end.
 
     python bench/plan_memory.py                  cases of seed 2, which the plan's interval on CPUs is made from
-    python bench/plan_memory.py --seed 3         others: how many of them lie in that interval
+    python bench/plan_memory.py --seed 3         those that the share of settled memory is from; 4 and on: others
     python bench/plan_memory.py --seconds 600    as many as begin in that time; the next call goes on
+    python bench/plan_memory.py --predict        no runs: what was measured before against what is predicted now
 
 Every case is `trainwright train` of the cases of plan_accuracy.py, four steps long, half of them with evaluations and
 written answers. Measured is the largest resident memory of a process up to its last step, as in the run's events;
@@ -27,9 +28,11 @@ from support.plan_cases import Case, draw
 from support.results import results_directory
 from support.trainwright_side import COMMAND
 
+import trainwright as tw
 from trainwright.machine.detect import detect
 from trainwright.planning.errors import SHARE, Interval, interval_of
 
+RESULTS = results_directory()
 STEPS = 4
 CASES = 48
 MAX_TOKENS = {"no": 4_096, "bf16": 1_024}  # of a step; cases with more are left out, which would take minutes each
@@ -41,15 +44,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2, help="which cases are drawn (2)")
     parser.add_argument("--cases", type=int, default=CASES, help=f"how many ({CASES})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
+    parser.add_argument("--predict", action="store_true", help="run nothing; plan what the file of results has")
     options = parser.parse_args()
-    started, output = time.monotonic(), results_directory() / f"plan_memory_cpu_{options.seed}.json"
-    results = json.loads(output.read_text())["cases"] if output.exists() else []
-    measured_ids = {result["id"] for result in results}
-    machine = describe(use_cores(2))
+    started, output = time.monotonic(), RESULTS / f"plan_memory_cpu_{options.seed}.json"
+    before = json.loads(output.read_text()) if output.exists() else {"cases": []}
+    results = before["cases"]
+    measured = {result["id"]: result for result in results}
+    machine = before["machine"] if options.predict else describe(use_cores(2))
     with tempfile.TemporaryDirectory(prefix="plan-memory-") as work:
         for number, case in enumerate(draw(options.seed, options.cases, detect())):
+            if options.predict:
+                if case.id in measured:
+                    measured[case.id] |= planned(case, Path(work), evaluates=number % 2 == 1)
+                continue
             if (
-                case.id in measured_ids
+                case.id in measured
                 or time.monotonic() - started > options.seconds
                 or tokens(case) > MAX_TOKENS[case.precision]
             ):
@@ -61,10 +70,15 @@ def main() -> None:
             results.append(result)
             ratio = result["measured"] / result["predicted"]
             print(f"{ratio - 1:+7.1%}  {result['measured'] / 2**20:8.1f} MiB  {case.name}", flush=True)
-            values = {"machine": machine, "seed": options.seed, "cases": results}
-            output.write_text(json.dumps(values, indent=1) + "\n")
+            _write(output, machine, options.seed, results)
+    if options.predict:
+        _write(output, machine, options.seed, results)
     report(results)
     print(f"All numbers: {output}")
+
+
+def _write(output: Path, machine: Any, seed: int, results: list[dict[str, Any]]) -> None:
+    output.write_text(json.dumps({"machine": machine, "seed": seed, "cases": results}, indent=1) + "\n")
 
 
 def tokens(case: Case) -> int:
@@ -74,15 +88,7 @@ def tokens(case: Case) -> int:
 
 def measure(case: Case, work: Path, *, evaluates: bool) -> dict[str, Any] | None:
     """Return the bytes that a run took and was planned to take; None if the model does not run so."""
-    recipe = case.recipe(work)
-    recipe["train"]["max_steps"] = STEPS
-    if evaluates:
-        recipe["data"]["validation"] = recipe["data"]["train"]
-        recipe["evaluate"] = EVALUATED
-    run = work / case.id
-    recipe["logging"] = {"run_directory": str(run), "observers": {"tensorboard": False}}
-    file = work / f"{case.id}.json"  # JSON is YAML
-    file.write_text(json.dumps(recipe))
+    file, run = recipe_of(case, work, evaluates=evaluates), work / case.id
     if subprocess.run([*COMMAND, "train", str(file)], check=False, capture_output=True).returncode:
         return None
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -91,8 +97,32 @@ def measure(case: Case, work: Path, *, evaluates: bool) -> dict[str, Any] | None
         "id": case.id,
         "case": f"{case.name}{', evaluated' if evaluates else ''}",
         "measured": max(event["memory_bytes"] for event in events if event["event"] == "step"),
-        "predicted": start["predicted"]["memory_bytes"],
-        "interval": [start["predicted"]["memory_low"], start["predicted"]["memory_high"]],
+        **_figures(start["predicted"]),
+    }
+
+
+def recipe_of(case: Case, work: Path, *, evaluates: bool) -> Path:
+    """Write the recipe of a run and return its file."""
+    recipe = case.recipe(work)
+    recipe["train"]["max_steps"] = STEPS
+    if evaluates:
+        recipe["data"]["validation"] = recipe["data"]["train"]
+        recipe["evaluate"] = EVALUATED
+    recipe["logging"] = {"run_directory": str(work / case.id), "observers": {"tensorboard": False}}
+    file = work / f"{case.id}.json"  # JSON is YAML
+    file.write_text(json.dumps(recipe))
+    return file
+
+
+def planned(case: Case, work: Path, *, evaluates: bool) -> dict[str, Any]:
+    """Return what the plan of a run says now."""
+    return _figures(tw.plan(recipe_of(case, work, evaluates=evaluates)).predicted)
+
+
+def _figures(predicted: dict[str, float]) -> dict[str, Any]:
+    return {
+        "predicted": predicted["memory_bytes"],
+        "interval": [predicted["memory_low"], predicted["memory_high"]],
     }
 
 

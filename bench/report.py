@@ -178,7 +178,7 @@ def plan_memory() -> str:
     assert interval is not None
     for seed, results in enumerate(whole, 2):
         cases, command = results["cases"], f"python bench/plan_memory.py --seed {seed}"
-        half = "that plans' interval is made from" if seed == 2 else "that set nothing of the plan"
+        half = "that plans' interval is made from" if seed == 2 else "that the plan was fitted to"
         ratios = [case["measured"] / case["predicted"] for case in cases]
         inside = sum(interval.low <= ratio <= interval.high for ratio in ratios) / len(ratios)
         title = f"Resident memory of a process on a CPU, predicted against measured, {len(cases)} small runs {half}"

@@ -21,6 +21,7 @@ from trainwright.models.configuration import making, restore_source
 from trainwright.models.resolve_model import INDEX, weight_files
 from trainwright.models.safetensors_files import write_weights
 from trainwright.models.text_part import read_causal, whole_of, whole_tensors, write_whole_settings
+from trainwright.parallel.constants import SHARD_BYTES
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils.paths import sync, sync_tree
 from trainwright.utils.text import size
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-SHARD_BYTES = 5 * 10**9  # of a file of weights at most
 
 
 def save_model(

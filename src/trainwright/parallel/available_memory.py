@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from trainwright.machine.detect import detect
+from trainwright.parallel.constants import USABLE
 from trainwright.parallel.world import World
-
-# Share of free memory; the rest is for the key-value cache and activations.
-_USABLE = 0.8
 
 
 def memory_shortage(world: World, required: int, available: int | None) -> str | None:
@@ -20,7 +18,7 @@ def memory_shortage(world: World, required: int, available: int | None) -> str |
         available: bytes that this rank may use; None: most of the free memory.
     """
     available_by_rank = [
-        each for (each,) in world.gather_floats([_USABLE * free_bytes(world) if available is None else available])
+        each for (each,) in world.gather_floats([USABLE * free_bytes(world) if available is None else available])
     ]
     least = min(available_by_rank)
     if required <= least:
@@ -43,7 +41,7 @@ def fits_host(world: World, required: int) -> bool:
 
     Every rank must call this.
     """
-    return all(short <= 0 for (short,) in world.gather_floats([required - _USABLE * _share_of_host(world)]))
+    return all(short <= 0 for (short,) in world.gather_floats([required - USABLE * _share_of_host(world)]))
 
 
 def _share_of_host(world: World) -> int:

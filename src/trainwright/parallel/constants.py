@@ -12,6 +12,10 @@ CACHED_PRODUCTS, PRODUCT_BYTES = 256, 570_000
 CHUNK_BYTES = 128 * 2**20
 # Bytes of the logits of a chunk of the fused loss, which makes no copies of them in fp32.
 FUSED_CHUNK_BYTES = 2**30
+# Share of the free memory that a copy of a model or its state may take; the rest is for activations and a cache.
+USABLE = 0.8
+# The weights of a saved model are split into files of at most this size, each of which is in memory at once.
+SHARD_BYTES = 5 * 10**9
 # Bytes of the fp32 logits that a CPU processes at a time.
 BLOCK_BYTES = 2 * 2**20
 # Measured on AVX-512 with bf16 units: below this length the backward pass of the CPU's bf16 flash kernel is slower than

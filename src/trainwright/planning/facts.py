@@ -105,6 +105,8 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         windows=recipe.spec.corpus,
         steps=steps,
         evaluates=data.validation is not None,
+        answers=bool(recipe.evaluate.prompts or recipe.evaluate.metrics),
+        saved_width=_saved_width(recipe.model, configuration),
         copies_state=recipe.checkpoint.background is True,
         batch_tokens=size * lengths.mean,
         fresh=recipe.model.config is not None,
@@ -127,6 +129,12 @@ def facts_of(recipe: RecipeSchema) -> Facts:
     )
     _check(workload, data)
     return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
+
+
+def _saved_width(model: ModelSection, configuration: Mapping[str, Any]) -> int:
+    """Return the bytes of an element of the saved model (models/load.py: dtype_to_save)."""
+    of_files = configuration.get("dtype") or configuration.get("torch_dtype")
+    return 2 if "16" in str(of_files if model.save_dtype == "auto" else model.save_dtype) else 4
 
 
 def _of_own_model(recipe: RecipeSchema, model: TaskModel) -> Facts:

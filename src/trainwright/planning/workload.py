@@ -41,7 +41,8 @@ class Workload:
     ``batch_tokens`` of the largest batch; None if unknown. ``target_fraction``: share of the tokens that are targets;
     ``max_target_fraction``: that of the longest examples, if it is larger.
     ``windows``: all tokens are targets, as in pretraining, where a token precedes the first target. ``steps``: None if
-    unknown. ``fresh``: weights are initialized, not read from files. ``texts``: the recipe's
+    unknown. ``answers``: the model writes answers at evaluations. ``saved_width``: bytes of an element of the saved
+    model. ``fresh``: weights are initialized, not read from files. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
     the model can be trained with an adapter. ``deterministic``: only deterministic kernels are used.
     ``attention``: of the recipe's model. ``tf32``: fp32 products are computed in TF32. ``copies_state``:
@@ -61,6 +62,8 @@ class Workload:
     optimizer: str = "adamw"
     steps: int | None = None
     evaluates: bool = True
+    answers: bool = False
+    saved_width: int = 4
     copies_state: bool = False
     batch_tokens: float | None = None
     fresh: bool = False

@@ -73,6 +73,20 @@ class FsdpMemory(StrategyMemory):
             return FP32 * (trained + part)
         return self.inventory.width * trained + 2 * FP32 * part
 
+    def gathered(self) -> int:
+        """Return the bytes of all gathered units, and of the buffer that the last one is copied out of."""
+        sizes = [unit.padded * self.inventory.width for unit in units(self.inventory, self.choice.shards)]
+        return sum(sizes) + sizes[-1]
+
+    def copied(self) -> int:
+        """Return the bytes of the largest unit, which is gathered at once."""
+        sizes = (unit.padded for unit in units(self.inventory, self.choice.shards))
+        return self.inventory.width * max(sizes) if self.choice.shards > 1 else 0
+
+    def assembled(self) -> int:
+        """Return the copies of a saved parameter: gloo gathers through another one."""
+        return 1 if self.on_gpu or self.choice.shards == 1 else 2
+
     @property
     def _masters(self) -> bool:
         return self.optimizer.masters or self.inventory.width == FP32

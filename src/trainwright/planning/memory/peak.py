@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 from trainwright.machine.describe import Cluster
-from trainwright.parallel.constants import CACHED_ELEMENTS
+from trainwright.parallel.constants import CACHED_ELEMENTS, SHARD_BYTES, USABLE
 from trainwright.planning.memory.inventory import Inventory, inventory, optimizer_state, reference_numel
 from trainwright.planning.memory.matrices import orthogonalizing
 from trainwright.planning.memory.micro_batch import computed
-from trainwright.planning.memory.process import WORKSPACES, libraries, overhead
+from trainwright.planning.memory.process import SLACK, WORKSPACES, libraries, overhead
 from trainwright.planning.memory.strategies import FP32, StrategyMemory, memory_model
 from trainwright.planning.memory.walk import Allocated, Order, Peak, Route, Walk
 from trainwright.planning.trace.traced import modules_of
@@ -27,6 +27,7 @@ from trainwright.recipe.registries import OPTIMIZERS
 _QUANTIZED, _QUANTIZING = 2**20, 23
 LOADING = "weights while loading"
 COPY = "copy of the state for checkpoints"
+_OF_STEPS = ("load", "forward", "backward", "optimizer", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Memory:
     """Bytes of the process that needs most.
 
     ``parts``: live tensors at the peak of the run, by purpose. ``phases``: the peak of live tensors in each phase:
-    load, forward, backward, optimizer, evaluation, checkpoint. ``overhead``: memory that is not in tensors of the run.
+    load, forward, backward, optimizer, evaluation, generation (of answers), checkpoint, export. ``overhead``: memory
+    that is not in tensors of the run.
     ``host``: memory on the host, for a process that computes on a GPU. ``untraced``: why activations are a bound, as
     the model could not be traced; "" if they are exact.
     """
@@ -76,6 +78,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     base, host = _lasting(model, reference)
     between = sum(base.values())
     norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
+    whole = 0 if on_gpu else model.gathered()
+    if whole > USABLE * (cluster.usable_bytes // choice.num_processes - between):
+        whole = 0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/available_memory.py)
     step = max(_update(workload, model, offloaded=bool(host)), 0 if host else route.gradients + norm)
     if host and (on_host := model.gradients_on_host()):
         host["gradients"] = on_host
@@ -85,7 +90,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         "backward": between + walk.backward.total,
         "optimizer": between + step,
         "evaluation": between + walk.evaluation.total * workload.evaluates,
+        "generation": between + whole * workload.answers,
         "checkpoint": between,
+        "export": between + (whole if workload.model.adapter else _saving(model, workload)),
     }
     if on_gpu:
         weights = FP32 * parameters.numel
@@ -106,8 +113,10 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     optimizer.note(Allocated(gradients=step), 0)
     moment = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total).parts()
     parts = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
-    temporary = max(phases.values()) - between
-    extra = overhead(workload, choice, cluster, parameters, walk, temporary, trace)
+    temporary = max(phases[name] for name in _OF_STEPS) - between
+    extra = overhead(workload, cluster, model, walk, temporary, trace)
+    if not on_gpu:  # what steps have freed is used, or returned before the export
+        extra[SLACK] = max(0, extra[SLACK] + between + temporary - max(phases.values()))
     return Memory(parts, phases, extra, host, trace.facts.failed)
 
 
@@ -176,6 +185,26 @@ def _load(parameters: Inventory, workload: Workload) -> int:
     elif workload.model.adapter:
         drawn = max(drawn, (FP32 - parameters.width) * embedding)
     return FP32 * max(parameters.numel, facts.total) + drawn
+
+
+def _saving(model: StrategyMemory, workload: Workload) -> int:
+    """Return the bytes of the tensors that rank 0 makes to save the model (models/files.py); on a GPU, those on it."""
+    parameters, copies, width = model.inventory, model.assembled(), workload.saved_width
+    if model.on_gpu:
+        return FP32 * copies * parameters.largest
+    converts = width != FP32 or (parameters.width < FP32 and not model.optimizer.masters)
+    return _saved(parameters, copies, width if copies or converts else 0)
+
+
+@lru_cache(maxsize=64)
+def _saved(parameters: Inventory, copies: int, width: int) -> int:
+    """Return these bytes, of which ``width`` for each element stay until a file is written."""
+    frozen = parameters.numel - parameters.trained
+    kept = most = FP32 * parameters.numel if frozen else 0  # saved as they were loaded
+    for weight in parameters.weights:
+        most = max(most, kept + FP32 * copies * weight.numel)
+        kept = min(kept + width * weight.numel, SHARD_BYTES)
+    return max(most, kept)
 
 
 def excess_when_pinned(size: int) -> int:

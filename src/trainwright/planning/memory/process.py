@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_PRODUCTS, PADDED_SIZES, PRODUCT_BYTES
-from trainwright.planning.memory.inventory import Inventory
+from trainwright.planning.memory.strategies import StrategyMemory
 from trainwright.planning.memory.walk import Walk
 from trainwright.planning.trace.units import SizedModel
 from trainwright.planning.workload import Choice, Workload
@@ -19,6 +19,7 @@ _CUDA_CONTEXT = 512 * _MIB
 # backward pass.
 _WORKSPACES, _WORKSPACES_BEFORE_HOPPER = 64 * _MIB, 2 * 8_519_680
 WORKSPACES = "workspaces of matrix products"
+SLACK = "allocator slack"
 # Communicators with their channels, within and between nodes.
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
 # Blocks that a GPU's allocator holds unused, as a share of temporary memory.
@@ -26,30 +27,32 @@ _CUDA_SLACK = 0.04
 # Resident: Python, torch, transformers and the mapped code of both; torch's exchange between processes and its sharded
 # tensors; PEFT, which adapters need, and of whose code DeepSpeed needs most too. All measured.
 _PROCESS, _EXCHANGE, _SHARDED, _PEFT = 378 * _MIB, 8 * _MIB, 20 * _MIB, 60 * _MIB
+# Of a thread's arena, where the copies that gloo gathers into stay; larger ones are in the process's own (malloc(3)).
+_ARENA = 64 * _MIB
 _TRIMMED = 256 * _MIB  # of free memory at the end of the heap, what glibc does not return (run/process.py)
+# Blocks that live on, as a share of the freed memory in which they settle: measured as the growth of the heap where the
+# sizes of batches or of gathered parameters vary, or blocks are recomputed. Otherwise a backward pass frees in the
+# reverse order of the forward pass, and free memory stays in one piece.
+_SETTLED = 0.6
 
 
 def overhead(
-    workload: Workload,
-    choice: Choice,
-    cluster: Cluster,
-    inventory: Inventory,
-    walk: Walk,
-    temporary: int,
-    model: SizedModel,
+    workload: Workload, cluster: Cluster, model: StrategyMemory, walk: Walk, temporary: int, trace: SizedModel
 ) -> dict[str, int]:
     """Return the overhead by name.
 
     Args:
         temporary: the most bytes of tensors that do not last from step to step.
-        model: the trace of the largest micro-batch.
+        trace: of the largest micro-batch.
     """
+    choice = model.choice
     parts = libraries(workload, choice, cluster)
     if cluster.device != "cpu":
-        return {**parts, "allocator slack": int(_CUDA_SLACK * temporary)}
-    products = _code_of_products(workload, choice, model) if choice.width == 2 and "bf16" in cluster.card.rates else 0
-    slack = {"allocator slack": _unused(choice, inventory, walk, temporary)}
-    return {**parts, **slack, **({"code of products": products} if products else {})}
+        return {**parts, SLACK: int(_CUDA_SLACK * temporary)}
+    products = _code_of_products(workload, choice, trace) if choice.width == 2 and "bf16" in cluster.card.rates else 0
+    slack, copied = {SLACK: _unused(workload, model, walk, temporary)}, model.copied()
+    others = {"copies of the exchange": copied if copied <= _ARENA else 0, "code of products": products}
+    return {**parts, **slack, **{name: size for name, size in others.items() if size}}
 
 
 def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str, int]:
@@ -71,17 +74,22 @@ def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str,
     }
 
 
-def _unused(choice: Choice, inventory: Inventory, walk: Walk, temporary: int) -> int:
+def _unused(workload: Workload, model: StrategyMemory, walk: Walk, temporary: int) -> int:
     """Return the bytes of freed memory that a CPU process keeps (machine/allocator.py).
 
     Small blocks that live on settle in what a pass has freed, so the blocks of the next one need as much again, until
     glibc returns the end of the heap. A block of the next size does not fit where the largest was; with gathered
     parameters that happens twice in a step.
     """
+    choice, inventory = model.choice, model.inventory
     shards = choice.spec.shards_parameters
     gathered = choice.width * inventory.largest if shards else 0
     largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered)
-    return min(temporary, max(_TRIMMED, largest)) + shards * min(temporary, largest)
+    kept = min(temporary, max(_TRIMMED, largest))
+    rows_vary = not workload.packed and workload.mean_length < workload.longest
+    recomputes = choice.activation_checkpointing not in ("none", "selective")
+    varied = rows_vary or recomputes or choice.spec.hooks_modules
+    return kept + max(int(_SETTLED * kept * varied), shards * min(temporary, largest))
 
 
 def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:

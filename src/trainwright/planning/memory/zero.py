@@ -62,6 +62,21 @@ class ZeroMemory(StrategyMemory):
         """Return the bytes that the optimizer step needs in addition."""
         return _step(self.inventory, self._stage, self.choice.shards, self.on_gpu)
 
+    def gathered(self) -> int:
+        """Return the bytes of all parameters that are partitioned."""
+        return self.inventory.width * sum(_sharded(self.inventory)[0]) if self._stage == 3 else 0
+
+    def copied(self) -> int:
+        """Return the bytes of what is gathered at once: a bucket of parameters, or after a step all matrices."""
+        if self.choice.shards == 1:
+            return 0
+        matrices = sum(w.numel for w in self.inventory.trainable if not w.is_vector)
+        return self.inventory.width * (bucket(self.inventory) if self._stage == 3 else matrices)
+
+    def assembled(self) -> int:
+        """Return the copies of a saved parameter, which is the sum of all ranks' parts."""
+        return 1
+
     def pinned(self) -> Iterator[int]:
         """Yield the bytes of this rank's computing parameters, which stage 3 pins group by group; masters are not."""
         if self._stage < 3 or not self.choice.offload_parameters:

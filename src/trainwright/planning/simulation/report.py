@@ -29,7 +29,7 @@ UNSEEN = (
     "limits and errors inside kernels and NCCL, fragmentation of the allocator, memory of the driver and the libraries",
     "time",
 )
-_PLANNED = ("load", "forward", "backward", "optimizer", "evaluation", "checkpoint")
+_PLANNED = ("load", "forward", "backward", "optimizer", "evaluation", "generation", "checkpoint", "export")
 
 
 @dataclass(frozen=True)

@@ -376,7 +376,7 @@ def _attention_on_gpu(
 
 
 def workspace_on_gpu(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Return the bytes that a GPU's attention kernels allocate beside their results: queries' gradients in fp32."""
+    """Return the bytes that a GPU's attention kernels have beside their results: queries' gradients in fp32."""
     name = func.overloadpacket.__name__
     if "backward" not in name or ("attention" not in name and "attn" not in name):
         return ()
@@ -385,9 +385,14 @@ def workspace_on_gpu(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         tokens, heads, size = query.shape
         sums = 4 * heads * (tokens + 128 * _SEQUENCES)
         expanded = 2 * query.nbytes if key.shape[1] != heads else 0
-        return (int(sums * (-(-size // 32) * 32 + 1) + expanded),)
+        return allocated_and_released(int(sums * (-(-size // 32) * 32 + 1) + expanded))
     rows = query.numel() // query.shape[-1]
-    return (int(4 * rows * (1 if query.element_size() == 4 else 1 + query.shape[-1])),)
+    return allocated_and_released(int(4 * rows * (1 if query.element_size() == 4 else 1 + query.shape[-1])))
+
+
+def allocated_and_released(size: int) -> tuple[int, int]:
+    """Return the changes of the live bytes by memory that an operation has while it runs."""
+    return size, -size
 
 
 _SEQUENCES = 3  # of a traced pack

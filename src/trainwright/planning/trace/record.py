@@ -62,9 +62,9 @@ class TooManyError(Exception):
 class Recorder(TorchDispatchMode):
     """Record all operations by segment. To be entered inside a FakeTensorMode.
 
-    ``names``: of each parameter, within its unit. ``workspace``: returns the sizes in bytes of what an operation
-    allocates beside its results while it runs, each a multiple of one of ``BASIS``. ``most``: operations, before it
-    raises TooManyError.
+    ``names``: of each parameter, within its unit. ``workspace``: returns the bytes that an operation allocates beside
+    its results while it runs, and releases (below 0), each a multiple of one of ``BASIS``. ``most``: operations, before
+    it raises TooManyError.
     """
 
     def __init__(
@@ -139,8 +139,7 @@ class Recorder(TorchDispatchMode):
         name = "" if parameter is None else self._names[parameter]
         segment.done.append(_described(func, args, kwargs, inputs, results, name, self._scope))
         extra = self._workspace(func, args, kwargs)
-        for kind in ("allocated", "released"):
-            segment.events += (MemoryEvent(kind, size) for size in extra if size)
+        segment.events += (MemoryEvent("allocated" if size > 0 else "released", abs(size)) for size in extra if size)
         return out
 
     def _inside(self, of_ours: Callable[..., Any], args: Any) -> Any:

@@ -30,6 +30,7 @@ from trainwright.planning.trace.build import (
     SHORT,
     BatchSample,
     Built,
+    allocated_and_released,
     batch_of,
     build,
     facts_of_model,
@@ -181,12 +182,16 @@ def _workspace(request: TraceRequest) -> Any:
     def extra(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         name = func.overloadpacket.__name__
         if name == "sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:  # converts all that it sums
-            return (args[0].numel() * kwargs["dtype"].itemsize,)
+            return allocated_and_released(args[0].numel() * kwargs["dtype"].itemsize)
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-            return (_flash_workspace(args[1] if "backward" in name else args[0], "backward" in name),)
-        if name == "_scaled_mm_v2":  # of float8: both operands and the result in fp32, then the result rounded
+            return allocated_and_released(
+                _flash_workspace(args[1] if "backward" in name else args[0], "backward" in name)
+            )
+        if name == "_scaled_mm_v2":  # of float8: each operand in fp32, then scaled; the product, then rounded
             (m, k), n = args[0].shape, args[1].shape[1]
-            return k * n, 4 * m * k, 4 * k * n, 6 * m * n
+            first, second, result = 4 * m * k, 4 * k * n, 6 * m * n
+            scaled = first, first, -first, second, second, -second
+            return k * n, *scaled, result, -result, -second, -first, -k * n
         return ()
 
     return extra
