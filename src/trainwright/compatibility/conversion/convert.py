@@ -7,7 +7,8 @@ Tables are TOML files in ``tables``, without code. One has
 - ``include``: tables of keys that the tool shares with others, each with the prefix that they have here;
 - ``[keys]``: a key of the tool, and its rule (`Rule`); ``[]`` is an item of a list, ``*`` any text;
 - ``[[without_effect]]``, ``[[not_possible]]``: keys, and the reason that they share;
-- ``[[defaults]]``: what the tool does without a key, for files with all values of ``when``; the last that fits counts.
+- ``[[defaults]]``: what the tool does without a key, for files with all values of ``when``, or of one of several; the
+  last that fits counts.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def table(name: str) -> Table:
         rule = Rule(refuse=group["reason"], off=tuple(group.get("off", ())), aside=group.get("aside"))
         rules |= dict.fromkeys(group["keys"].split(), rule)
     rules |= {key: _rule(written) for key, written in document.get("keys", {}).items()}
-    defaults += [(item.get("when", {}), item["values"]) for item in document.get("defaults", [])]
+    for item in document.get("defaults", []):
+        whens = item.get("when", {})
+        defaults += [(when, item["values"]) for when in (whens if isinstance(whens, list) else [whens])]
     recognized = tuple(tuple(keys.split()) for keys in document.get("recognized_by", []))
     return Table(document["name"], document["source"], recognized, rules, tuple(defaults))
 
@@ -189,10 +192,11 @@ class ResultLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers that configurations do not have: of processes, and of training rows."""
+    """Numbers that configurations do not have: of processes, of training rows, and of the model's blocks."""
 
     processes: int | None = None
     rows: int | None = None
+    layers: int | None = None
 
 
 @dataclass
@@ -235,7 +239,7 @@ class Conversion:
     def take(self, setting: Setting, key: str, value: Any, note: str | None = None, *, computed: str = "") -> None:
         """Set our key; with ``@train.source`` and the like, a key of the item's source."""
         if isinstance(value, Code):
-            self.refuse(setting, f"the script computes it: {shown(value)}; pass {setting.key}=VALUE")
+            self.need_value(setting)
             return
         if key.startswith("@"):
             use, _, name = key[1:].partition(".")
@@ -271,6 +275,10 @@ class Conversion:
     def refuse(self, setting: Setting, reason: str, aside: str | None = None) -> None:
         """Say what a key would have done."""
         self.add("not possible", setting, reason, aside=aside)
+
+    def need_value(self, setting: Setting) -> None:
+        """Say that only the script knows a value."""
+        self.need(setting, f"the script computes it: {shown(setting.value)}; pass {setting.key}=VALUE")
 
     def need(self, setting: Setting, what: str) -> None:
         """Say which number is missing, and how to pass it."""
@@ -361,6 +369,8 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     if rule is None:
         if setting.key.startswith(f"{LAUNCHER}."):
             conversion.drop(setting, "is for the launcher; see trainwright train --help")
+        elif f"${{{setting.key}}}" in _text_of(conversion.file):
+            conversion.drop(setting, "is read where other keys name it")
         else:
             conversion.add("unknown", setting, f"is no key that the table of {conversion.tool.name} has")
         return
@@ -375,7 +385,7 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
         function = load(f"{_FUNCTIONS}.{rule.by}", "a function of conversions")
         function(conversion, setting, rule, **rule.arguments)
     elif not setting.is_on or setting.value in rule.off or word in map(_word, rule.off):
-        if rule.to is not None and setting.value is not None and not rule.values:
+        if rule.to is not None and setting.value not in (None, "", [], {}) and not rule.values:
             conversion.take(setting, rule.to, setting.value, rule.note)
         else:
             conversion.drop(setting, "asks for nothing" if rule.drop is None else rule.drop)
@@ -383,10 +393,17 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
         conversion.refuse(setting, rule.refuse, rule.aside)
     elif rule.drop is not None:
         conversion.drop(setting, rule.drop)
+    elif isinstance(setting.value, Code):
+        conversion.need_value(setting)
     elif rule.values and not rule.others:
         conversion.refuse(setting, f"{shown(setting.value)} is not supported; {', '.join(rule.values)} are", rule.aside)
     elif rule.to is not None:
         conversion.take(setting, rule.to, setting.value, rule.note)
+
+
+@cache
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="ignore") if file.is_file() else ""
 
 
 def _apply_value(conversion: Conversion, setting: Setting, rule: Rule, ours: Any) -> None:
@@ -441,7 +458,7 @@ def _add_program(conversion: Conversion) -> None:
     key = f"{LAUNCHER}.program"
     rule = conversion.tool.rules.get(key)
     if rule is not None and key not in conversion.settings:
-        words = [word for part in reversed(conversion.file.absolute().parts[-3:]) for word in re.split(r"\W|_", part)]
+        words = [word for part in reversed(conversion.file.absolute().parts[-2:]) for word in re.split(r"\W|_", part)]
         program = next((word for word in words if word in rule.values), None)
         if program is not None:
             origin = Origin(f"the name of {conversion.file}")
@@ -494,9 +511,10 @@ def _validate(conversion: Conversion) -> None:
         checked(conversion.recipe(), Origin(str(conversion.file)))
     except RequestError as error:
         has_others = bool(conversion.failures)
+        has_gaps = any(line.status == "needs" for line in conversion.lines)
         for line in str(error).splitlines():
             where, _, message = line.partition(": ")
-            if not (has_others and ": is missing." in message):  # it follows from the others
+            if not has_gaps and not (has_others and ": is missing." in message):  # it follows from the others
                 conversion.refuse(Setting("", "", None, Origin(where)), message)
 
 
