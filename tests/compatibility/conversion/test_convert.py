@@ -210,6 +210,40 @@ def test_rows_of_axolotl_that_are_texts(tmp_path: Path, kind: str, prompt: str, 
     assert columns.items() <= values["data"].get("columns", {}).items()
 
 
+@pytest.mark.parametrize("place", [0, 1000])
+def test_a_template_that_no_rows_use_is_left_out(tmp_path: Path, place: int) -> None:
+    lines = files.AXOLOTL.splitlines()
+    text = "\n".join([*lines[:place], "chat_template: chatml", *lines[place:]]) + "\n"
+    conversion = of(tmp_path, text)
+    assert recipe(conversion, tmp_path)["model"]["chat_template"] == "alpaca"
+    assert statuses(conversion)["chat_template"] == "dropped"
+
+
+def test_alpaca_of_turns_begins_without_the_text_of_alpaca(tmp_path: Path) -> None:
+    from jinja2 import Template
+
+    text = files.AXOLOTL.replace("type: alpaca", "type: chat_template") + "chat_template: alpaca\n"
+    template = Template(recipe(of(tmp_path, text), tmp_path)["model"]["chat_template"])
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    expected = "<s>### Instruction:\nq\n\n### Response:\na</s>"
+    assert template.render(messages=turns, bos_token="<s>", eos_token="</s>") == expected
+
+
+def test_a_value_that_a_function_cannot_read_is_no_traceback(tmp_path: Path) -> None:
+    script = "tune run lora_finetune_single_device --config tune.yaml max_steps_per_epoch=$STEPS\n"
+    (tmp_path / "tune.yaml").write_text(files.TORCHTUNE)
+    (failure,) = of(tmp_path, script, name="run.sh").failures
+    assert failure.status == "needs" and "pass max_steps_per_epoch=VALUE" in failure.text
+    (failure,) = failures(of(tmp_path, files.TORCHTUNE + "max_steps_per_epoch: many\n", name="tune.yaml"))
+    assert "max_steps_per_epoch: has a value that torchtune does not take: many" in failure
+
+
+def test_the_margin_of_simpo_is_a_part_of_beta(tmp_path: Path) -> None:
+    text = files.TRL + "beta: 10\ngamma_beta_ratio: 0.3\nsystem_prompt: ''\nload_best_model_at_end: true\n"
+    values = recipe(of(tmp_path, text, name="some.yaml"), tmp_path)
+    assert values["dpo"] == {"beta": 10, "loss": "simpo", "margin": 3.0}
+
+
 def test_older_conversations_of_axolotl(tmp_path: Path) -> None:
     """Without a template they are written as Vicuna's."""
     for lines, template in (

@@ -121,6 +121,18 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert values(tmp_path, notebook, "notebook.ipynb") == {"seed": 2, "trainer_arguments": "trl"}
 
 
+def test_a_command_of_a_notebook_may_have_several_lines(tmp_path: Path) -> None:
+    lines = ["!pip install a \\\\\\n", "    b\\n", "args = SFTConfig(seed=2)"]
+    notebook = '{"cells": [{"cell_type": "code", "source": ["' + '", "'.join(lines) + '"]}]}'
+    assert values(tmp_path, notebook, "notebook.ipynb")["seed"] == 2
+
+
+def test_a_file_that_is_an_options_value_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("seed: 1\n")
+    found = values(tmp_path, "python run_dpo.py --data other.yaml --learning_rate 1e-4 --beta 0.1\n")
+    assert "seed" not in found and found["launcher"] == {"program": "dpo"}
+
+
 def test_interpolations_of_a_file(tmp_path: Path) -> None:
     text = "name: a\nout: /tmp/${name}/x\nsize: ${deep.size}\ndeep: {size: 3}\nhome: ${oc.env:HOME}\nloop: ${loop}\n"
     found = values(tmp_path, text, "file.yaml")

@@ -75,6 +75,7 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     item = conversion.source("train", setting)
     kind = setting.value
     if isinstance(kind, dict):
+        _ignore_template(conversion)
         _own_prompt(conversion, setting, item, kind)
         return
     word, _, style = str(kind).partition(":")
@@ -83,6 +84,8 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         word = "alpaca_chat"
     elif word in ("alpaca", "gpteacher") and style not in ("", "instruct"):
         word = str(kind)
+    if word in ("alpaca", "alpaca_instruct", "gpteacher", *_TEXTS):
+        _ignore_template(conversion)
     if word in ("alpaca", "alpaca_instruct", "gpteacher"):
         item |= {"prompt": _ALPACA, "prompt_without_input": "{instruction}"}
         if word == "gpteacher":
@@ -112,6 +115,21 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
             item["columns.prompt"] = columns
     else:
         conversion.refuse(setting, "builds the prompts of the rows in a way of its own; write them as turns")
+
+
+def _ignore_template(conversion: Conversion) -> None:
+    """Leave out the chat template if no rows are turns: it is saved with the tokenizer then, and not used."""
+    setting = conversion.settings.get("chat_template")
+    kinds = [one.value for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+    paths = [one for one in conversion.settings.values() if one.pattern == "datasets[].path"]
+    has_turns = any(isinstance(kind, str) and kind.startswith(("chat_template", "sharegpt")) for kind in kinds)
+    if setting is None or not setting.is_on or has_turns or len(kinds) < len(paths) or conversion.is_on("rl"):
+        return
+    conversion.lines[:] = [line for line in conversion.lines if line.setting != setting]
+    if conversion.values.get("model.chat_template", (None, None))[1] == setting:
+        del conversion.values["model.chat_template"]
+    del conversion.settings["chat_template"]
+    conversion.drop(setting, "is not used for rows of this type")
 
 
 def _written_as_texts(

@@ -154,6 +154,8 @@ STATUSES: tuple[Status, ...] = ("taken", "computed", "dropped", "needs", "not po
 FAILED: tuple[Status, ...] = ("needs", "not possible", "unknown")
 
 _FUNCTIONS = "trainwright.compatibility.conversion"
+# Functions that read expressions of scripts.
+_OF_CODE = ("unsloth:", "functions:precision", "functions:model_name", "llamafactory:precision", "torchtune:model")
 _AROUND = ("functions:read_launcher", "sources:set_sources")
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 _OFF_WORDS = ("none", "false", "no", "null", "off")
@@ -230,6 +232,11 @@ class Conversion:
         """Return whether a key of the tool asks for anything."""
         setting = self.settings.get(key)
         return setting is not None and setting.is_on
+
+    def has_effect(self, key: str) -> bool:
+        """Return whether a key of the tool asks for anything, beside the keys that its rule needs."""
+        rule = self.tool.rule(key)
+        return self.is_on(key) and rule is not None and all(_meets(self, *need) for need in rule.needs.items())
 
     @property
     def processes(self) -> int:
@@ -356,6 +363,8 @@ def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
     ignored = {key: setting for setting in conversion.settings.values() for key in _overruled(setting, tool)}
     for setting in list(conversion.settings.values()):
         other = ignored.get(setting.key)
+        if setting.key not in conversion.settings:
+            continue  # another key has decided that it has no effect
         if other is not None:
             conversion.drop(setting, f"has no effect beside {other.key}")
             continue
@@ -382,8 +391,7 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     if word in rule.values:
         _apply_value(conversion, setting, rule, rule.values[word])
     elif rule.by is not None:
-        function = load(f"{_FUNCTIONS}.{rule.by}", "a function of conversions")
-        function(conversion, setting, rule, **rule.arguments)
+        _compute(conversion, setting, rule, rule.by)
     elif not setting.is_on or setting.value in rule.off or word in map(_word, rule.off):
         if rule.to is not None and setting.value not in (None, "", [], {}) and not rule.values:
             conversion.take(setting, rule.to, setting.value, rule.note)
@@ -399,6 +407,18 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
         conversion.refuse(setting, f"{shown(setting.value)} is not supported; {', '.join(rule.values)} are", rule.aside)
     elif rule.to is not None:
         conversion.take(setting, rule.to, setting.value, rule.note)
+
+
+def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> None:
+    values = [setting.value, *map(conversion.value, rule.arguments.values())]
+    if any(isinstance(value, Code) for value in values) and not by.startswith(_OF_CODE):
+        conversion.need_value(setting)
+        return
+    function = load(f"{_FUNCTIONS}.{by}", "a function of conversions")
+    try:
+        function(conversion, setting, rule, **rule.arguments)
+    except (TypeError, ValueError):  # a text where the tool has a number, and the like
+        conversion.refuse(setting, f"has a value that {conversion.tool.name} does not take: {shown(setting.value)}")
 
 
 @cache

@@ -150,7 +150,7 @@ def global_batch_size(
     size = rows * steps * processes
     if conversion.numbers.processes is None and processes == 1:
         words += ": pass --processes N for more"
-    if packing and conversion.is_on(packing):
+    if packing and conversion.has_effect(packing):
         conversion.take(setting, "train.batch_unit", "packs", computed="a batch counts packs")
     conversion.take(setting, "train.global_batch_size", size, computed=words)
 
