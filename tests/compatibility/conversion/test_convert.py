@@ -137,7 +137,11 @@ def test_llama_factory_that_trains_some_blocks(tmp_path: Path) -> None:
     values = recipe(converted(path, layers=24), tmp_path)
     assert values["model"]["adapter"] == {"type": "none"}
     assert values["model"]["trainable"] == [".*\\.(22|23)\\..*"]
-    first = ("freeze_trainable_layers=-2", "freeze_trainable_modules=mlp,self_attn", "freeze_extra_modules=embed_tokens")
+    first = (
+        "freeze_trainable_layers=-2",
+        "freeze_trainable_modules=mlp,self_attn",
+        "freeze_extra_modules=embed_tokens",
+    )
     values = recipe(converted(path, *first), tmp_path)
     assert values["model"]["trainable"] == [".*\\.(0|1)\\.(mlp|self_attn).*", ".*embed_tokens.*"]
 

@@ -111,7 +111,10 @@ def train(data="rows.jsonl", seed=None, *, steps=2 * 30):
 
 def test_llama_factory_starts_a_process_for_each_device(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("stage: sft\n")
-    for text in ("CUDA_VISIBLE_DEVICES=0,1,2 llamafactory-cli train a.yaml\n", "export CUDA_VISIBLE_DEVICES=4,5,6\nsrun -N 1 llamafactory-cli train a.yaml\n"):
+    for text in (
+        "CUDA_VISIBLE_DEVICES=0,1,2 llamafactory-cli train a.yaml\n",
+        "export CUDA_VISIBLE_DEVICES=4,5,6\nsrun -N 1 llamafactory-cli train a.yaml\n",
+    ):
         assert values(tmp_path, text)["launcher"] == {"program": "train", "num_processes": 3}
 
 

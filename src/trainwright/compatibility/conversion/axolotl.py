@@ -12,8 +12,8 @@ from trainwright.compatibility.conversion.reading import shown
 _ALPACA = "{instruction}\n\n### Input:\n{input}"
 _TASK = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n"
 _CONCISE = (
-    "Below is an instruction from a USER that describes a task{}. The ASSISTANT writes a response that {} completes the "
-    "request.\n\n\n"
+    "Below is an instruction from a USER that describes a task{}. "
+    "The ASSISTANT writes a response that {} completes the request.\n\n\n"
 )
 _WITH_INPUT = ", paired with an input that provides further context"
 _USER = "USER: {}\nASSISTANT:"
@@ -37,13 +37,22 @@ _TEXTS = {
         "output",
     ),
     "alpaca_chat.load_qa": (
-        "SYSTEM: " + _CONCISE.format("", _ADVERBS) + _USER.format("{question}"), None, None, "answer",
+        "SYSTEM: " + _CONCISE.format("", _ADVERBS) + _USER.format("{question}"),
+        None,
+        None,
+        "answer",
     ),
     "alpaca_chat.load_camel_ai": (
-        "SYSTEM: " + _CONCISE.format("", _ADVERBS) + _USER.format("{message_1}"), None, None, "message_2",
+        "SYSTEM: " + _CONCISE.format("", _ADVERBS) + _USER.format("{message_1}"),
+        None,
+        None,
+        "message_2",
     ),
     "alpaca_chat.load_no_prompt": (
-        _USER.format("{instruction}\n{input}"), _USER.format("{instruction}"), "input", "output",
+        _USER.format("{instruction}\n{input}"),
+        _USER.format("{instruction}"),
+        "input",
+        "output",
     ),
     "alpaca_instruct.load_no_prompt": (
         "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
@@ -65,7 +74,10 @@ _TEXTS = {
         "answer",
     ),
     "summarizetldr": (
-        "USER: Summarize the following article as a TL;DR.\n{article}\nASSISTANT:", None, None, "summary",
+        "USER: Summarize the following article as a TL;DR.\n{article}\nASSISTANT:",
+        None,
+        None,
+        "summary",
     ),
 }
 

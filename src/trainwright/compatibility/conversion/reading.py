@@ -151,7 +151,9 @@ def _options(words: list[str], path: Path, line: int) -> Tree | None:
     files = [arguments.pop(name) for name in _FILES if name in arguments]
     after = list(pairwise(words[program:]))
     files += [
-        word for before, word in after if word.endswith((".yaml", ".yml")) and "=" not in word and not before.startswith("-")
+        word
+        for before, word in after
+        if word.endswith((".yaml", ".yml")) and "=" not in word and not before.startswith("-")
     ][:1]
     if files and (file := near(re.sub(r"^\$\{?\w+\}?/", "", str(files[0])), path)) is not None:
         tree = parse_mapping(read_text(file), str(file))
@@ -214,7 +216,9 @@ def near(name: str, beside: Path) -> Path | None:
 # The calls of a script whose arguments are keys of their own, by the words with which their names end; all arguments of
 # configurations of trainers are keys at the top, as in a file.
 _CONFIGURATIONS = ("Config", "TrainingArguments")
-_OF_TRAINERS = re.compile(r"(?:SFT|DPO|KTO|ORPO|CPO|BCO|GRPO|PPO\w*|RLOO|Reward|PRM|GKD|XPO|NashMD|OnlineDPO)Config|\w*TrainingArguments")
+_OF_TRAINERS = re.compile(
+    r"(?:SFT|DPO|KTO|ORPO|CPO|BCO|GRPO|PPO\w*|RLOO|Reward|PRM|GKD|XPO|NashMD|OnlineDPO)Config|\w*TrainingArguments"
+)
 _CALLS = [
     "get_peft_model",
     "load_dataset",
@@ -251,7 +255,14 @@ _CALLS = [
     "to_sharegpt",
 ]
 _SEVERAL = ("load_dataset", "map", "rename_column")  # each call has keys of its own: map, map_1, …
-_WITH_SETTINGS = ("FastLanguageModel", "FastModel", "get_peft_model", "LoraConfig", "BitsAndBytesConfig", "load_dataset")
+_WITH_SETTINGS = (
+    "FastLanguageModel",
+    "FastModel",
+    "get_peft_model",
+    "LoraConfig",
+    "BitsAndBytesConfig",
+    "load_dataset",
+)
 _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
 
 
@@ -403,10 +414,7 @@ class _Constants:
         self._nodes: dict[str, list[ast.expr | None]] = {}  # by name, and by .attribute; None: any value
         self._following: list[str] = []
         in_classes = {
-            id(statement)
-            for node in ast.walk(module)
-            if isinstance(node, ast.ClassDef)
-            for statement in node.body
+            id(statement) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for statement in node.body
         }
         for node in ast.walk(module):
             for name, value in _bindings(node):
@@ -429,7 +437,9 @@ class _Constants:
                 return self._of_mapping(inner, key, node)
             case ast.JoinedStr(values=parts):
                 texts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
-                return Code(ast.unparse(node)) if any(isinstance(one, Code) for one in texts) else "".join(map(str, texts))
+                return (
+                    Code(ast.unparse(node)) if any(isinstance(one, Code) for one in texts) else "".join(map(str, texts))
+                )
             case ast.Call(func=ast.Name(id="str" | "int" | "float" | "Path" as kind), args=[inner], keywords=[]):
                 return self._converted(kind, inner, node)
             case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), default]) if (
@@ -519,10 +529,16 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             names = [*arguments.posonlyargs, *arguments.args]
             defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults))
             yield from ((name.arg, value) for name, value in zip(names, [*defaults, *arguments.defaults], strict=True))
-            yield from ((name.arg, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
+            yield from (
+                (name.arg, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            )
         case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
             words = {word.arg: word.value for word in node.keywords}
-            name = words["dest"].value if isinstance(words.get("dest"), ast.Constant) else flag.lstrip("-").replace("-", "_")
+            name = (
+                words["dest"].value
+                if isinstance(words.get("dest"), ast.Constant)
+                else flag.lstrip("-").replace("-", "_")
+            )
             action = words.get("action")
             is_flag = isinstance(action, ast.Constant) and action.value in ("store_true", "store_false")
             yield f".{name}", words.get("default", ast.Constant(action.value == "store_false") if is_flag else None)

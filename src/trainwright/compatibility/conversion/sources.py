@@ -167,7 +167,9 @@ def llamafactory_datasets(
             item["limit"] = conversion.value(limit)
         if use == "train":
             drawn = ", the first rows, not drawn ones" if item.get("fraction") else ""
-            conversion.add("taken", setting, f"data.train: {name}, {shown(item.get('source'))}{drawn}", differs=bool(drawn))
+            conversion.add(
+                "taken", setting, f"data.train: {name}, {shown(item.get('source'))}{drawn}", differs=bool(drawn)
+            )
 
 
 def _llamafactory_item(

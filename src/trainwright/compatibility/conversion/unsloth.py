@@ -70,7 +70,7 @@ def length(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 def _length(conversion: Conversion) -> Setting | None:
-    """Return the length that counts: of SFT, the trainer's up to the model's (unsloth/models/rl.py); of pairs, TRL's."""
+    """Return the length that counts: of SFT the trainer's up to the model's (unsloth/models/rl.py), of pairs TRL's."""
     settings = conversion.settings
     of_pairs = [settings[f"{name}.max_length"] for name in _OF_PAIRS if f"{name}.max_length" in settings]
     if any(key.partition(".")[0] in _OF_PAIRS for key in settings):
@@ -79,7 +79,11 @@ def _length(conversion: Conversion) -> Setting | None:
     trainer = next((settings[key] for key in _OF_TRAINERS if key in settings and settings[key].value), None)
     if model is None:
         return trainer or settings.get("max_length")
-    is_longer = trainer is not None and all(isinstance(one.value, int) for one in (model, trainer)) and trainer.value > model.value
+    is_longer = (
+        trainer is not None
+        and all(isinstance(one.value, int) for one in (model, trainer))
+        and trainer.value > model.value
+    )
     return model if trainer is None or is_longer else trainer
 
 
