@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compatibility.conversion import files
-from trainwright.compatibility.conversion.convert import Conversion, Numbers, convert, recognize
+from trainwright.compatibility.conversion.convert import Conversion, Numbers, convert, recognize, table
 from trainwright.compatibility.conversion.reading import read
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.yaml_text import to_yaml
@@ -240,6 +240,17 @@ def test_a_value_that_a_function_cannot_read_is_no_traceback(tmp_path: Path) -> 
     assert failure.status == "needs" and "pass max_steps_per_epoch=VALUE" in failure.text
     (failure,) = failures(of(tmp_path, files.TORCHTUNE + "max_steps_per_epoch: many\n", name="tune.yaml"))
     assert "max_steps_per_epoch: has a value that torchtune does not take: many" in failure
+
+
+def test_a_constant_rate_has_no_warmup(tmp_path: Path) -> None:
+    """transformers' constant ignores it: many files have both."""
+    text = files.AXOLOTL.replace("lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1", "lr_scheduler: constant")
+    conversion = of(tmp_path, text)
+    optimizer = recipe(conversion, tmp_path)["optimizer"]
+    assert (optimizer["schedule"], optimizer["warmup_steps"]) == ("constant", 0)
+    assert statuses(conversion)["warmup_ratio"] == "dropped"
+    values = table("open-unlearning").rules["trainer.args.lr_scheduler_type"].values
+    assert values["constant"]["over"] == ["trainer.args.warmup_ratio", "trainer.args.warmup_steps"]
 
 
 def test_the_margin_of_simpo_is_a_part_of_beta(tmp_path: Path) -> None:

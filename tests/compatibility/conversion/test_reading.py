@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,13 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
 def test_a_command_of_a_notebook_may_have_several_lines(tmp_path: Path) -> None:
     lines = ["!pip install a \\\\\\n", "    b\\n", "args = SFTConfig(seed=2)"]
     notebook = '{"cells": [{"cell_type": "code", "source": ["' + '", "'.join(lines) + '"]}]}'
+    assert values(tmp_path, notebook, "notebook.ipynb")["seed"] == 2
+
+
+def test_a_block_of_a_notebook_may_have_commands_alone(tmp_path: Path) -> None:
+    cells = [["%%bash\n", "echo $(ls) 0123\n"], ["%%capture\n", "if COLAB:\n", "    !pip install a\n", "else:\n"]]
+    cells[1] += ["    %pip install b\n", "args = SFTConfig(seed=2)\n"]
+    notebook = json.dumps({"cells": [{"cell_type": "code", "source": source} for source in cells]})
     assert values(tmp_path, notebook, "notebook.ipynb")["seed"] == 2
 
 

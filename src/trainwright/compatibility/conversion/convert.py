@@ -42,7 +42,8 @@ class Rule:
         to: our key that gets the value, ``section.key``; with ``[0]``, an item of it; with a first dot, a key of the
             item's source.
         values: by the tool's value, ours (`NULL` for null); or a table with ``value`` and a ``note``, or with ``drop``
-            or ``refuse`` in place of a value, or with values of several keys by their names.
+            or ``refuse`` in place of a value, or with values of several keys by their names; ``over``: as below,
+            of this value alone.
         others: whether values that are not in ``values`` stay as they are; otherwise they are not possible.
         drop: why the key has no effect here.
         refuse: what the key does, which is not possible here; not if it is ``off``.
@@ -140,7 +141,14 @@ def _keys_under(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _under(rule: Rule, prefix: str) -> Rule:
     """Return a rule that names keys below a prefix."""
+    values = {
+        word: {**ours, "over": [prefix + key for key in ours["over"]]}
+        if isinstance(ours, dict) and "over" in ours
+        else ours
+        for word, ours in rule.values.items()
+    }
     changes: dict[str, Any] = {
+        "values": values,
         "arguments": {name: prefix + key for name, key in rule.arguments.items()},
         "over": tuple(prefix + key for key in rule.over),
         "needs": _keys_under(rule.needs, prefix),
@@ -431,7 +439,7 @@ def _apply_value(conversion: Conversion, setting: Setting, rule: Rule, ours: Any
         if rule.to is not None:
             conversion.take(setting, rule.to, None if ours == NULL else ours, rule.note)
         return
-    ours = dict(ours)
+    ours = {key: value for key, value in ours.items() if key != "over"}
     if (reason := ours.pop("refuse", None)) is not None:
         conversion.refuse(setting, reason, ours.get("aside"))
     elif (reason := ours.pop("drop", None)) is not None:
@@ -461,9 +469,10 @@ def _word(value: Any) -> str:
 
 def _overruled(setting: Setting, tool: Table) -> Iterator[str]:
     rule = tool.rule(setting.pattern)
-    if rule is not None and rule.over and setting.is_on and not setting.is_default:
+    if rule is not None and setting.is_on and not setting.is_default:
         ours = rule.values.get(_word(setting.value))
-        yield from () if isinstance(ours, dict) and "drop" in ours else rule.over
+        values = ours if isinstance(ours, dict) else {}
+        yield from () if "drop" in values else (*rule.over, *values.get("over", ()))
 
 
 def _named(setting: Setting, tool: Table) -> Setting:

@@ -269,15 +269,22 @@ _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoCon
 def _cells(text: str, path: Path) -> str:
     notebook = parse_json(text, str(path))
     cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
-    sources = [cell.get("source", "") for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    lines = [line for source in sources for line in "".join(source).splitlines()]
+    sources = ["".join(cell["source"]) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
     kept: list[str] = []
-    goes_on = False  # a command of the notebook, which ends with a backslash
-    for line in lines:
-        is_command = goes_on or line.lstrip().startswith(("!", "%"))
-        kept.append("" if is_command else line)
-        goes_on = is_command and line.rstrip().endswith("\\")
+    for source in sources:
+        if not re.match(r"\s*%%(?!capture|time|prun)", source):  # not of another language, as %%bash
+            kept += _without_commands(source.splitlines())
     return "\n".join(kept)
+
+
+def _without_commands(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a cell, with ``pass`` for commands of the notebook, which may be all of a block."""
+    goes_on = False
+    for line in lines:
+        code = line.lstrip()
+        is_command = not goes_on and code.startswith(("!", "%"))
+        yield "" if goes_on else f"{line[: len(line) - len(code)]}pass" if is_command else line
+        goes_on = (goes_on or is_command) and line.rstrip().endswith("\\")
 
 
 def _script(text: str, path: Path) -> list[Tree]:
@@ -450,8 +457,8 @@ class _Constants:
             case ast.Call(func=function, args=[_, default]) if ast.unparse(function) in ("os.getenv", "os.environ.get"):
                 return self.value(default)
             case ast.Call(func=ast.Name(id="field"), keywords=words):
-                default = next((word.value for word in words if word.arg == "default"), None)
-                return Code(ast.unparse(node)) if default is None else self.value(default)
+                given = [word.value for word in words if word.arg == "default"]
+                return self.value(given[0]) if given else Code(ast.unparse(node))
             case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
                 return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
             case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
@@ -534,14 +541,11 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             )
         case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
             words = {word.arg: word.value for word in node.keywords}
-            name = (
-                words["dest"].value
-                if isinstance(words.get("dest"), ast.Constant)
-                else flag.lstrip("-").replace("-", "_")
-            )
-            action = words.get("action")
-            is_flag = isinstance(action, ast.Constant) and action.value in ("store_true", "store_false")
-            yield f".{name}", words.get("default", ast.Constant(action.value == "store_false") if is_flag else None)
+            constants = {key: value.value for key, value in words.items() if isinstance(value, ast.Constant)}
+            name = str(constants.get("dest", flag.lstrip("-").replace("-", "_")))
+            action = constants.get("action")
+            is_flag = action in ("store_true", "store_false")
+            yield f".{name}", words.get("default", ast.Constant(action == "store_false") if is_flag else None)
 
 
 def _bound(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
