@@ -269,12 +269,13 @@ _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoCon
 def _cells(text: str, path: Path) -> str:
     notebook = parse_json(text, str(path))
     cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
-    sources = ["".join(cell["source"]) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    kept: list[str] = []
+    code = [cell for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    sources = ["".join(cell.get("source", "")) for cell in code]
+    lines: list[str] = []
     for source in sources:
         if not re.match(r"\s*%%(?!capture|time|prun)", source):  # not of another language, as %%bash
-            kept += _without_commands(source.splitlines())
-    return "\n".join(kept)
+            lines += _without_commands(source.splitlines())
+    return "\n".join(lines)
 
 
 def _without_commands(lines: Sequence[str]) -> Iterator[str]:
@@ -457,8 +458,8 @@ class _Constants:
             case ast.Call(func=function, args=[_, default]) if ast.unparse(function) in ("os.getenv", "os.environ.get"):
                 return self.value(default)
             case ast.Call(func=ast.Name(id="field"), keywords=words):
-                given = [word.value for word in words if word.arg == "default"]
-                return self.value(given[0]) if given else Code(ast.unparse(node))
+                defaults = [word.value for word in words if word.arg == "default"]
+                return self.value(defaults[0]) if defaults else Code(ast.unparse(node))
             case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
                 return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
             case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
