@@ -110,6 +110,21 @@ def train(data="rows.jsonl", seed=None, *, steps=2 * 30):
     assert all(isinstance(found[name], Code) for name in "abc")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def train(rate=1e-4):\n    SFTConfig(learning_rate=rate)\ntrain(2e-4)\n",
+        "def train(rate=1e-4):\n    SFTConfig(learning_rate=rate)\ntrain(**read())\n",
+        "class Options:\n    rate: float = 1e-4\no = Options(rate=2e-4)\nSFTConfig(learning_rate=o.rate)\n",
+        "O = {'rate': 1e-4}\nO.update(read())\nSFTConfig(learning_rate=O['rate'])\n",
+        "O = {'rate': 1e-4}\nO['rate'] = 2e-4\nSFTConfig(learning_rate=O['rate'])\n",
+        "parser.add_argument('--rate', default=1e-4)\nargs.rate = 2e-4\nSFTConfig(learning_rate=args.rate)\n",
+    ],
+)
+def test_a_value_that_a_script_changes_is_not_its_default(tmp_path: Path, text: str) -> None:
+    assert isinstance(values(tmp_path, text, "script.py")["learning_rate"], Code)
+
+
 def test_llama_factory_starts_a_process_for_each_device(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("stage: sft\n")
     for text in (

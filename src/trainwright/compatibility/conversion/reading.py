@@ -427,6 +427,11 @@ class _Constants:
         for node in ast.walk(module):
             for name, value in _bindings(node):
                 self._nodes.setdefault(f".{name}" if id(node) in in_classes else name, []).append(value)
+        parameters = dict(_parameters(module))
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call):
+                for name, value in _passed(node, parameters.get(_last_name(node.func), [])):
+                    self._nodes.setdefault(name, []).append(value)
 
     def value(self, node: ast.AST) -> Any:
         """Return the value of an expression of constants; ``Code`` for others."""
@@ -523,6 +528,33 @@ class _Constants:
         return Code(ast.unparse(node))
 
 
+def _parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield functions and classes of a script with the names that their arguments get: fields are ``.attribute``s."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef):
+            names = [name.arg for name in (*node.args.posonlyargs, *node.args.args)]
+            yield node.name, [*names[names[:1] == ["self"] :], *(name.arg for name in node.args.kwonlyargs)]
+        elif isinstance(node, ast.ClassDef):
+            fields = [statement.target for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            yield node.name, [f".{field.id}" for field in fields if isinstance(field, ast.Name)]
+
+
+def _passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield what a call of the script's own functions and classes passes; with values that are unpacked, anything."""
+    if not parameters:
+        return
+    if any(word.arg is None for word in call.keywords) or any(isinstance(one, ast.Starred) for one in call.args):
+        yield from ((name, None) for name in parameters)
+        return
+    yield from zip(parameters, call.args, strict=False)
+    words = {word.arg: word.value for word in call.keywords}
+    yield from ((name, words[name.lstrip(".")]) for name in parameters if name.lstrip(".") in words)
+
+
+def _last_name(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield the names that a node sets, and ``.attribute``s, with their values; None if they are others."""
     match node:
@@ -540,6 +572,8 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             yield from (
                 (name.arg, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
             )
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault" | "pop")):
+            yield name, None
         case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
             words = {word.arg: word.value for word in node.keywords}
             constants = {key: value.value for key, value in words.items() if isinstance(value, ast.Constant)}
