@@ -116,7 +116,7 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     if isinstance(files, dict) or (files and re.search(r"[*?\[]", str(files))):
         conversion.refuse(setting, f"reads the files {shown(files)}; put them in a directory of their own")
         return None
-    if files and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not Path(name).is_dir():
+    if files and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not Path(str(name)).is_dir():
         name = f"{name}:{files}"  # a file of a dataset of the Hub
     elif files:
         name = files if name in (None, *_FILE_KINDS) or str(files).startswith(("/", ".")) else str(Path(name) / files)

@@ -74,7 +74,7 @@ def _length(conversion: Conversion) -> Setting | None:
     settings = conversion.settings
     of_pairs = [settings[f"{name}.max_length"] for name in _OF_PAIRS if f"{name}.max_length" in settings]
     if any(key.partition(".")[0] in _OF_PAIRS for key in settings):
-        return (of_pairs or [settings.get("max_length")])[0]
+        return of_pairs[0] if of_pairs else settings.get("max_length")
     model = next((settings[key] for key in _OF_MODELS if key in settings), None)
     trainer = next((settings[key] for key in _OF_TRAINERS if key in settings and settings[key].value), None)
     if model is None:
