@@ -261,6 +261,24 @@ def test_a_hub_dataset_without_the_hub() -> None:
     assert "use a local file instead" in done.stdout
 
 
+def test_one_file_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    calls = []
+
+    def load(*arguments: Any, **options: Any) -> datasets.Dataset:
+        calls.append((arguments, options))
+        return datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert read_rows("owner/name:data/rows.jsonl[1:]").to_list() == [{"text": "b"}]
+    assert calls == [(("owner/name", None), {"split": "train", "data_files": "data/rows.jsonl"})]
+    with pytest.raises(RequestError, match="no such directory"):
+        read_rows("owner/name.jsonl")
+
+
 def test_pydoc_is_a_source() -> None:
     assert read_rows("pydoc", limit=7).column_names == ["question", "answer"]
     assert len(read_rows("pydoc", limit=7)) == 7
@@ -284,6 +302,7 @@ def test_checking_imports_nothing_heavy(tmp_path: Path) -> None:
         ("[8:20]", range(8, 10)),
         ("[:20%]", range(2)),
         ("[25%:]", range(2, 10)),  # rounded as datasets does
+        ("[12.5%:]", range(1, 10)),
         ("[50%:8]", range(5, 8)),
         ("[:]", range(10)),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compatibility.conversion import files
-from trainwright.compatibility.conversion.convert import Conversion, Numbers, convert, recognize
+from trainwright.compatibility.conversion.convert import Conversion, Numbers, convert, recognize, table
 from trainwright.compatibility.conversion.reading import read
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.yaml_text import to_yaml
@@ -129,6 +129,23 @@ def test_llama_factory_trains_on_the_line_break_after_an_answer(tmp_path: Path) 
     assert targets("template: qwen3", "train_on_prompt: true") == "all"
 
 
+def test_llama_factory_that_trains_some_blocks(tmp_path: Path) -> None:
+    path = files.write_llama_factory(tmp_path)
+    path.write_text(files.LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: freeze"))
+    (failure,) = failures(converted(path))
+    assert "freeze_trainable_layers: trains the last 2 blocks: pass --layers N" in failure
+    values = recipe(converted(path, layers=24), tmp_path)
+    assert values["model"]["adapter"] == {"type": "none"}
+    assert values["model"]["trainable"] == [".*\\.(22|23)\\..*"]
+    first = (
+        "freeze_trainable_layers=-2",
+        "freeze_trainable_modules=mlp,self_attn",
+        "freeze_extra_modules=embed_tokens",
+    )
+    values = recipe(converted(path, *first), tmp_path)
+    assert values["model"]["trainable"] == [".*\\.(0|1)\\.(mlp|self_attn).*", ".*embed_tokens.*"]
+
+
 def test_llama_factory_with_several_validation_sets(tmp_path: Path) -> None:
     path = files.write_llama_factory(tmp_path)
     lines = [line for line in path.read_text().splitlines() if not line.startswith("val_size")]
@@ -138,8 +155,12 @@ def test_llama_factory_with_several_validation_sets(tmp_path: Path) -> None:
     assert values["data"]["validation"]["mine"]["source"] == str(tmp_path / "data" / "mine.json")
     assert values["data"]["validation"]["chats"]["source"] == "owner/chats"
     assert values["evaluate"]["main_set"] == "chats"
-    path.write_text("\n".join([*lines, *more[:2], "metric_for_best_model: rouge"]) + "\n")
-    assert [line.setting.key for line in converted(path).failures] == ["metric_for_best_model"]
+    path.write_text("\n".join([*lines, *more[:2], "metric_for_best_model: rouge", "greater_is_better: true"]) + "\n")
+    assert [line.text for line in converted(path).lines if line.setting.key == "metric_for_best_model"] == [
+        "the checkpoint with the lowest validation loss is kept, not the best by rouge"
+    ]
+    stopping = converted(path, "early_stopping_steps=3")
+    assert [line.setting.key for line in stopping.failures] == ["metric_for_best_model"]
 
 
 def test_tokens_that_are_added(tmp_path: Path) -> None:
@@ -175,6 +196,91 @@ def test_weights_by_entropy(tmp_path: Path) -> None:
     path = tmp_path / "axolotl.yaml"
     path.write_text(f"{files.AXOLOTL}\nuse_eaft: true\neaft_k: 10\n")
     assert recipe(converted(path), tmp_path)["sft"] == {"loss": "eaft", "eaft_divisor": 1.0, "eaft_top": 10}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "columns"),
+    [
+        ("alpaca:chat", "further context. Write a response that appropriately completes the request.\nUSER: ", {}),
+        ("alpaca_chat.load_qa", "appropriately and concisely completes the request.\n\n\nUSER: {question}\nASSIS", {}),
+        ("alpaca_w_system.load_open_orca", "### System:\n{system_prompt}\n### Human:\n", {"input": "system_prompt"}),
+    ],
+)
+def test_rows_of_axolotl_that_are_texts(tmp_path: Path, kind: str, prompt: str, columns: dict[str, str]) -> None:
+    text = files.AXOLOTL.replace("type: alpaca\n  - path", f"type: {kind}\n  - path")
+    text = text[: text.index("  - path: owner/chats")] + text[text.index("val_set_size") :]
+    values = recipe(of(tmp_path, text), tmp_path)
+    assert values["model"]["chat_template"] == "plain" and prompt in values["data"]["prompt"]
+    assert columns.items() <= values["data"].get("columns", {}).items()
+
+
+@pytest.mark.parametrize("place", [0, 1000])
+def test_a_template_that_no_rows_use_is_left_out(tmp_path: Path, place: int) -> None:
+    lines = files.AXOLOTL.splitlines()
+    text = "\n".join([*lines[:place], "chat_template: chatml", *lines[place:]]) + "\n"
+    conversion = of(tmp_path, text)
+    assert recipe(conversion, tmp_path)["model"]["chat_template"] == "alpaca"
+    assert statuses(conversion)["chat_template"] == "dropped"
+
+
+def test_alpaca_of_turns_begins_without_the_text_of_alpaca(tmp_path: Path) -> None:
+    from jinja2 import Template
+
+    text = files.AXOLOTL.replace("type: alpaca", "type: chat_template") + "chat_template: alpaca\n"
+    template = Template(recipe(of(tmp_path, text), tmp_path)["model"]["chat_template"])
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    expected = "<s>### Instruction:\nq\n\n### Response:\na</s>"
+    assert template.render(messages=turns, bos_token="<s>", eos_token="</s>") == expected
+
+
+def test_a_value_that_a_function_cannot_read_is_no_traceback(tmp_path: Path) -> None:
+    script = "tune run lora_finetune_single_device --config tune.yaml max_steps_per_epoch=$STEPS\n"
+    (tmp_path / "tune.yaml").write_text(files.TORCHTUNE)
+    (failure,) = of(tmp_path, script, name="run.sh").failures
+    assert failure.status == "needs" and "pass max_steps_per_epoch=VALUE" in failure.text
+    (failure,) = failures(of(tmp_path, files.TORCHTUNE + "max_steps_per_epoch: many\n", name="tune.yaml"))
+    assert "max_steps_per_epoch: has a value that torchtune does not take: many" in failure
+
+
+def test_a_constant_rate_has_no_warmup(tmp_path: Path) -> None:
+    """transformers' constant ignores it: many files have both."""
+    text = files.AXOLOTL.replace("lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1", "lr_scheduler: constant")
+    conversion = of(tmp_path, text)
+    optimizer = recipe(conversion, tmp_path)["optimizer"]
+    assert (optimizer["schedule"], optimizer["warmup_steps"]) == ("constant", 0)
+    assert statuses(conversion)["warmup_ratio"] == "dropped"
+    values = table("open-unlearning").rules["trainer.args.lr_scheduler_type"].values
+    assert values["constant"]["over"] == ["trainer.args.warmup_ratio", "trainer.args.warmup_steps"]
+
+
+def test_the_margin_of_simpo_is_a_part_of_beta(tmp_path: Path) -> None:
+    text = files.TRL + "beta: 10\ngamma_beta_ratio: 0.3\nsystem_prompt: ''\nload_best_model_at_end: true\n"
+    values = recipe(of(tmp_path, text, name="some.yaml"), tmp_path)
+    assert values["dpo"] == {"beta": 10, "loss": "simpo", "margin": 3.0}
+
+
+def test_older_conversations_of_axolotl(tmp_path: Path) -> None:
+    """Without a template they are written as Vicuna's."""
+    for lines, template in (
+        ("type: sharegpt", "vicuna"),
+        ("type: sharegpt.load_role\n    conversation: chatml", "chatml"),
+        ("type: sharegpt\nchat_template: llama3", "llama3"),
+    ):
+        text = files.AXOLOTL.replace("type: alpaca\nval", f"{lines}\nval")
+        text = text.replace("  - path: rows.jsonl\n    ds_type: json\n    type: alpaca\n", "")
+        assert recipe(of(tmp_path, text), tmp_path)["model"]["chat_template"] == template
+
+
+def test_files_and_splits_of_a_data_set(tmp_path: Path) -> None:
+    text = files.AXOLOTL.replace("split: train[:10%]", "data_files: [a.jsonl, data/b.jsonl]")
+    sources = recipe(of(tmp_path, text), tmp_path)["data"]["train"]
+    assert [source["source"] for source in sources][1:] == ["owner/chats:a.jsonl", "owner/chats:data/b.jsonl"]
+    text = files.AXOLOTL.replace("split: train[:10%]", "split: train+test")
+    sources = recipe(of(tmp_path, text), tmp_path)["data"]["train"]
+    assert [source["source"] for source in sources][1:] == ["owner/chats", "owner/chats:test"]
+    mixed = "dataset_mixer:\n  owner/chats: 0.001\ndataset_splits: [train]\n"
+    text = files.TRL.replace("dataset_name: owner/chats\n", mixed)
+    assert recipe(of(tmp_path, text, name="sft.yaml"), tmp_path)["data"]["train"] == "owner/chats[:0.1%]"
 
 
 def test_axolotl_with_several_test_sets(tmp_path: Path) -> None:
@@ -232,6 +338,65 @@ def test_unsloth_is_read_and_not_run(tmp_path: Path) -> None:
     made = files.UNSLOTH.replace("tokenizer.apply_chat_template(row, tokenize=False)", "row[0]")
     (failure,) = failures(of(tmp_path, made, name="unsloth.py"))
     assert "unsloth.py:29: map.argument_0: changes the rows by a function of the script" in failure
+
+
+def test_what_unsloth_does_without_an_argument(tmp_path: Path) -> None:
+    """Its own defaults, not those of TRL that it changes: 4 bits, alpha 16, decay, a warm-up, 8-bit states."""
+    script = """
+from unsloth import FastLanguageModel
+from trl import SFTConfig, SFTTrainer
+model, tokenizer = FastLanguageModel.from_pretrained("owner/small")
+model = FastLanguageModel.get_peft_model(model)
+trainer = SFTTrainer(model, train_dataset=load_dataset("owner/chats", split="train"), args=SFTConfig("out", ARGUMENTS))
+"""
+    values = recipe(of(tmp_path, script.replace("ARGUMENTS", "max_steps=60"), name="script.py"), tmp_path)
+    adapter = values["model"]["adapter"]
+    assert (adapter["rank"], adapter["alpha"], adapter["quantization"]) == (16, 16, "nf4")
+    assert adapter["targets"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    optimizer = values["optimizer"]
+    assert (optimizer["name"], optimizer["learning_rate"], optimizer["weight_decay"]) == ("adamw_8bit", 5e-5, 0.001)
+    assert optimizer["warmup_steps"] == 0.1 and values["train"]["global_batch_size"] == 4 * 2
+    assert values["train"]["mixed_precision"] == "auto" and values["data"]["max_length"] == 2048
+    values = recipe(of(tmp_path, script.replace("ARGUMENTS", "warmup_ratio=0.03"), name="script.py"), tmp_path)
+    assert values["optimizer"]["warmup_steps"] == 0.03
+    plain = script.replace("SFTConfig(", "TrainingArguments(").replace("ARGUMENTS", "max_steps=60")
+    values = recipe(of(tmp_path, plain, name="script.py"), tmp_path)
+    assert values["optimizer"]["learning_rate"] == 5e-5 and values["optimizer"].get("warmup_steps", 0) == 0
+    assert values["train"]["global_batch_size"] == 8 and values["train"]["mixed_precision"] == "auto"
+
+
+def test_what_peft_does_without_an_argument(tmp_path: Path) -> None:
+    script = """
+config = LoraConfig(task_type="CAUSAL_LM")
+model = AutoModelForCausalLM.from_pretrained("owner/small")
+trainer = SFTTrainer(model, train_dataset=load_dataset("owner/chats", split="train"), peft_config=config)
+"""
+    values = recipe(of(tmp_path, script, name="script.py"), tmp_path)
+    adapter = {"type": "lora", "rank": 8, "alpha": 8, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}
+    assert values["model"]["adapter"] == adapter
+    assert values["optimizer"]["learning_rate"] == 2e-5 and values["train"]["mixed_precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_trainer", "used"),
+    [("2048", "max_seq_length=512", 512), ("512", "max_seq_length=2048", 512), ("512", "max_length=256", 512)],
+)
+def test_of_several_lengths_the_one_that_unsloth_uses_counts(
+    tmp_path: Path, of_model: str, of_trainer: str, used: int
+) -> None:
+    script = files.UNSLOTH.replace("max_seq_length = 512", f"max_seq_length = {of_model}")
+    script = script.replace("SFTConfig(", f"SFTConfig(packing=True, {of_trainer}, ")
+    values = recipe(of(tmp_path, script, name="unsloth.py"), tmp_path)
+    assert values["data"]["max_length"] == values["data"]["pack_length"] == used
+    assert values["train"]["batch_unit"] == "packs"
+
+
+def test_arguments_that_a_script_unpacks_are_not_lost(tmp_path: Path) -> None:
+    unpacked = files.UNSLOTH.replace("seed=3407,\n        report_to", "**OPTIONS,\n        report_to")
+    values = recipe(of(tmp_path, "OPTIONS = {'seed': 5, 'neftune_noise_alpha': 5}\n" + unpacked, name="a.py"), tmp_path)
+    assert values["train"]["seed"] == 5 and values["train"]["neftune_noise_alpha"] == 5
+    (failure,) = failures(of(tmp_path, "OPTIONS = dict(read())\n" + unpacked, name="b.py"))
+    assert "computed_arguments: has further arguments that the script computes" in failure
 
 
 def test_open_unlearning_is_composed(tmp_path: Path) -> None:

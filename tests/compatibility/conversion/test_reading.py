@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,23 @@ torchrun --nproc_per_node 4 --nnodes=2 \\
     }
 
 
+def test_options_in_arrays_and_texts_of_several_lines(tmp_path: Path) -> None:
+    text = """
+MODEL=owner/small
+ARGS=(
+    --model_name_or_path "$MODEL"  # which one
+    --learning_rate 1e-4
+)
+ARGS+=(--seed 7)
+MORE="--bf16 True \\
+  --max_length 512"
+python sft.py "${ARGS[@]}" $MORE --output_dir out
+"""
+    found = values(tmp_path, text)
+    expected = {"model_name_or_path": "owner/small", "learning_rate": 1e-4, "seed": 7, "bf16": True, "max_length": 512}
+    assert found == {**expected, "output_dir": "out", "launcher": {"program": "sft"}}
+
+
 def test_a_value_that_only_the_shell_has_is_no_value(tmp_path: Path) -> None:
     found = values(tmp_path, "python train_sft.py --model_name_or_path $(ls) --seed $UNSET --x 1\n")
     assert isinstance(found["model_name_or_path"], Code) and isinstance(found["seed"], Code)
@@ -61,10 +79,84 @@ def test_a_script_is_parsed_and_not_run(tmp_path: Path) -> None:
     assert isinstance(found["seed"], Code) and not (tmp_path / "made").exists() and not Path("made").exists()
 
 
+def test_values_that_a_script_sets_once_are_known(tmp_path: Path) -> None:
+    text = """
+BASE = {"rate": 1e-4, "name": "owner/small"}
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--no-4bit", action="store_true")
+parser.add_argument("--required")
+
+@dataclass
+class Settings:
+    rank: int = field(default=8)
+    length: int = 512
+
+def train(data="rows.jsonl", seed=None, *, steps=2 * 30):
+    half = settings.length // 2
+    bf16 = torch.cuda.is_bf16_supported()
+    twice = 1
+    twice = 2
+    for looped in range(3):
+        pass
+    SFTConfig(learning_rate=BASE["rate"], num_train_epochs=args.epochs, r=settings.rank, max_length=half,
+        max_steps=steps, seed=seed, bf16=bf16, fp16=not bf16, load=not args.no_4bit, out=f"runs/{BASE['name']}",
+        a=args.required, b=twice, c=looped, d=BASE.get("none", 5), e=os.environ.get("HOME_OF", "x") + "/y")
+"""
+    found = values(tmp_path, text, "script.py")
+    known = {"learning_rate": 1e-4, "num_train_epochs": 3, "r": 8, "max_length": 256, "max_steps": 60, "seed": None}
+    known |= {"load": True, "out": "runs/owner/small", "d": 5, "e": "x/y"}
+    assert known.items() <= found.items()
+    assert found["bf16"] == Code("torch.cuda.is_bf16_supported()") and isinstance(found["fp16"], Code)
+    assert all(isinstance(found[name], Code) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def train(rate=1e-4):\n    SFTConfig(learning_rate=rate)\ntrain(2e-4)\n",
+        "def train(rate=1e-4):\n    SFTConfig(learning_rate=rate)\ntrain(**read())\n",
+        "class Options:\n    rate: float = 1e-4\no = Options(rate=2e-4)\nSFTConfig(learning_rate=o.rate)\n",
+        "O = {'rate': 1e-4}\nO.update(read())\nSFTConfig(learning_rate=O['rate'])\n",
+        "O = {'rate': 1e-4}\nO['rate'] = 2e-4\nSFTConfig(learning_rate=O['rate'])\n",
+        "parser.add_argument('--rate', default=1e-4)\nargs.rate = 2e-4\nSFTConfig(learning_rate=args.rate)\n",
+    ],
+)
+def test_a_value_that_a_script_changes_is_not_its_default(tmp_path: Path, text: str) -> None:
+    assert isinstance(values(tmp_path, text, "script.py")["learning_rate"], Code)
+
+
+def test_llama_factory_starts_a_process_for_each_device(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("stage: sft\n")
+    for text in (
+        "CUDA_VISIBLE_DEVICES=0,1,2 llamafactory-cli train a.yaml\n",
+        "export CUDA_VISIBLE_DEVICES=4,5,6\nsrun -N 1 llamafactory-cli train a.yaml\n",
+    ):
+        assert values(tmp_path, text)["launcher"] == {"program": "train", "num_processes": 3}
+
+
 def test_cells_of_a_notebook(tmp_path: Path) -> None:
     notebook = '{"cells": [{"cell_type": "markdown", "source": ["SFTConfig(seed=1)"]}, {"cell_type": "code", "source": '
     notebook += '["!pip install x\\n", "args = SFTConfig(\\n", "    seed=2,\\n", ")"]}]}'
-    assert values(tmp_path, notebook, "notebook.ipynb") == {"seed": 2}
+    assert values(tmp_path, notebook, "notebook.ipynb") == {"seed": 2, "trainer_arguments": "trl"}
+
+
+def test_a_command_of_a_notebook_may_have_several_lines(tmp_path: Path) -> None:
+    lines = ["!pip install a \\\\\\n", "    b\\n", "args = SFTConfig(seed=2)"]
+    notebook = '{"cells": [{"cell_type": "code", "source": ["' + '", "'.join(lines) + '"]}]}'
+    assert values(tmp_path, notebook, "notebook.ipynb")["seed"] == 2
+
+
+def test_a_block_of_a_notebook_may_have_commands_alone(tmp_path: Path) -> None:
+    cells = [["%%bash\n", "echo $(ls) 0123\n"], ["%%capture\n", "if COLAB:\n", "    !pip install a\n", "else:\n"]]
+    cells[1] += ["    %pip install b\n", "args = SFTConfig(seed=2)\n"]
+    notebook = json.dumps({"cells": [{"cell_type": "code", "source": source} for source in cells]})
+    assert values(tmp_path, notebook, "notebook.ipynb")["seed"] == 2
+
+
+def test_a_file_that_is_an_options_value_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("seed: 1\n")
+    found = values(tmp_path, "python run_dpo.py --data other.yaml --learning_rate 1e-4 --beta 0.1\n")
+    assert "seed" not in found and found["launcher"] == {"program": "dpo"}
 
 
 def test_interpolations_of_a_file(tmp_path: Path) -> None:

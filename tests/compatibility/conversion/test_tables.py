@@ -20,7 +20,7 @@ from trainwright.recipe.sections.data import SourceSection
 _TABLES = [*names(), "transformers", "peft", "launcher"]
 _OF_ITEMS = {"config", "split", "files", "fraction", *SourceSection.model_fields}
 _USES = ("train", "validation", "forget", "retain")
-_ACTIONS = ("drop", "refuse", "differs", "aside", "value", "note")
+_ACTIONS = ("over", "drop", "refuse", "differs", "aside", "value", "note")
 
 
 def section_of(kind: Any) -> type[BaseModel] | None:

@@ -10,6 +10,76 @@ from trainwright.compatibility.conversion.convert import Conversion, Rule, Setti
 from trainwright.compatibility.conversion.reading import shown
 
 _ALPACA = "{instruction}\n\n### Input:\n{input}"
+_TASK = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n"
+_CONCISE = (
+    "Below is an instruction from a USER that describes a task{}. "
+    "The ASSISTANT writes a response that {} completes the request.\n\n\n"
+)
+_WITH_INPUT = ", paired with an input that provides further context"
+_USER = "USER: {}\nASSISTANT:"
+_ADVERBS = "appropriately and concisely"  # without an input; with one, the two are the other way round
+
+# Types of rows that are written as texts (prompt_strategies, prompters.py): the prompt, that without an input, the
+# column of the input, and that of the answer.
+_TEXTS = {
+    "alpaca_chat": (
+        "SYSTEM: " + _TASK.format(_WITH_INPUT) + _USER.format("{instruction}\n{input}"),
+        "SYSTEM: " + _TASK.format("") + _USER.format("{instruction}"),
+        "input",
+        "output",
+    ),
+    "alpaca_chat.load_concise": (
+        "SYSTEM: "
+        + _CONCISE.format(_WITH_INPUT, "concisely and appropriately")
+        + _USER.format("{instruction}\n{input}"),
+        "SYSTEM: " + _CONCISE.format("", _ADVERBS) + _USER.format("{instruction}"),
+        "input",
+        "output",
+    ),
+    "alpaca_chat.load_qa": (
+        "SYSTEM: " + _CONCISE.format("", _ADVERBS) + _USER.format("{question}"),
+        None,
+        None,
+        "answer",
+    ),
+    "alpaca_chat.load_camel_ai": (
+        "SYSTEM: " + _CONCISE.format("", _ADVERBS) + _USER.format("{message_1}"),
+        None,
+        None,
+        "message_2",
+    ),
+    "alpaca_chat.load_no_prompt": (
+        _USER.format("{instruction}\n{input}"),
+        _USER.format("{instruction}"),
+        "input",
+        "output",
+    ),
+    "alpaca_instruct.load_no_prompt": (
+        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+        "### Instruction:\n{instruction}\n\n### Response:\n",
+        "input",
+        "output",
+    ),
+    "alpaca_w_system.load_open_orca": (
+        "### System:\n{system_prompt}\n### Human:\n{question}\n### Assistant:\n",
+        "### Human:\n{question}\n### Assistant:\n",
+        "system_prompt",
+        "response",
+    ),
+    "context_qa": (
+        "SYSTEM: Use the following contextual information to concisely answer the question.\n\n"
+        + _USER.format("{article}\n===\n{question}"),
+        None,
+        None,
+        "answer",
+    ),
+    "summarizetldr": (
+        "USER: Summarize the following article as a TL;DR.\n{article}\nASSISTANT:",
+        None,
+        None,
+        "summary",
+    ),
+}
 
 
 def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -17,27 +87,39 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     item = conversion.source("train", setting)
     kind = setting.value
     if isinstance(kind, dict):
+        _ignore_template(conversion)
         _own_prompt(conversion, setting, item, kind)
         return
-    word = str(kind).partition(":")[0]
-    if word in ("alpaca", "alpaca_instruct", "alpaca_chat", "alpaca.load", "alpaca_instruct.load", "gpteacher"):
+    word, _, style = str(kind).partition(":")
+    word = word.removesuffix(".load")
+    if word == "alpaca" and style == "chat":
+        word = "alpaca_chat"
+    elif word in ("alpaca", "gpteacher") and style not in ("", "instruct"):
+        word = str(kind)
+    if word in ("alpaca", "alpaca_instruct", "gpteacher", *_TEXTS):
+        _ignore_template(conversion)
+    if word in ("alpaca", "alpaca_instruct", "gpteacher"):
         item |= {"prompt": _ALPACA, "prompt_without_input": "{instruction}"}
+        if word == "gpteacher":
+            item["columns.answer"] = "response"
         conversion.take(setting, "model.chat_template", "alpaca")
-    elif word.startswith("alpaca_chat.load_qa"):
-        item |= {"prompt": "{question}", "columns.answer": "answer"}
-        conversion.take(setting, "model.chat_template", "alpaca")
+    elif word in _TEXTS:
+        _written_as_texts(conversion, setting, item, *_TEXTS[word])
     elif re.fullmatch(r"completion|pretrain", word):
         item["format"] = "text"
         conversion.add("taken", setting, "data.train: format text")
+    elif word == "alpaca_w_system.load_open_orca_chatml":
+        item |= {"columns.system": "system_prompt", "columns.question": "question", "columns.answer": "response"}
+        conversion.take(setting, "model.chat_template", "chatml")
     elif word in ("chat_template", "chat_template.default", "chat_template.argilla_chat", "chat_template.ultra"):
         conversion.add("taken", setting, "the turns of the rows, written by model.chat_template")
     elif word.startswith("sharegpt"):
         item["format"] = "conversations"
         conversion.add("taken", setting, "data.train: format conversations", differs=True)
         if not conversion.is_on("chat_template"):
-            style = "chatml" if "chatml" in word or not conversion.is_on("datasets[0].conversation") else None
-            if style:
-                conversion.take(setting, "model.chat_template", style)
+            has_style = conversion.is_on(f"{setting.key.removesuffix('type')}conversation")
+            if "chatml" in word or not has_style:
+                conversion.take(setting, "model.chat_template", "chatml" if "chatml" in word else "vicuna")
     elif match := re.fullmatch(r"(chatml|llama3|zephyr)\.(\w+)(?:\.load)?", word):
         conversion.take(setting, "model.chat_template", match[1])
         columns = {"intel": "question", "icr": "input"}.get(match[2])
@@ -45,6 +127,34 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
             item["columns.prompt"] = columns
     else:
         conversion.refuse(setting, "builds the prompts of the rows in a way of its own; write them as turns")
+
+
+def _ignore_template(conversion: Conversion) -> None:
+    """Leave out the chat template if no rows are turns: it is saved with the tokenizer then, and not used."""
+    setting = conversion.settings.get("chat_template")
+    kinds = [one.value for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+    paths = [one for one in conversion.settings.values() if one.pattern == "datasets[].path"]
+    has_turns = any(isinstance(kind, str) and kind.startswith(("chat_template", "sharegpt")) for kind in kinds)
+    if setting is None or not setting.is_on or has_turns or len(kinds) < len(paths) or conversion.is_on("rl"):
+        return
+    conversion.lines[:] = [line for line in conversion.lines if line.setting != setting]
+    if conversion.values.get("model.chat_template", (None, None))[1] == setting:
+        del conversion.values["model.chat_template"]
+    del conversion.settings["chat_template"]
+    conversion.drop(setting, "is not used for rows of this type")
+
+
+def _written_as_texts(
+    conversion: Conversion,
+    setting: Setting,
+    item: dict[str, Any],
+    prompt: str,
+    without_input: str | None,
+    column: str | None,
+    answer: str,
+) -> None:
+    item |= {"prompt": prompt, "prompt_without_input": without_input, "columns.input": column, "columns.answer": answer}
+    conversion.take(setting, "model.chat_template", "plain")
 
 
 def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:

@@ -49,6 +49,9 @@ def convert(
     rows: Annotated[
         int | None, typer.Option(min=1, help="Training rows, for intervals that are a part of an epoch.")
     ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Blocks of the model, for a file that trains the last ones.")
+    ] = None,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The Accelerate or DeepSpeed file that the tool is started with."),
@@ -69,7 +72,7 @@ def convert(
     """
     from trainwright.compatibility.conversion.convert import Numbers
 
-    numbers = Numbers(processes, rows)
+    numbers = Numbers(processes, rows, layers)
     with trusting(False):  # a file may name code as the source of its rows
         if check:
             for line in _checked(source, numbers):

@@ -7,7 +7,8 @@ Tables are TOML files in ``tables``, without code. One has
 - ``include``: tables of keys that the tool shares with others, each with the prefix that they have here;
 - ``[keys]``: a key of the tool, and its rule (`Rule`); ``[]`` is an item of a list, ``*`` any text;
 - ``[[without_effect]]``, ``[[not_possible]]``: keys, and the reason that they share;
-- ``[[defaults]]``: what the tool does without a key, for files with all values of ``when``; the last that fits counts.
+- ``[[defaults]]``: what the tool does without a key, for files with all values of ``when``, or of one of several; the
+  last that fits counts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Rule:
         to: our key that gets the value, ``section.key``; with ``[0]``, an item of it; with a first dot, a key of the
             item's source.
         values: by the tool's value, ours (`NULL` for null); or a table with ``value`` and a ``note``, or with ``drop``
-            or ``refuse`` in place of a value, or with values of several keys by their names.
+            or ``refuse`` in place of a value, or with values of several keys by their names; ``over``: as below,
+            of this value alone.
         others: whether values that are not in ``values`` stay as they are; otherwise they are not possible.
         drop: why the key has no effect here.
         refuse: what the key does, which is not possible here; not if it is ``off``.
@@ -113,7 +115,9 @@ def table(name: str) -> Table:
         rule = Rule(refuse=group["reason"], off=tuple(group.get("off", ())), aside=group.get("aside"))
         rules |= dict.fromkeys(group["keys"].split(), rule)
     rules |= {key: _rule(written) for key, written in document.get("keys", {}).items()}
-    defaults += [(item.get("when", {}), item["values"]) for item in document.get("defaults", [])]
+    for item in document.get("defaults", []):
+        whens = item.get("when", {})
+        defaults += [(when, item["values"]) for when in (whens if isinstance(whens, list) else [whens])]
     recognized = tuple(tuple(keys.split()) for keys in document.get("recognized_by", []))
     return Table(document["name"], document["source"], recognized, rules, tuple(defaults))
 
@@ -137,7 +141,14 @@ def _keys_under(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _under(rule: Rule, prefix: str) -> Rule:
     """Return a rule that names keys below a prefix."""
+    values = {
+        word: {**ours, "over": [prefix + key for key in ours["over"]]}
+        if isinstance(ours, dict) and "over" in ours
+        else ours
+        for word, ours in rule.values.items()
+    }
     changes: dict[str, Any] = {
+        "values": values,
         "arguments": {name: prefix + key for name, key in rule.arguments.items()},
         "over": tuple(prefix + key for key in rule.over),
         "needs": _keys_under(rule.needs, prefix),
@@ -151,6 +162,8 @@ STATUSES: tuple[Status, ...] = ("taken", "computed", "dropped", "needs", "not po
 FAILED: tuple[Status, ...] = ("needs", "not possible", "unknown")
 
 _FUNCTIONS = "trainwright.compatibility.conversion"
+# Functions that read expressions of scripts.
+_OF_CODE = ("unsloth:", "functions:precision", "functions:model_name", "llamafactory:precision", "torchtune:model")
 _AROUND = ("functions:read_launcher", "sources:set_sources")
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 _OFF_WORDS = ("none", "false", "no", "null", "off")
@@ -189,10 +202,11 @@ class ResultLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers that configurations do not have: of processes, and of training rows."""
+    """Numbers that configurations do not have: of processes, of training rows, and of the model's blocks."""
 
     processes: int | None = None
     rows: int | None = None
+    layers: int | None = None
 
 
 @dataclass
@@ -227,6 +241,11 @@ class Conversion:
         setting = self.settings.get(key)
         return setting is not None and setting.is_on
 
+    def has_effect(self, key: str) -> bool:
+        """Return whether a key of the tool asks for anything, beside the keys that its rule needs."""
+        rule = self.tool.rule(key)
+        return self.is_on(key) and rule is not None and all(_meets(self, *need) for need in rule.needs.items())
+
     @property
     def processes(self) -> int:
         """The number of processes, 1 if nothing says another."""
@@ -235,7 +254,7 @@ class Conversion:
     def take(self, setting: Setting, key: str, value: Any, note: str | None = None, *, computed: str = "") -> None:
         """Set our key; with ``@train.source`` and the like, a key of the item's source."""
         if isinstance(value, Code):
-            self.refuse(setting, f"the script computes it: {shown(value)}; pass {setting.key}=VALUE")
+            self.need_value(setting)
             return
         if key.startswith("@"):
             use, _, name = key[1:].partition(".")
@@ -271,6 +290,10 @@ class Conversion:
     def refuse(self, setting: Setting, reason: str, aside: str | None = None) -> None:
         """Say what a key would have done."""
         self.add("not possible", setting, reason, aside=aside)
+
+    def need_value(self, setting: Setting) -> None:
+        """Say that only the script knows a value."""
+        self.need(setting, f"the script computes it: {shown(setting.value)}; pass {setting.key}=VALUE")
 
     def need(self, setting: Setting, what: str) -> None:
         """Say which number is missing, and how to pass it."""
@@ -348,6 +371,8 @@ def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
     ignored = {key: setting for setting in conversion.settings.values() for key in _overruled(setting, tool)}
     for setting in list(conversion.settings.values()):
         other = ignored.get(setting.key)
+        if setting.key not in conversion.settings:
+            continue  # another key has decided that it has no effect
         if other is not None:
             conversion.drop(setting, f"has no effect beside {other.key}")
             continue
@@ -361,6 +386,8 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     if rule is None:
         if setting.key.startswith(f"{LAUNCHER}."):
             conversion.drop(setting, "is for the launcher; see trainwright train --help")
+        elif f"${{{setting.key}}}" in _text_of(conversion.file):
+            conversion.drop(setting, "is read where other keys name it")
         else:
             conversion.add("unknown", setting, f"is no key that the table of {conversion.tool.name} has")
         return
@@ -372,10 +399,9 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     if word in rule.values:
         _apply_value(conversion, setting, rule, rule.values[word])
     elif rule.by is not None:
-        function = load(f"{_FUNCTIONS}.{rule.by}", "a function of conversions")
-        function(conversion, setting, rule, **rule.arguments)
+        _compute(conversion, setting, rule, rule.by)
     elif not setting.is_on or setting.value in rule.off or word in map(_word, rule.off):
-        if rule.to is not None and setting.value is not None and not rule.values:
+        if rule.to is not None and setting.value not in (None, "", [], {}) and not rule.values:
             conversion.take(setting, rule.to, setting.value, rule.note)
         else:
             conversion.drop(setting, "asks for nothing" if rule.drop is None else rule.drop)
@@ -383,10 +409,29 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
         conversion.refuse(setting, rule.refuse, rule.aside)
     elif rule.drop is not None:
         conversion.drop(setting, rule.drop)
+    elif isinstance(setting.value, Code):
+        conversion.need_value(setting)
     elif rule.values and not rule.others:
         conversion.refuse(setting, f"{shown(setting.value)} is not supported; {', '.join(rule.values)} are", rule.aside)
     elif rule.to is not None:
         conversion.take(setting, rule.to, setting.value, rule.note)
+
+
+def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> None:
+    values = [setting.value, *map(conversion.value, rule.arguments.values())]
+    if any(isinstance(value, Code) for value in values) and not by.startswith(_OF_CODE):
+        conversion.need_value(setting)
+        return
+    function = load(f"{_FUNCTIONS}.{by}", "a function of conversions")
+    try:
+        function(conversion, setting, rule, **rule.arguments)
+    except (TypeError, ValueError):  # a text where the tool has a number, and the like
+        conversion.refuse(setting, f"has a value that {conversion.tool.name} does not take: {shown(setting.value)}")
+
+
+@cache
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="ignore") if file.is_file() else ""
 
 
 def _apply_value(conversion: Conversion, setting: Setting, rule: Rule, ours: Any) -> None:
@@ -394,7 +439,7 @@ def _apply_value(conversion: Conversion, setting: Setting, rule: Rule, ours: Any
         if rule.to is not None:
             conversion.take(setting, rule.to, None if ours == NULL else ours, rule.note)
         return
-    ours = dict(ours)
+    ours = {key: value for key, value in ours.items() if key != "over"}
     if (reason := ours.pop("refuse", None)) is not None:
         conversion.refuse(setting, reason, ours.get("aside"))
     elif (reason := ours.pop("drop", None)) is not None:
@@ -424,9 +469,10 @@ def _word(value: Any) -> str:
 
 def _overruled(setting: Setting, tool: Table) -> Iterator[str]:
     rule = tool.rule(setting.pattern)
-    if rule is not None and rule.over and setting.is_on and not setting.is_default:
+    if rule is not None and setting.is_on and not setting.is_default:
         ours = rule.values.get(_word(setting.value))
-        yield from () if isinstance(ours, dict) and "drop" in ours else rule.over
+        values = ours if isinstance(ours, dict) else {}
+        yield from () if "drop" in values else (*rule.over, *values.get("over", ()))
 
 
 def _named(setting: Setting, tool: Table) -> Setting:
@@ -441,7 +487,7 @@ def _add_program(conversion: Conversion) -> None:
     key = f"{LAUNCHER}.program"
     rule = conversion.tool.rules.get(key)
     if rule is not None and key not in conversion.settings:
-        words = [word for part in reversed(conversion.file.absolute().parts[-3:]) for word in re.split(r"\W|_", part)]
+        words = [word for part in reversed(conversion.file.absolute().parts[-2:]) for word in re.split(r"\W|_", part)]
         program = next((word for word in words if word in rule.values), None)
         if program is not None:
             origin = Origin(f"the name of {conversion.file}")
@@ -494,9 +540,10 @@ def _validate(conversion: Conversion) -> None:
         checked(conversion.recipe(), Origin(str(conversion.file)))
     except RequestError as error:
         has_others = bool(conversion.failures)
+        has_gaps = any(line.status == "needs" for line in conversion.lines)
         for line in str(error).splitlines():
             where, _, message = line.partition(": ")
-            if not (has_others and ": is missing." in message):  # it follows from the others
+            if not has_gaps and not (has_others and ": is missing." in message):  # it follows from the others
                 conversion.refuse(Setting("", "", None, Origin(where)), message)
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, files_named
-from trainwright.compatibility.conversion.reading import LAUNCHER, Code
+from trainwright.compatibility.conversion.reading import LAUNCHER, Code, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS
 from trainwright.utils.text import plural
@@ -35,7 +36,7 @@ def read_launcher(conversion: Conversion) -> None:
         if setting is not None:
             processes = accelerate_file(conversion, setting) or processes
     if conversion.numbers.processes is None and processes is not None:
-        conversion.numbers = type(conversion.numbers)(processes, conversion.numbers.rows)
+        conversion.numbers = replace(conversion.numbers, processes=processes)
 
 
 def accelerate_file(conversion: Conversion, setting: Setting, rule: Rule | None = None) -> int | None:
@@ -135,7 +136,7 @@ def global_batch_size(
     if world and isinstance(count := conversion.value(world), int) and conversion.numbers.processes is None:
         processes = count
     if not isinstance(rows, int) or not isinstance(steps, int):
-        conversion.refuse(setting, f"the batch size is not a number: {rows} x {steps}; pass KEY=VALUE")
+        conversion.need(setting, f"the batch size is not a number: {rows} x {steps}; pass KEY=VALUE")
         return
     shares = [n for key in sharing.values() if isinstance(n := conversion.value(key), int) and n > 1]
     words = f"{rows} x {steps} x {plural(processes, 'process', 'processes')}"
@@ -149,7 +150,7 @@ def global_batch_size(
     size = rows * steps * processes
     if conversion.numbers.processes is None and processes == 1:
         words += ": pass --processes N for more"
-    if packing and conversion.is_on(packing):
+    if packing and conversion.has_effect(packing):
         conversion.take(setting, "train.batch_unit", "packs", computed="a batch counts packs")
     conversion.take(setting, "train.global_batch_size", size, computed=words)
 
@@ -220,6 +221,18 @@ def validation_rows(conversion: Conversion, setting: Setting, rule: Rule) -> Non
         conversion.take(setting, "data.validation", int(value) if value >= 1 else value)
     else:
         conversion.refuse(setting, "is neither a part nor a number of the rows")
+
+
+def margin(conversion: Conversion, setting: Setting, rule: Rule, beta: str) -> None:
+    """Compute the margin of SimPO from its ratio to beta."""
+    scale = conversion.value(beta)
+    conversion.take(setting, "task", "dpo")
+    conversion.take(setting, "dpo.loss", "simpo")
+    if isinstance(scale, int | float) and isinstance(setting.value, int | float):
+        margin = float(f"{setting.value * scale:.9g}")
+        conversion.take(setting, "dpo.margin", margin, computed=f"{setting.value:g} x {beta}")
+    else:
+        conversion.need(setting, f"is the margin of SimPO as a part of {beta}: pass {beta}=VALUE")
 
 
 def schedule_arguments(conversion: Conversion, setting: Setting, rule: Rule, schedule: str, rate: str) -> None:
@@ -335,10 +348,11 @@ def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None
 def best_metric(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the validation set whose loss is named, as eval_NAME_loss, for the best checkpoint."""
     named = re.fullmatch(r"(?:eval_)?(.+)_loss", str(setting.value))
-    if named is None:
-        conversion.refuse(
-            setting, f"{setting.value} is not supported; the loss of all sets or of one, eval_NAME_loss, is"
-        )
+    if named is None and conversion.is_on("early_stopping_steps"):
+        conversion.refuse(setting, f"stops by {setting.value}; the loss of all sets or of one, eval_NAME_loss, is")
+    elif named is None:
+        why = f"the checkpoint with the lowest validation loss is kept, not the best by {shown(setting.value)}"
+        conversion.drop(setting, why, differs=True)
     else:
         conversion.take(setting, "evaluate.main_set", named[1])
 

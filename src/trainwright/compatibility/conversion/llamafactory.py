@@ -17,8 +17,26 @@ def alpha(conversion: Conversion, setting: Setting, rule: Rule, rank: str) -> No
 def modules_to_save(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take names with commas."""
     if setting.is_on:
-        names = [name.strip() for name in str(setting.value).split(",")]
-        conversion.take(setting, "model.adapter.modules_to_save", names)
+        conversion.take(setting, "model.adapter.modules_to_save", _names(setting.value))
+
+
+def frozen_layers(conversion: Conversion, setting: Setting, rule: Rule, modules: str, extra: str) -> None:
+    """Train the last blocks, or the first ones for a negative number, or parts of them, and modules beside them."""
+    count, layers = int(setting.value), conversion.numbers.layers
+    if count > 0 and layers is None:
+        conversion.need(setting, f"trains the last {count} blocks: pass --layers N, the number of the model's blocks")
+        return
+    numbers = range(max(0, layers - count), layers) if count > 0 and layers is not None else range(-count)
+    parts = _names(conversion.value(modules))
+    inside = "" if "all" in parts else f"({'|'.join(map(re.escape, parts))})"
+    patterns = [rf".*\.({'|'.join(map(str, numbers))})\.{inside}.*"]
+    patterns += [f".*{re.escape(name)}.*" for name in _names(conversion.value(extra))]
+    conversion.take(setting, "model.trainable", patterns, computed=f"blocks {numbers[0]} to {numbers[-1]}")
+
+
+def _names(value: object) -> list[str]:
+    names = value if isinstance(value, list) else str(value or "").split(",")
+    return [str(name).strip() for name in names if str(name).strip()]
 
 
 def neat_packing(conversion: Conversion, setting: Setting, rule: Rule, packing: str, length: str) -> None:
@@ -78,9 +96,8 @@ def added_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     if not setting.is_on:
         conversion.drop(setting, "asks for nothing")
         return
-    names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     kind = "special" if "special" in setting.pattern else "ordinary"
-    conversion.take(setting, f"model.added_tokens.{kind}", [name.strip() for name in names], _ROWS)
+    conversion.take(setting, f"model.added_tokens.{kind}", _names(setting.value), _ROWS)
     if conversion.value("finetuning_type") == "lora" and not conversion.is_on("additional_target"):
         conversion.take(setting, "model.adapter.modules_to_save", ["embed_tokens", "lm_head"], computed="the new rows")
 

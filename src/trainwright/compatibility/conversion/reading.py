@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ LAUNCHER = "launcher"  # the key with the options of the launcher of a command
 
 _LARGEST = 16 * 2**20  # bytes; notebooks have pictures in them
 _PROGRAMS = re.compile(
-    r"(?:^|/)(?:trl|llamafactory-cli|lmf|axolotl|tune)$|\baxolotl\.cli\.train$|(?:^|/)(?:sft|dpo|kto|orpo|cpo|reward|"
-    r"grpo|run_\w+|train\w*|finetun\w*|unsloth-cli)[\w-]*\.py$"
+    r"(?:^|/)(?:trl|llamafactory-cli|lmf|axolotl|tune)$|\baxolotl\.cli\.train$|"
+    r"(?:^|/)[\w.-]*(?:sft|dpo|kto|orpo|cpo|simpo|reward|grpo|run_|train|tun|lora|unsloth-cli)[\w.-]*\.py$"
 )
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3", "llamafactory-cli", "trl", "axolotl", "tune")
-_WORDS = ("train", "launch", "run", "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo")  # of programs' commands
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
+_LOSSES = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "grpo")  # in names of programs
+_WORDS = ("train", "launch", "run", *_LOSSES)  # of programs' commands
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+(?:\[@\])?)(?::?-([^}]*))?\})")
+_ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+|local\s+|export\s+)?(\w+)(\+?)=\((.*)$")
+_TEXT = re.compile(r"^\s*(?:local\s+|export\s+)?(\w+)=\"([^\"]*)$")  # that ends on another line
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
 _FILES = ("config", "config_file")
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_NO_COMMANDS = {"echo", "printf", "cat"}  # what follows these is text
 
 
 class Code(str):
@@ -106,12 +112,23 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
             at += 1
             line = f"{line.rstrip()[:-1]} {lines[at].strip()}"
         at += 1
-        line = _VARIABLE.sub(value, line)
+        if match := _ARRAY.match(line) or _TEXT.match(line):
+            *_, body = match.groups()
+            end = ")" if _ARRAY.match(line) else '"'
+            while not re.sub(r"(^|\s)#.*", "", body).rstrip().endswith(end) and at < len(lines):
+                body = " ".join((re.sub(r"(^|\s)#.*", "", body), lines[at].strip().removesuffix("\\")))
+                at += 1
+            body = _VARIABLE.sub(value, re.sub(r"(^|\s)#.*", "", body).rstrip().removesuffix(end))
+            name = f"{match[1]}[@]" if end == ")" else match[1]
+            variables[name] = f"{variables.get(name, '')} {body}" if match[2] == "+" else body
+            continue
+        line = _VARIABLE.sub(value, re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line))
         if match := _ASSIGNMENT.match(line):
             variables[match[1]] = match[2].strip("\"'")
             continue
+        devices = [f"{_DEVICES}={variables[_DEVICES]}"] if _DEVICES in variables else []
         try:
-            yield start + first_line, shlex.split(line, comments=True)
+            yield start + first_line, devices + shlex.split(line, comments=True)
         except ValueError:  # a quote that ends on another line, as in texts
             continue
 
@@ -119,20 +136,26 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
 def _options(words: list[str], path: Path, line: int) -> Tree | None:
     """Return the options of a command that starts a training; None if it does not."""
     program = next((at for at, word in enumerate(words) if _PROGRAMS.search(word)), None)
-    starts = next((at for at, word in enumerate(words) if "=" not in word), len(words))
-    if program is None or starts >= len(words) or words[starts].rpartition("/")[2] not in _LAUNCHERS:
+    starts = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS), len(words))
+    if program is None or starts > program or _NO_COMMANDS & set(words[:starts]):
         return None
     if words[starts + 1 : starts + 2] in (["chat"], ["eval"], ["export"], ["api"], ["webui"], ["download"]):
         return None
     tree = Tree(file=path)
     launcher = dict(_pairs(words[starts + 1 : program]))
+    devices = [word.partition("=")[2] for word in words[:starts] if word.startswith(f"{_DEVICES}=")]
+    if words[starts].endswith("llamafactory-cli") and re.fullmatch(r"\d+(,\d+)*", "".join(devices[-1:])):
+        launcher["num_processes"] = devices[-1].count(",") + 1  # it starts one for each device
     arguments = dict(_pairs(words[program + 1 :]))
     origin = Origin(str(path), line)
     files = [arguments.pop(name) for name in _FILES if name in arguments]
-    files += [word for word in words[program + 1 :] if word.endswith((".yaml", ".yml", ".json")) and "=" not in word][
-        :1
-    ]
-    if files and (file := near(str(files[0]), path)) is not None:
+    after = list(pairwise(words[program:]))
+    files += [
+        word
+        for before, word in after
+        if word.endswith((".yaml", ".yml")) and "=" not in word and not before.startswith("-")
+    ][:1]
+    if files and (file := near(re.sub(r"^\$\{?\w+\}?/", "", str(files[0])), path)) is not None:
         tree = parse_mapping(read_text(file), str(file))
         tree.file = path
     elif files and len(arguments) < 3:
@@ -141,7 +164,8 @@ def _options(words: list[str], path: Path, line: int) -> Tree | None:
         off = name.startswith("no_") and value is True
         put(tree, name.removeprefix("no_") if off else name, False if off else value, origin)
     kind = next((word for word in words[program + 1 :][:1] if word in _WORDS), None)
-    named = kind or re.sub(r"\.py$", "", words[program].rpartition("/")[2])
+    script = re.sub(r"\.py$", "", words[program].rpartition("/")[2])
+    named = kind or next((word for word in re.split(r"\W|_", script) if word in _LOSSES), script)
     put(tree, f"{LAUNCHER}.program", named, origin)
     for name, value in launcher.items():
         put(tree, f"{LAUNCHER}.{name}", value, origin)
@@ -163,6 +187,8 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         while not equals and at < len(words) and not re.match(r"--?[A-Za-z]", words[at]) and words[at] not in "|>&;":
             values.append(words[at])
             at += 1
+            if name.lstrip("-") in _FILES:
+                break
         if any(_PROGRAMS.search(value) for value in values):
             values = []
         name = name.lstrip("-").replace("-", "_")
@@ -190,6 +216,9 @@ def near(name: str, beside: Path) -> Path | None:
 # The calls of a script whose arguments are keys of their own, by the words with which their names end; all arguments of
 # configurations of trainers are keys at the top, as in a file.
 _CONFIGURATIONS = ("Config", "TrainingArguments")
+_OF_TRAINERS = re.compile(
+    r"(?:SFT|DPO|KTO|ORPO|CPO|BCO|GRPO|PPO\w*|RLOO|Reward|PRM|GKD|XPO|NashMD|OnlineDPO)Config|\w*TrainingArguments"
+)
 _CALLS = [
     "get_peft_model",
     "load_dataset",
@@ -226,43 +255,83 @@ _CALLS = [
     "to_sharegpt",
 ]
 _SEVERAL = ("load_dataset", "map", "rename_column")  # each call has keys of its own: map, map_1, …
+_WITH_SETTINGS = (
+    "FastLanguageModel",
+    "FastModel",
+    "get_peft_model",
+    "LoraConfig",
+    "BitsAndBytesConfig",
+    "load_dataset",
+)
 _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
 
 
 def _cells(text: str, path: Path) -> str:
     notebook = parse_json(text, str(path))
     cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
-    sources = [cell.get("source", "") for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    lines = [line for source in sources for line in "".join(source).splitlines()]
-    return "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in lines)
+    code = [cell for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    sources = ["".join(cell.get("source", "")) for cell in code]
+    lines: list[str] = []
+    for source in sources:
+        if not re.match(r"\s*%%(?!capture|time|prun)", source):  # not of another language, as %%bash
+            lines += _without_commands(source.splitlines())
+    return "\n".join(lines)
+
+
+def _without_commands(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a cell, with ``pass`` for commands of the notebook, which may be all of a block."""
+    goes_on = False
+    for line in lines:
+        code = line.lstrip()
+        is_command = not goes_on and code.startswith(("!", "%"))
+        yield "" if goes_on else f"{line[: len(line) - len(code)]}pass" if is_command else line
+        goes_on = (goes_on or is_command) and line.rstrip().endswith("\\")
 
 
 def _script(text: str, path: Path) -> list[Tree]:
     """Return the arguments of the calls that configure a training, or of the command in the script's docstring."""
     module = _parsed(text, path)
     tree = Tree(file=path)
-    constants = _constants(module)
+    constants = _Constants(module)
+    uses = {
+        id(inner): ast.unparse(node.targets[0])
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        for inner in ast.walk(node.value)
+    }
     for name, call in calls_of(module):
-        top = name.endswith(_CONFIGURATIONS) and name not in _OF_ADAPTERS
-        arguments = {word.arg: word.value for word in call.keywords if word.arg}
-        arguments |= {f"argument_{at}": value for at, value in enumerate(call.args)}
-        if not arguments:
-            arguments = {"called": ast.Constant(True)}
+        top = _OF_TRAINERS.fullmatch(name) is not None
+        arguments: dict[str, Any] = {}
+        for word in call.keywords:
+            value = constants.value(word.value)
+            if word.arg is not None:
+                arguments[word.arg] = value
+            elif isinstance(value, dict):
+                arguments |= value
+            elif top or name in _WITH_SETTINGS:
+                put(tree, "computed_arguments", f"{name}(**{ast.unparse(word.value)})", Origin(str(path), call.lineno))
+        arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
+        if not arguments and not top:
+            arguments = {"called": True}
+        if name == "load_dataset" and _is_validation(arguments, uses.get(id(call), "")):
+            name = f"{name}_validation"
         if not top and isinstance(tree.values.get(name), dict) and name in _SEVERAL:
             name = f"{name}_{sum(key.startswith(name) for key in tree.values)}"
-        for key, node in arguments.items():
-            value = _evaluate(node, constants)
-            put(
-                tree,
-                key if top else f"{name}.{key}",
-                value,
-                Origin(str(path), node.lineno if hasattr(node, "lineno") else call.lineno),
-            )
+        lines = {word.arg: word.value.lineno for word in call.keywords}
+        for key, value in arguments.items():
+            put(tree, key if top else f"{name}.{key}", value, Origin(str(path), lines.get(key, call.lineno)))
     for key, part in _other_kinds(module):
         put(tree, key, True, Origin(str(path), getattr(part, "lineno", 1)))
+    put(tree, "trainer_arguments", _whose_arguments(module), Origin(str(path), 1))
     docstring = ast.get_docstring(module, clean=False)
     is_library = docstring and not {"learning_rate", "per_device_train_batch_size"} & tree.values.keys()
     return _commands(docstring, path) if is_library and docstring else [tree]
+
+
+def _is_validation(arguments: dict[str, Any], name: str) -> bool:
+    """Return whether rows are loaded to evaluate on, by their split or by the name that they get."""
+    split = str(arguments.get("split", arguments.get("argument_2", "")))
+    return re.search(r"eval|valid|test|dev", split if split else name) is not None and "train" not in split
 
 
 def _other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -278,6 +347,16 @@ def _other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
         if isinstance(node, ast.Constant) and node.value == "audio":
             yield "rows_of_sound", node
             return
+
+
+def _whose_arguments(module: ast.Module) -> str:
+    """Return whose defaults the arguments of the trainer have: those of transformers, of TRL, or of Unsloth's TRL."""
+    calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
+    configures = any(re.search(r"\b(?:SFT|DPO|KTO|ORPO|CPO)Config$", name) for name in calls)
+    if any(name.endswith("TrainingArguments") for name in calls) and not configures:
+        return "transformers"
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return "unsloth" if any("unsloth" in ast.unparse(node) for node in imports) else "trl"
 
 
 def script_of(path: Path) -> ast.Module:
@@ -328,43 +407,193 @@ def _called(call: ast.Call) -> str | None:
         return None
     if name == "from_pretrained":
         return owner or None
-    is_known = name in _CALLS or name.endswith(_CONFIGURATIONS) or name in _OF_ADAPTERS
+    is_known = name in _CALLS or _OF_TRAINERS.fullmatch(name) is not None or name in _OF_ADAPTERS
     return name if is_known else None
 
 
-def _constants(module: ast.Module) -> dict[str, Any]:
-    """Return the names that a script assigns one value."""
-    values: dict[str, list[Any]] = {}
+class _Constants:
+    """The values of names and attributes that a script sets to one value, and of expressions of them.
+
+    Of attributes the objects are not told apart: an argument of the command, a field of a class and ``self.rate`` have
+    the value that is set where they are defined. Arguments of functions and commands have their defaults.
+    """
+
+    def __init__(self, module: ast.Module) -> None:
+        self._nodes: dict[str, list[ast.expr | None]] = {}  # by name, and by .attribute; None: any value
+        self._following: list[str] = []
+        in_classes = {
+            id(statement) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for statement in node.body
+        }
+        for node in ast.walk(module):
+            for name, value in _bindings(node):
+                self._nodes.setdefault(f".{name}" if id(node) in in_classes else name, []).append(value)
+        parameters = dict(_parameters(module))
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call):
+                for name, value in _passed(node, parameters.get(_last_name(node.func), [])):
+                    self._nodes.setdefault(name, []).append(value)
+
+    def value(self, node: ast.AST) -> Any:
+        """Return the value of an expression of constants; ``Code`` for others."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._of_name(name, node)
+            case ast.Attribute(value=ast.Name(), attr=name):
+                return self._of_name(f".{name}", node)
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [self.value(item) for item in items]
+            case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+                return {key.value: self.value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+            case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
+                return self._of_mapping(inner, key, node)
+            case ast.JoinedStr(values=parts):
+                texts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
+                return (
+                    Code(ast.unparse(node)) if any(isinstance(one, Code) for one in texts) else "".join(map(str, texts))
+                )
+            case ast.Call(func=ast.Name(id="str" | "int" | "float" | "Path" as kind), args=[inner], keywords=[]):
+                return self._converted(kind, inner, node)
+            case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), default]) if (
+                ast.unparse(inner) != "os.environ"
+            ):
+                values = self.value(inner)
+                return values.get(key, self.value(default)) if isinstance(values, dict) else Code(ast.unparse(node))
+            case ast.Call(func=function, args=[_, default]) if ast.unparse(function) in ("os.getenv", "os.environ.get"):
+                return self.value(default)
+            case ast.Call(func=ast.Name(id="field"), keywords=words):
+                defaults = [word.value for word in words if word.arg == "default"]
+                return self.value(defaults[0]) if defaults else Code(ast.unparse(node))
+            case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
+                return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
+            case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
+                value = self.value(operand)
+                if isinstance(value, int | float):
+                    return -value if isinstance(sign, ast.USub) else not value
+            case ast.BinOp(left=left, op=operator, right=right):
+                return self._computed(self.value(left), operator, self.value(right), node)
+        return Code(ast.unparse(node))
+
+    def _smallest(self, bound: ast.expr) -> Any:
+        """Return a bound; of ``min(n, len(rows))`` n, as there is no row after the last."""
+        if isinstance(bound, ast.Call) and ast.unparse(bound.func) == "min":
+            known = [value for value in map(self.value, bound.args) if isinstance(value, int)]
+            if len(known) == 1:
+                return known[0]
+        return self.value(bound)
+
+    def _of_name(self, name: str, node: ast.AST) -> Any:
+        nodes = self._nodes.get(name, [None])
+        if None in nodes or name in self._following:
+            return Code(ast.unparse(node))
+        self._following.append(name)
+        try:
+            values = [self.value(one) for one in nodes if one is not None]
+        finally:
+            self._following.remove(name)
+        is_one = all(value == values[0] and type(value) is type(values[0]) for value in values)
+        # An expression about what the device supports stays one: it decides the precision.
+        is_known = is_one and (not isinstance(values[0], Code) or "supported" in values[0])
+        return values[0] if is_known else Code(ast.unparse(node))
+
+    def _of_mapping(self, mapping: ast.expr, key: Any, node: ast.AST) -> Any:
+        values = self.value(mapping)
+        return values[key] if isinstance(values, dict) and key in values else Code(ast.unparse(node))
+
+    def _converted(self, kind: str, inner: ast.expr, node: ast.AST) -> Any:
+        value = self.value(inner)
+        if isinstance(value, Code) or not isinstance(value, str | int | float):
+            return Code(ast.unparse(node))
+        try:
+            return {"int": int, "float": float}.get(kind, str)(value)
+        except ValueError:
+            return Code(ast.unparse(node))
+
+    @staticmethod
+    def _computed(left: Any, operator: ast.operator, right: Any, node: ast.AST) -> Any:
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        texts = all(isinstance(one, str) and not isinstance(one, Code) for one in (left, right))
+        match operator:
+            case ast.Add() if numbers or texts:
+                return left + right
+            case ast.Sub() if numbers:
+                return left - right
+            case ast.Mult() if numbers:
+                return left * right
+            case ast.Div() if numbers and right:
+                return left / right
+            case ast.FloorDiv() if numbers and right:
+                return left // right
+        return Code(ast.unparse(node))
+
+
+def _parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield functions and classes of a script with the names that their arguments get: fields are ``.attribute``s."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            values.setdefault(node.targets[0].id, []).append(node.value)
-    constants: dict[str, Any] = {}
-    for name, nodes in values.items():
-        if len(nodes) == 1 and not isinstance(value := _evaluate(nodes[0], constants), Code):
-            constants[name] = value
-    return constants
+        if isinstance(node, ast.FunctionDef):
+            names = [name.arg for name in (*node.args.posonlyargs, *node.args.args)]
+            yield node.name, [*names[names[:1] == ["self"] :], *(name.arg for name in node.args.kwonlyargs)]
+        elif isinstance(node, ast.ClassDef):
+            fields = [statement.target for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            yield node.name, [f".{field.id}" for field in fields if isinstance(field, ast.Name)]
 
 
-def _evaluate(node: ast.AST, constants: dict[str, Any]) -> Any:
-    """Return the value of an expression of constants; ``Code`` for others."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in constants:
-        return constants[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_evaluate(item, constants) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [key.value if isinstance(key, ast.Constant) else Code("a key") for key in node.keys]
-        if not any(isinstance(key, Code) for key in keys):
-            return {key: _evaluate(value, constants) for key, value in zip(keys, node.values, strict=True)}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _evaluate(node.operand, constants)
-        return -value if isinstance(value, int | float) else Code(ast.unparse(node))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left, right = _evaluate(node.left, constants), _evaluate(node.right, constants)
-        if isinstance(left, int | float) and isinstance(right, int | float):
-            return left * right
-    return Code(ast.unparse(node))
+def _passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield what a call of the script's own functions and classes passes; with values that are unpacked, anything."""
+    if not parameters:
+        return
+    if any(word.arg is None for word in call.keywords) or any(isinstance(one, ast.Starred) for one in call.args):
+        yield from ((name, None) for name in parameters)
+        return
+    yield from zip(parameters, call.args, strict=False)
+    words = {word.arg: word.value for word in call.keywords}
+    yield from ((name, words[name.lstrip(".")]) for name in parameters if name.lstrip(".") in words)
+
+
+def _last_name(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the names that a node sets, and ``.attribute``s, with their values; None if they are others."""
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                yield from _bound(target, value)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield from _bound(target, value)
+        case ast.AugAssign(target=target) | ast.For(target=target) | ast.comprehension(target=target):
+            yield from _bound(target, None)
+        case ast.FunctionDef(args=arguments):
+            names = [*arguments.posonlyargs, *arguments.args]
+            defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults))
+            yield from ((name.arg, value) for name, value in zip(names, [*defaults, *arguments.defaults], strict=True))
+            yield from (
+                (name.arg, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            )
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault" | "pop")):
+            yield name, None
+        case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
+            words = {word.arg: word.value for word in node.keywords}
+            constants = {key: value.value for key, value in words.items() if isinstance(value, ast.Constant)}
+            name = str(constants.get("dest", flag.lstrip("-").replace("-", "_")))
+            action = constants.get("action")
+            is_flag = action in ("store_true", "store_false")
+            yield f".{name}", words.get("default", ast.Constant(action == "store_false") if is_flag else None)
+
+
+def _bound(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+    match target:
+        case ast.Name(id=name):
+            yield name, value
+        case ast.Attribute(attr=name):
+            yield f".{name}", value
+        case ast.Subscript(value=inner):
+            yield from _bound(inner, None)
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            for item in items:
+                yield from _bound(item, None)
 
 
 def shown(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _USES = {"train": "data.train", "validation": "data.validation", "forget": "data
 def set_sources(conversion: Conversion) -> None:
     """Set the sections' sources from the items that keys have described, and check what depends on them."""
     for use, items in conversion.sources.items():
+        items = dict(_parts_of(items))
         named = [item for item in items.values() if item.get("source") or item.get("files")]
         if not named:
             continue
@@ -45,6 +47,9 @@ def set_sources(conversion: Conversion) -> None:
             if "data.mixing" not in conversion.values:
                 conversion.take(setting, "data.mixing", "concatenate", computed="one after another")
     _widen_states(conversion)
+    stopping = conversion.values.get("evaluate.early_stopping")
+    if stopping is not None and "evaluate.every" not in conversion.values:
+        conversion.need(stopping[1], "counts evaluations: pass --rows N, the training rows, for their steps")
     conversion.values.setdefault("task", ("sft", Setting("", "", None, Origin("default"), is_default=True)))
     if "data.validation" not in conversion.values and "forget" not in conversion.sources:  # which are measured
         default = Setting("validation rows", "", None, Origin("default"), is_default=True)
@@ -52,6 +57,18 @@ def set_sources(conversion: Conversion) -> None:
     validation = conversion.values.get("data.validation")
     if validation is not None and validation[0] is None and "evaluate.every" in conversion.values:
         conversion.drop(conversion.values.pop("evaluate.every")[1], "there are no validation rows")
+
+
+def _parts_of(items: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield an item for each file and split of an item with several."""
+    for key, item in items.items():
+        files, splits = item.get("files"), item.get("split")
+        parts = [
+            {**item, "files": file, "split": split}
+            for file in (files if isinstance(files, list) else [files])
+            for split in (splits.split("+") if isinstance(splits, str) else [splits])
+        ]
+        yield from ((f"{key}.{number}" if number else key, part) for number, part in enumerate(parts))
 
 
 def _widen_states(conversion: Conversion) -> None:
@@ -96,24 +113,19 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     setting: Setting = item["setting"]
     name, config, split = (item.get(key) for key in ("source", "config", "split"))
     files = item.get("files")
-    files = files[0] if isinstance(files, list) and len(files) == 1 else files
-    if files:
-        if isinstance(files, list | dict):
-            conversion.refuse(setting, f"reads the files {shown(files)}; put them in a directory of their own")
-            return None
-        if name and name not in _FILE_KINDS and not str(name).startswith((".", "/")):
-            conversion.refuse(setting, f"reads {files} of {name}; download it and name the file")
-            return None
+    if isinstance(files, dict) or (files and re.search(r"[*?\[]", str(files))):
+        conversion.refuse(setting, f"reads the files {shown(files)}; put them in a directory of their own")
+        return None
+    if files and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not Path(str(name)).is_dir():
+        name = f"{name}:{files}"  # a file of a dataset of the Hub
+    elif files:
         name = files if name in (None, *_FILE_KINDS) or str(files).startswith(("/", ".")) else str(Path(name) / files)
     if isinstance(name, Code) or not isinstance(name, str):
         conversion.refuse(setting, f"the script makes the rows: {shown(name)}; write them to a file and name it")
         return None
     split = "train" if split is None else str(split)
     plain, rows = re.fullmatch(r"([^\[]*)((?:\[.*\])?)", split).groups()  # type: ignore[union-attr]
-    if "+" in split:
-        conversion.refuse(setting, f"reads the splits {split} together; name each as a source")
-        return None
-    is_file = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
+    is_file = Path(name).suffix in (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz", ".zst")
     parts = [name]
     if config not in (None, "default"):
         parts += [str(config), plain]
@@ -127,10 +139,7 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     if isinstance(fraction, int | float) and fraction > 1:
         source["limit"] = int(fraction)
     elif isinstance(fraction, int | float) and 0 < fraction < 1 and not rows:
-        rows = f"[:{fraction * 100:g}%]"
-        if fraction * 100 % 1:
-            conversion.refuse(setting, f"takes {fraction:.2%} of the rows of {name}; slices are of whole percents")
-            return None
+        rows = f"[:{float(f'{fraction * 100:.9g}'):.9g}%]"
     return {"source": ":".join(parts) + rows, **source}
 
 
@@ -157,7 +166,10 @@ def llamafactory_datasets(
         if limit and conversion.is_on(limit) and use == "train":
             item["limit"] = conversion.value(limit)
         if use == "train":
-            conversion.add("taken", setting, f"data.train: {name}, {shown(item.get('source'))}")
+            drawn = ", the first rows, not drawn ones" if item.get("fraction") else ""
+            conversion.add(
+                "taken", setting, f"data.train: {name}, {shown(item.get('source'))}{drawn}", differs=bool(drawn)
+            )
 
 
 def _llamafactory_item(
@@ -184,6 +196,7 @@ def _llamafactory_item(
     elif "kto_tag" in columns:
         item |= {"columns.prompt": columns.get("prompt", "instruction"), "columns.label": columns["kto_tag"]}
     else:
+        columns = {field: column for field, column in columns.items() if column}
         prompt, query = columns.get("prompt", "instruction"), columns.get("query", "input")
         if set(columns) <= {"prompt"} and columns:
             item |= {"format": "text", "columns.text": prompt}
@@ -199,28 +212,30 @@ def _llamafactory_item(
     item["columns.tools"] = columns.get("tools")
 
 
-def mixer(conversion: Conversion, setting: Setting, rule: Rule, splits: str) -> None:
+def mixer(conversion: Conversion, setting: Setting, rule: Rule, splits: str, configs: str) -> None:
     """Take the data sets and parts of alignment-handbook's older dataset_mixer, and of open-instruct's."""
     value = conversion.value(splits)
     split_names = value if isinstance(value, list) else [value] if value else ["train"]
     if not isinstance(setting.value, dict):
         conversion.refuse(setting, "is not a mapping of data sets to parts of them")
         return
-    for name, part in setting.value.items():
+    written = conversion.value(configs)
+    names = written if isinstance(written, list) and len(written) == len(setting.value) else [None] * len(setting.value)
+    for (name, part), config in zip(setting.value.items(), names, strict=True):
         for use, split in (("train", split_names[0]), ("validation", split_names[1] if len(split_names) > 1 else None)):
             if split is not None:
-                item = {"setting": setting, "source": name, "split": split}
+                item = {"setting": setting, "source": name, "config": config, "split": split}
                 item["fraction"] = part if use == "train" and part != 1.0 else None
                 conversion.sources.setdefault(use, {})[name] = item
         conversion.add("taken", setting, f"data.train: {name}, {shown(part)} of it", differs=part != 1.0)
     conversion.values.setdefault("data.validation", (None, setting))
 
 
-def mixer_list(conversion: Conversion, setting: Setting, rule: Rule, splits: str) -> None:
+def mixer_list(conversion: Conversion, setting: Setting, rule: Rule, splits: str, configs: str) -> None:
     """Take the data sets and parts of open-instruct's dataset_mixer_list: names and parts by turns."""
     words = setting.value if isinstance(setting.value, list) else str(setting.value).split()
     parts = {str(name): float(share) for name, share in zip(words[::2], words[1::2], strict=False)}
-    mixer(conversion, setting._replace(value=parts), rule, splits)
+    mixer(conversion, setting._replace(value=parts), rule, splits, configs)
 
 
 def part(conversion: Conversion, setting: Setting, rule: Rule) -> None:

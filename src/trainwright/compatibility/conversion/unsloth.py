@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
-from trainwright.compatibility.conversion.reading import calls_of, script_of, shown
+from trainwright.compatibility.conversion.reading import Code, calls_of, script_of, shown
 
 _TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
 _OWN = ("unsloth", "alpaca", "vicuna", "vicuna_old", "vicuna old")  # texts that no tokenizer brings
@@ -38,6 +38,9 @@ def rank(conversion: Conversion, setting: Setting, rule: Rule, full: str, others
         conversion.refuse(setting, "makes an adapter, beside full_finetuning: Unsloth trains all weights then")
         return
     conversion.take(setting, "model.adapter.rank", setting.value)
+    earlier = conversion.values.get("model.adapter.type")
+    if earlier is not None and earlier[1].is_default:
+        del conversion.values["model.adapter.type"]
     conversion.take(setting, "model.adapter.type", "lora")
 
 
@@ -52,6 +55,63 @@ def template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "model.chat_template", name)
 
 
+_OF_MODELS = ("FastLanguageModel.max_seq_length", "FastModel.max_seq_length")
+_OF_TRAINERS = ("SFTTrainer.max_seq_length", "UnslothTrainer.max_seq_length", "max_seq_length")
+_OF_PAIRS = ("DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer")
+
+
+def length(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the maximum length that counts."""
+    deciding = _length(conversion)
+    if setting is deciding:
+        conversion.take(setting, "data.max_length", setting.value)
+    elif deciding is not None:
+        conversion.drop(setting, f"has no effect beside {deciding.key}: {shown(deciding.value)}")
+
+
+def _length(conversion: Conversion) -> Setting | None:
+    """Return the length that counts: of SFT the trainer's up to the model's (unsloth/models/rl.py), of pairs TRL's."""
+    settings = conversion.settings
+    of_pairs = [settings[f"{name}.max_length"] for name in _OF_PAIRS if f"{name}.max_length" in settings]
+    if any(key.partition(".")[0] in _OF_PAIRS for key in settings):
+        return of_pairs[0] if of_pairs else settings.get("max_length")
+    model = next((settings[key] for key in _OF_MODELS if key in settings), None)
+    trainer = next((settings[key] for key in _OF_TRAINERS if key in settings and settings[key].value), None)
+    if model is None:
+        return trainer or settings.get("max_length")
+    is_longer = (
+        trainer is not None
+        and all(isinstance(one.value, int) for one in (model, trainer))
+        and trainer.value > model.value
+    )
+    return model if trainer is None or is_longer else trainer
+
+
+def packing(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Pack to the maximum length that counts."""
+    deciding = _length(conversion)
+    if setting.is_on and deciding is not None:
+        conversion.take(setting, "data.pack_length", deciding.value, computed=f"as {deciding.key}")
+        conversion.take(setting, "train.batch_unit", "packs", computed="a batch counts packs")
+    else:
+        conversion.drop(setting, "asks for nothing")
+
+
+def text_field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the column of the texts, unless a function of the script writes it."""
+    if any(key.partition(".")[0] == "map" for key in conversion.settings):
+        conversion.drop(setting, "is read with map")
+    else:
+        conversion.take(setting, "@train.columns.text", setting.value)
+        conversion.take(setting, "@train.format", "text")
+
+
+def model(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the name of a model that the trainer loads."""
+    if isinstance(setting.value, str) and not isinstance(setting.value, Code):
+        conversion.take(setting, "model.name", setting.value)
+
+
 def responses(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train on answers alone."""
     conversion.values.pop("data.targets", None)
@@ -61,7 +121,11 @@ def responses(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def files(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the files of a split."""
     value = setting.value
-    conversion.take(setting, "@train.files", value.get("train") if isinstance(value, dict) else value)
+    use = rule.to or "train"
+    names = (use, "test", "eval") if use == "validation" else (use,)
+    if isinstance(value, dict):
+        value = next((value[name] for name in names if name in value), None)
+    conversion.take(setting, f"@{use}.files", value)
 
 
 def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -100,8 +164,8 @@ def preference(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "dpo.loss", _LOSSES[trainer])
     if name == "beta":
         conversion.take(setting, "dpo.beta", setting.value)
-    elif name in ("max_length", "max_seq_length"):
-        conversion.take(setting, "data.max_length", setting.value)
+    elif name == "max_length":
+        length(conversion, setting, rule)
     elif name == "ref_model" and setting.is_on:
         conversion.drop(setting, "is the model that training starts from")
 
@@ -163,7 +227,7 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
         Unclear: a function does something that no settings do.
     """
     row = _ReadRow()
-    text = None
+    text, field = None, "text"
     for name, call in calls_of(module):
         if name == "map":
             new_row = _Function(module, row).result(_argument(call, "function"))
@@ -181,17 +245,18 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
                 raise Unclear(ast.unparse(written))
             names = zip(filter(None, written.keys), written.values, strict=True)
             row.update({_constant(new): row[_constant(old)] for old, new in names})
-        elif any(word.arg == "formatting_func" for word in call.keywords):
+        for word in call.keywords:
+            if word.arg == "dataset_text_field" and isinstance(word.value, ast.Constant):
+                field = str(word.value.value)
+        if any(word.arg == "formatting_func" for word in call.keywords):
             function = next(word.value for word in call.keywords if word.arg == "formatting_func")
             text = _Function(module, row).result(function)
             text = text.get("text") if isinstance(text, dict) else text
-    return _settings(row, text)
+    return _settings(row, row[field] if text is None and field in row else text)
 
 
 def _settings(row: _ReadRow, text: Any) -> dict[str, Any]:
     """Return the settings for the value that is trained on."""
-    if text is None and "text" in row:
-        text = row["text"]
     if text is None:
         turns = next((row[name] for name in _TURNS if name in row), None)
         if turns is None:

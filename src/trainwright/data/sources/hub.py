@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trainwright.data.sources.local_files import SUFFIXES
+from trainwright.data.sources.row_files import COMPRESSED
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -34,24 +35,33 @@ def without_alias(source: str) -> str:
 
 
 def is_hub_id(source: str) -> bool:
-    """Return whether a source that is not a local path may be a dataset of the Hub."""
-    if not _ID.fullmatch(source) or Path(source).suffix.lower() in SUFFIXES:
+    """Return whether a source that is not a local path may be a dataset of the Hub, or a file of one."""
+    name, file = _file_of(source)
+    if not _ID.fullmatch(name) or (file is None and Path(source).suffix.lower() in SUFFIXES):
         return False
     owner, slash, _ = source.partition("/")
     return owner not in (".", "..") and not (slash and Path(owner).is_dir())
+
+
+def _file_of(source: str) -> tuple[str, str | None]:
+    """Return a dataset and the path of one of its files, ``owner/name:path``; None if there is no file after it."""
+    name, _, file = source.partition(":")
+    is_file = "/" in name and Path(file).suffix.lower() in (*SUFFIXES, *COMPRESSED)
+    return (name, file) if is_file else (source, None)
 
 
 def hub_rows(source: str, key: str) -> Dataset:
     """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded."""
     import datasets
 
-    name, *parts = without_alias(source).split(":")
+    name, file = _file_of(without_alias(source))
+    name, *parts = name.split(":")
     split = parts[-1] if parts else "train"
     config = parts[0] if len(parts) == 2 else None
     reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)
     try:
         with _offline(not reachable):
-            rows = datasets.load_dataset(name, config, split=split)
+            rows = datasets.load_dataset(name, config, split=split, data_files=file)
     except Exception as error:  # the Hub, its server or the dataset's files may raise anything
         if not reachable:
             fix = "the Hub cannot be reached and there is no cached copy; use a local file instead"

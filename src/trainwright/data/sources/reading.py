@@ -10,14 +10,14 @@ code.py     one row {"text"} per file (also .docx and other code; text files too
 directory/  all files of one of these kinds, sorted by name, or its documents if it has no row files;
             the output of save_to_disk of ``datasets``; a dataset repository; directory:split selects a split
             (local_files.py)
-owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
+owner/name  a dataset of the Hub; owner/name:split, owner/name:config:split, or owner/name:data/rows.jsonl, a file of it
 pydoc       the documentation of the running Python interpreter: questions and answers
 pydoc-pairs the same with a correct and a wrong answer to each question
 stdlib      the source of every standard library module, and the language reference
 openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: datasets of the Hub
 others      sources that packages register as entry points ``trainwright.sources``; module:Name (registry.py)
 
-Any of them may end with a slice of its rows, as in datasets: [:1000], [5000:], [10%:20%].
+Any of them may end with a slice of its rows, as in datasets: [:1000], [5000:], [10%:20%], [:0.5%].
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _bounds(source: str, limit: int | None, key: str, documents: bool) -> tuple[
         return name, 0, limit
     count = _row_count(name, key, documents) if "%" in text else 0
     begin, end = (
-        None if number is None else round(int(number) * count / 100) if percent else int(number)
+        None if number is None else round(float(number) * count / 100) if percent else int(number)
         for number, percent in (match.group(1, 2), match.group(3, 4))
     )
     begin = begin or 0

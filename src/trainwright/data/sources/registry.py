@@ -87,7 +87,8 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
     return registered
 
 
-SLICE = re.compile(r"\[(?:([0-9]+)(%?))?:(?:([0-9]+)(%?))?\]$")
+_BOUND = r"([0-9]+|[0-9]*\.[0-9]+(?=%))(%?)"
+SLICE = re.compile(rf"\[(?:{_BOUND})?:(?:{_BOUND})?\]$")
 
 
 def without_slice(source: str) -> tuple[str, str]:

@@ -217,7 +217,8 @@ class DataSection(Section):
     train: Sources | None = Field(
         description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet, Arrow or text file, a directory of such "
         "files or one written by save_to_disk of datasets (directory:split if it has several splits), a Hugging Face "
-        "dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in dataset made from Python's "
+        "dataset (owner/name, owner/name:split, owner/name:config:split, or owner/name:data/rows.jsonl for one of its "
+        "files), or a built-in dataset made from Python's "
         "documentation: pydoc (questions and answers) or pydoc-pairs (a right and a wrong answer to each question). "
         "Text, Markdown, code and Word documents are read whole. A list of {source, weight, format, limit, …} is a "
         "mixture. Sources of other packages are given by name or as module:Name.",
