@@ -41,8 +41,12 @@ def is_hub_id(source: str) -> bool:
     return owner not in (".", "..") and not (slash and Path(owner).is_dir())
 
 
-def hub_rows(source: str, key: str) -> Dataset:
-    """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded."""
+def hub_rows(source: str, key: str, *, stream: bool = False) -> Dataset:
+    """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded.
+
+    Args:
+        stream: download rows as they are read, if the Hub can be reached; the rows can then only be iterated.
+    """
     import datasets
 
     name, *parts = without_alias(source).split(":")
@@ -51,7 +55,7 @@ def hub_rows(source: str, key: str) -> Dataset:
     reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)
     try:
         with _offline(not reachable):
-            rows = datasets.load_dataset(name, config, split=split)
+            rows = datasets.load_dataset(name, config, split=split, streaming=stream and reachable)
     except Exception as error:  # the Hub, its server or the dataset's files may raise anything
         if not reachable:
             fix = "the Hub cannot be reached and there is no cached copy; use a local file instead"
