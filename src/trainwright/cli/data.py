@@ -75,11 +75,13 @@ def show(
     with _keys_as_options(model):
         recipe = _recipe(source, overrides or [], model, max_length)
         check_data(recipe)
+        from trainwright.data.stream.streamed import StreamedDataset
         from trainwright.tasks.language_model import prepare_data, stream_of  # with torch, which takes seconds
 
         tokenizer = load_tokenizer(recipe.model)
         prepared = prepare_data(recipe, tokenizer, cache_root())
-        stream = stream_of(recipe, prepared.train, len(prepared.train), training=True, shuffle=True)
+        train = prepared.train.first if isinstance(prepared.train, StreamedDataset) else prepared.train
+        stream = stream_of(recipe, train, len(train), training=True, shuffle=recipe.data.streaming is None)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     _show_examples(console, tokenizer, stream, count)
     for line in prepared.summary:

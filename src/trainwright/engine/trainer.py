@@ -154,7 +154,8 @@ class Trainer:
         """
         started_at = time.monotonic()
         try:
-            self._train()
+            with self.task.stream.reading(self.world):
+                self._train()
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.phase("export", self.progress.step)
             with averaged(self.strategy):
@@ -260,11 +261,12 @@ class Trainer:
         self._halving.enabled = False
         self.strategy.module.train()
         steps = steps if largest else min(steps, self.max_steps)
-        first = self.task.stream.largest_step() if largest else 0
-        for index in range(steps):
-            self.progress.step = first if largest else index
-            if self._step().stop and index < steps - 1:
-                return False
+        with self.task.stream.reading(self.world):
+            first = self.task.stream.largest_step() if largest else 0
+            for index in range(steps):
+                self.progress.step = first if largest else index
+                if self._step().stop and index < steps - 1:
+                    return False
         return True
 
     def _step(self) -> _StepResult:

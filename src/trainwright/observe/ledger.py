@@ -44,6 +44,7 @@ _START = {
 }
 _STEP = {
     "data": "data",
+    "waiting for tokens": "data",  # of sources that are tokenized while training
     "forward": "forward",
     "backward": "backward",
     "gradient norm": "optimizer",

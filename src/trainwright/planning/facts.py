@@ -32,6 +32,7 @@ from trainwright.recipe.files import read_json
 from trainwright.recipe.modalities import text_part
 from trainwright.recipe.sections.model import OWN, ModelSection, check_sizes
 from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example
@@ -447,6 +448,9 @@ def _lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> Leng
         return Lengths((data.max_length,), None, 1.0)
     recalled = recall(recipe.model, data, recipe.train.seed, cache_root(), rows_of(recipe))
     if recalled is not None:
+        if data.streaming is not None:
+            many = plural(len(recalled.quantiles), "example")
+            assumptions.append(f"examples as long as the first {many}: the others are tokenized while training")
         return recalled
     each = needs.sequences_per_example
     parts = [] if recipe.spec.corpus else _first_examples(recipe)

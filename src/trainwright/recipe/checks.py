@@ -208,12 +208,42 @@ def _data(recipe: RecipeSchema) -> Iterator[Contradiction]:
     elif data.mixing != "weights":
         yield Contradiction(("data.mixing", "data.train"), "is for several sources; list them in data.train")
     yield from _stages(recipe)
+    yield from _streaming(recipe)
     if isinstance(data.held_out, int) and data.limit is not None and data.held_out >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
             f"holds out {data.held_out} of the {data.limit} rows that data.limit allows, so none are left to train "
             "on; lower it",
         )
+
+
+def _streaming(recipe: RecipeSchema) -> Iterator[Contradiction]:
+    data, train, key = recipe.data, recipe.train, "data.streaming"
+    if data.streaming is None:
+        return
+    if not recipe.spec.streams:
+        able = ", ".join(name for name in TASKS.names() if TASKS.get(name).streams)
+        yield Contradiction((key, "task"), f"task {recipe.task} needs all rows before it begins; remove it ({able})")
+    if train.max_steps is None:
+        why = "the number of rows is not known before they are read; set train.max_steps"
+        yield Contradiction((key, "train.epochs" if train.epochs is not None else "train.max_tokens"), why)
+    if data.held_out is not None:
+        why = "rows cannot be held out of a source that is read while training; set it to another source, or to null"
+        yield Contradiction(("data.validation", key), why)
+    if data.stages is not None:
+        yield Contradiction(("data.stages", key), "sources that are read while training are not mixed; remove one")
+    elif len(data.sources) > 1 and data.mixing != "concatenate":
+        why = "sources are read one after another while training; set it to concatenate"
+        yield Contradiction(("data.mixing", key), why)
+    if train.batch_unit != "examples":
+        why = "a step is found without the rows before it, so it is counted in examples; set it to examples"
+        yield Contradiction(("train.batch_unit", key), why)
+    # The shards of five steps that follow each other (see data/stream/stream.py), and one that is written.
+    examples = (ceil(5 * train.global_batch_size / data.streaming.buffer_size) + 2) * data.streaming.buffer_size
+    needed = examples * (5 * (data.max_length + 1) + 8) + 10**6
+    if needed > data.streaming.disk_gb * 1e9:
+        why = f"the shards of five steps may take {needed / 1e9:.2g} GB; raise it, or lower data.streaming.buffer_size"
+        yield Contradiction(("data.streaming.disk_gb", "data.streaming.buffer_size"), why)
 
 
 def _stages(recipe: RecipeSchema) -> Iterator[Contradiction]:

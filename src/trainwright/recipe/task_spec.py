@@ -110,6 +110,7 @@ class TaskSpec:
         inputs: describes the model and the data.
         reads_texts: whether the sections ``model`` and ``data`` apply.
         corpus: whether it trains on windows of a corpus rather than on rows.
+        streams: whether rows may be read while training (``data.streaming``): each is used by itself, in any order.
         data: the section ``data`` with keys of its own; those of all tasks are in one.
         data_keys: keys of ``data`` for the training data; those of other tasks have no effect.
         keeps_best: whether the lowest validation loss determines the best checkpoint.
@@ -131,6 +132,7 @@ class TaskSpec:
     inputs: Callable[[RecipeSchema], tuple[str, str]] = _model_and_data
     reads_texts: bool = True
     corpus: bool = False
+    streams: bool = False
     data: type[DataSection] = DataSection
     data_keys: tuple[str, ...] = ("train",)
     keeps_best: bool = True

@@ -5,6 +5,7 @@ A task defines the rows, the weight of an example, the loss and the metrics.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stages import Stages
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
+from trainwright.data.stream.streamed import prepare_streamed
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember, rows_of
 from trainwright.engine.task import ForwardOnly, Measured
@@ -97,7 +99,14 @@ def prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache
     """Return the data of a resolved recipe, prepared or from the cache."""
     positions = max_positions(recipe.model, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
-    prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
+    prepare_rows = functools.partial(
+        prepare, tokenizer=tokenizer, kind=kind, seed=seed, cache=cache, model_max_length=positions
+    )
+    if recipe.data.streaming is None:
+        prepared = prepare_rows(recipe.data)
+    else:
+        embeddings = embeddings_of(recipe.model, tokenizer)
+        prepared = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, prepare_rows)
     check_tokens(recipe, prepared.datasets, tokenizer)
     check_prepared(recipe, prepared, cache)
     return with_stages(recipe, prepared)
@@ -313,8 +322,7 @@ class LanguageModelTask:
             "weights": resolve(self._recipe.model).origin,
             "data": self._prepared.summary,
             "chats": not self._plain,
-            "epoch_examples": len(self._prepared.train),
-            "epoch_tokens": self._prepared.train.token_count,
+            **({} if self._recipe.data.streaming is not None else _epoch(self._prepared.train)),
         }
 
     def describe_example(self, index: int) -> str:
@@ -369,6 +377,10 @@ class LanguageModelTask:
         if directory is None:
             return None
         return check_saved(directory, self._checksums, tokens, expected if same_logits else None)
+
+
+def _epoch(dataset: TokenDataset) -> dict[str, int]:
+    return {"epoch_examples": len(dataset), "epoch_tokens": dataset.token_count}
 
 
 class Sized(Protocol):

@@ -540,6 +540,18 @@ def test_of_two_keys_the_one_that_the_tool_reads_counts(tmp_path: Path) -> None:
     assert texts["num_epochs"] == "has no effect beside max_steps"
 
 
+def test_rows_are_tokenized_while_training_where_the_whole_recipe_can_have_it(tmp_path: Path) -> None:
+    streaming = files.TRL + "dataset_streaming: true\n"
+    conversion = of(tmp_path, streaming.replace("max_steps: -1", "max_steps: 60"), name="trl.yaml")
+    assert recipe(conversion, tmp_path)["data"]["streaming"] is True
+    conversion = of(tmp_path, streaming, name="trl.yaml")  # an epoch, whose rows are counted before
+    assert "streaming" not in recipe(conversion, tmp_path)["data"]
+    lines = [line for line in conversion.lines if line.setting.key == "dataset_streaming"]
+    assert [(line.status, line.text) for line in lines] == [
+        ("dropped", "rows are read into a file, and tokenized before training")
+    ]
+
+
 def test_of_a_key_that_is_written_twice_the_later_counts(tmp_path: Path) -> None:
     conversion = of(tmp_path, files.AXOLOTL + "lora_r: 4\n")
     assert recipe(conversion, tmp_path)["model"]["adapter"]["rank"] == 4

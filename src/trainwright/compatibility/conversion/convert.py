@@ -378,6 +378,7 @@ def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
             continue
         _apply(conversion, setting, tool.rule(setting.pattern))
     after(conversion)
+    _stream_if_possible(conversion)
     _validate(conversion)
     return conversion
 
@@ -530,6 +531,20 @@ def _default(path: KeyPath) -> Any:
     for part in path[:-1]:
         section = section.model_fields[part].annotation
     return section.model_fields[path[-1]].default
+
+
+def _stream_if_possible(conversion: Conversion) -> None:
+    """Have the rows tokenized before training, if the rest of the recipe needs all of them then."""
+    key = "data.streaming"
+    if key not in conversion.values:
+        return
+    try:
+        checked(conversion.recipe(), Origin(str(conversion.file)))
+    except RequestError as error:
+        if key in str(error):
+            _, setting = conversion.values.pop(key)
+            conversion.lines = [line for line in conversion.lines if line.setting != setting]
+            conversion.drop(setting, "rows are read into a file, and tokenized before training")
 
 
 def _validate(conversion: Conversion) -> None:

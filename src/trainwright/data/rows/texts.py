@@ -55,11 +55,14 @@ class TextPiece(NamedTuple):
     last: bool
 
 
-def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> Iterator[TextPiece]:
+def pieces(
+    source: SourceSection, key: str, notes: list[str] | None = None, *, stream: bool = False
+) -> Iterator[TextPiece]:
     """Yield the documents of ``source`` in order, always in the same pieces; empty ones are left out.
 
     Args:
         notes: collects messages about the source, such as unused columns.
+        stream: see ``iterate_source``.
 
     Raises:
         RequestError: the source is missing, or not text (with the file and the byte offset).
@@ -67,7 +70,7 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
     if is_shards(source.source):
         raise RequestError(f"{key}: {source.source} is already tokenized; use the original text")
     count = -1
-    for piece in _all_pieces(source, key, [] if notes is None else notes):
+    for piece in _all_pieces(source, key, [] if notes is None else notes, stream):
         count += piece.first
         if source.limit is not None and count >= source.limit:
             return
@@ -76,23 +79,23 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
         raise RequestError(f"{key}: {source.source} has no text")
 
 
-def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[TextPiece]:
+def _all_pieces(source: SourceSection, key: str, notes: list[str], stream: bool) -> Iterator[TextPiece]:
     files = files_of(source.source, key, source.is_documents)
     if files is not None and all(suffix_of(file) in _TEXT_FILES for file in files.files):
         if slice_ := without_slice(source.source)[1]:
             raise RequestError(f"{key}: {source.source}: {slice_} is for rows, and these files are text; use limit")
-        for file in files.usable():
+        for file in files.files if stream else files.usable():
             yield from _file_pieces(file)
-        notes += source_notes(source.source, key, source.is_documents)
+        notes += [] if stream else source_notes(source.source, key, source.is_documents)
         return
-    for location, text in _rows(source, key, notes):
+    for location, text in _rows(source, key, notes, stream):
         yield from _cut(location, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
 
 
-def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[str, str]]:
+def _rows(source: SourceSection, key: str, notes: list[str], stream: bool) -> Iterator[tuple[str, str]]:
     """Yield rows as texts, without those that have no target."""
     name, documents = source.source, source.is_documents
-    rows = join_documents(name, iterate_source(name, None, key, documents))
+    rows = join_documents(name, iterate_source(name, None, key, documents, stream=stream))
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
     columns = columns_of(first_rows)
@@ -111,7 +114,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
         text = example if isinstance(example, str) else "\n\n".join(str(turn["content"]) for turn in example)
         if text.strip():
             yield location, text
-    notes += source_notes(name, key, documents)
+    notes += [] if stream else source_notes(name, key, documents)
 
 
 def join_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:

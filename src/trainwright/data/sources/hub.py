@@ -50,8 +50,12 @@ def _file_of(source: str) -> tuple[str, str | None]:
     return (name, file) if is_file else (source, None)
 
 
-def hub_rows(source: str, key: str) -> Dataset:
-    """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded."""
+def hub_rows(source: str, key: str, *, stream: bool = False) -> Dataset:
+    """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded.
+
+    Args:
+        stream: download rows as they are read, if the Hub can be reached; the rows can then only be iterated.
+    """
     import datasets
 
     name, file = _file_of(without_alias(source))
@@ -61,7 +65,7 @@ def hub_rows(source: str, key: str) -> Dataset:
     reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)
     try:
         with _offline(not reachable):
-            rows = datasets.load_dataset(name, config, split=split, data_files=file)
+            rows = datasets.load_dataset(name, config, split=split, data_files=file, streaming=stream and reachable)
     except Exception as error:  # the Hub, its server or the dataset's files may raise anything
         if not reachable:
             fix = "the Hub cannot be reached and there is no cached copy; use a local file instead"

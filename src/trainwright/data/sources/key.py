@@ -18,6 +18,7 @@ from trainwright.utils.paths import user_path
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection, SourceSection
 
+_BLOCKS, _BLOCK = 64, 2**16
 VERSION = 8  # raised when the code that determines the prepared data changes
 
 
@@ -32,6 +33,7 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
         "sources": sources if len(sources) > 1 else sources[0],
         **({} if data.mixing == "weights" else {"mixing": data.mixing}),
         **({} if data.stages is None else {"stages": True}),  # the summary names no shares of an epoch
+        **({} if data.streaming is None else {"streaming": True}),  # the lengths are of the first rows
         **({} if data.targets == "answers" else {"targets": data.targets}),
         "max_length": data.max_length,
         "long_documents": data.long_documents,
@@ -77,16 +79,33 @@ def file_states(source: SourceSection, key: str) -> Any:
     return [*([str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats), *filter(None, [part])]
 
 
-def content_of(source: SourceSection, key: str) -> Any:
-    """Return the digests of a source's content and its slice, independent of its paths."""
+def content_of(source: SourceSection, key: str, *, sampled: bool = False) -> Any:
+    """Return the digests of a source's content and its slice, independent of its paths.
+
+    Args:
+        sampled: of large files, read the size and blocks at even distances alone.
+    """
     name, part = without_slice(source.source)
     if registered_source(name, key) is not None:
         return file_states(source, key)
     source_files = files_of(source.source, key, source.is_documents)
     if source_files is None:
         return ["hub", source.source]
+    if sampled:
+        parts = [[suffix_of(file), file.stat().st_size, _sample_digest(file)] for file in source_files.files]
+        return [*parts, *filter(None, [part])]
     digests = []
     for file in source_files.usable():
         with file.open("rb") as opened:
             digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
     return [*digests, *filter(None, [part]), *source_files.left_out()]  # the summary names them
+
+
+def _sample_digest(file: Path) -> str:
+    """Return a digest of blocks of a file at even distances; of a file of up to 4 MiB, they are all of it."""
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for begin in (*(size * number // _BLOCKS for number in range(_BLOCKS)), max(0, size - _BLOCK)):
+            opened.seek(begin)
+            digest.update(opened.read(_BLOCK))
+    return digest.hexdigest()

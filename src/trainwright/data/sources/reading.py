@@ -160,26 +160,34 @@ def _row_count(source: str, key: str, documents: bool) -> int:
 
 
 def iterate_source(
-    source: str, limit: int | None = None, key: str = "data.train", documents: bool = False
+    source: str, limit: int | None = None, key: str = "data.train", documents: bool = False, *, stream: bool = False
 ) -> Iterator[tuple[str, Row]]:
     """Yield ``(place, row)`` for the first ``limit`` rows or all, without reading the whole source into memory.
 
-    JSON files (.json), Hub datasets and pydoc are read into memory as a whole. The place is the row's file and line, or
-    its number from 1.
+    JSON files (.json) and pydoc are read into memory as a whole. The place is the row's file and line, or its number
+    from 1.
+
+    Args:
+        stream: read nothing twice: the rows of a Hub dataset are downloaded as they are read, not stored, and a file
+            that cannot be read is an error instead of left out.
 
     Raises:
         RequestError: the source is missing, empty or not parseable.
     """
+    if stream and "%" in without_slice(source)[1]:
+        raise RequestError(f"{key}: {source}: the rows are not counted before they are read; slice it by row numbers")
     name, begin, end = _bounds(source, limit, key, documents)
     source_files = files_of(name, key, documents)
     placed: Iterator[tuple[str, Row]]
     if source_files is None:
-        rows = enumerate(read_rows(source, limit, key), begin + 1)
-        return ((f"{name}: row {number}", dict(row)) for number, row in rows)
+        is_stream = stream and registered_source(name, key) is None
+        every = islice(hub_rows(name, key, stream=True), begin, end) if is_stream else read_rows(source, limit, key)
+        return ((f"{name}: row {number}", dict(row)) for number, row in enumerate(every, begin + 1))
+    files = source_files.files if stream else source_files.usable()
     if _are_tables(source_files.files):
-        placed = chain.from_iterable(map(_table_rows, source_files.usable()))
+        placed = chain.from_iterable(map(_table_rows, files))
     else:
-        placed = _placed_rows(source_files.usable(), source_files.documents)
+        placed = _placed_rows(files, source_files.documents)
     return islice(placed, begin, end)
 
 

@@ -98,8 +98,8 @@ def prepare(
     """
     check_length(data, model_max_length)
     root = cache / "datasets"
-    identity = _tokenizer_identity(tokenizer)
-    key = root / "keys" / f"{_digest([kind.name, source_key(data, seed, identity)])}.json"
+    identity = tokenizer_identity(tokenizer)
+    key = root / "keys" / f"{digest_of([kind.name, source_key(data, seed, identity)])}.json"
     with cache_in_words(root, CANNOT_STORE):
         cached = retried(lambda: _find(root, key))
         if cached is None:
@@ -153,7 +153,7 @@ def _build(
     # The names appear in the saved summary, which must not name other files.
     names = [source.source for source, _ in data.keyed_sources]
     settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
-    fingerprint = _digest(settings)[:32]
+    fingerprint = digest_of(settings)[:32]
     directory, how = root / fingerprint, "reused"
 
     def make(scratch: Path) -> None:
@@ -170,7 +170,7 @@ def _build(
     return opened
 
 
-def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of the vocabulary, merges, rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -180,10 +180,11 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
     if tokenizer.init_kwargs.get("characters"):
         rest["unknown"] = "refused"  # not dropped, as in older caches
-    return hashlib.sha256(backend.to_str().encode() + _digest(rest).encode()).hexdigest()
+    return hashlib.sha256(backend.to_str().encode() + digest_of(rest).encode()).hexdigest()
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -10,20 +10,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.stream.stages import StagedOrder, Stages, source_sizes
+from trainwright.data.stream.streamed import StreamedDataset
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
 from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
 from trainwright.recipe.sections.train import BatchUnit
 
+if TYPE_CHECKING:
+    from trainwright.parallel.world import World
+
 # The number of steps, or examples, among which the largest is searched.
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
+_KEPT = 4  # steps before the present one whose examples stay, if sources are tokenized while training
 
 
 @dataclass(frozen=True)
@@ -311,13 +317,32 @@ class Stream(Generic[Data]):
         assert pack is not None
         return sum(map(len, fitting(lengths, size, pack)))
 
+    def reading(self, ranks: World) -> AbstractContextManager[None]:
+        """Return a context in which the examples can be read; all ranks must enter it.
+
+        Outside of it, those of sources that are tokenized while training have the sizes of the first ones.
+        """
+        if isinstance(self.dataset, StreamedDataset) and not ranks.alone:
+            return self.dataset.shards.reading(ranks)
+        return nullcontext()
+
+    def state(self, step: int) -> dict[str, int]:
+        """Return what a resumed run needs to read on at ``step``; empty if all examples are there."""
+        return self.dataset.begin_of(self.sizes.before(step)) if isinstance(self.dataset, StreamedDataset) else {}
+
+    def resume(self, state: Mapping[str, int]) -> None:
+        """Read on where ``state`` says."""
+        if state and isinstance(self.dataset, StreamedDataset):
+            self.dataset.resume(**state)
+
     def limit_rows(self, rows: int) -> None:
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
         self._rows = rows if self._rows is None else min(rows, self._rows)
 
     def largest_step(self) -> int:
         """Return which of the first few hundred steps (of each stage) has the largest micro-batch, with padding."""
-        limit = max(1, min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.global_batch_size))
+        examples = len(self.dataset) if isinstance(self.dataset, StreamedDataset) else _LOOKED_AT_EXAMPLES
+        limit = max(1, min(_LOOKED_AT_STEPS, examples // self.global_batch_size))
         begins = [0] if self.staged is None else self.staged.first_steps
         ends = [begin + limit if self.total_examples is None else min(begin + limit, len(self)) for begin in begins]
         steps = [step for begin, end in zip(begins, ends, strict=True) for step in range(begin, end)]
@@ -360,6 +385,12 @@ class Stream(Generic[Data]):
     def global_batch(self, step: int) -> GlobalBatch:
         """Return global batch ``step``, divided into micro-batches."""
         examples = self.examples(step)
+        if isinstance(self.dataset, StreamedDataset):
+            # Batches are made a step ahead, and other ranks may be a step behind; both steps may be repeated.
+            passed, unused = (
+                self.sizes.before(max(0, step - back)) // len(self.dataset) for back in (_KEPT - 1, _KEPT)
+            )
+            self.dataset.shards.pass_by(passed, unused)
         if self.total_examples is None or self.sizes.before(step + 1) < self.total_examples:
             self.dataset.will_need(self.examples(step + 1))  # prefetch while this step is computed
         return self.divide(examples, max_length=None if self.staged is None else self.staged.max_length(step))
@@ -413,6 +444,8 @@ class Stream(Generic[Data]):
                 order = permuted(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:
                     order = drawn(self.dataset.mixture, epoch, key)[order]
+            if isinstance(self.dataset, StreamedDataset):  # an epoch is a shard
+                order = order + epoch * size
             if paired is not None:
                 order = order + size * drawn([MixturePart(paired.count, size)], epoch, f"{key}/companions")
             self._order = (epoch, order)

@@ -149,7 +149,7 @@ class WindowDataset(TokenDataset):
             shards.will_need(begin, end)
 
 
-def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
+def collate_windows(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
     """Collate one micro-batch into tensors; the last token of a sequence is only a target."""
     examples = [(example, dataset.sequence(example)[0]) for example in micro.examples]
     length = micro.max_length or max(len(ids) - 1 for _, ids in examples)

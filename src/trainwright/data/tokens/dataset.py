@@ -20,6 +20,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -141,7 +142,7 @@ class TokenDataset:
     @classmethod
     def from_examples(
         cls,
-        examples: Iterable[tuple[list[int], list[bool]]],
+        examples: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]],
         fingerprint: str,
         report: dict[str, Any] | None = None,
     ) -> TokenDataset:
@@ -152,7 +153,7 @@ class TokenDataset:
         for ids, flags in examples:
             tokens.append(np.asarray(ids, dtype=np.int32))
             targets.append(np.asarray(flags, dtype=np.bool_))
-            offsets.append(offsets[-1] + len(ids))
+            offsets.append(offsets[-1] + len(tokens[-1]))
         return cls(
             np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
             np.concatenate(targets) if targets else np.zeros(0, np.bool_),
@@ -211,12 +212,15 @@ def write_about(
 
 
 class TokenSpool:
-    """Sequences stored one after another in unnamed temporary files, which are deleted when closed."""
+    """Sequences stored one after another in unnamed temporary files, which are deleted when closed, or in memory."""
 
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._tokens: BinaryIO = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (closed with the spool)
-        self._targets: BinaryIO = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+    def __init__(self, directory: Path | None) -> None:
+        self._tokens: BinaryIO = BytesIO()
+        self._targets: BinaryIO = BytesIO()
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._tokens = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (closed with the spool)
+            self._targets = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._offsets = array("q", [0])
         self.roles = array("b")
         self.target_tokens = 0

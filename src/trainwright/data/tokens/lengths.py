@@ -209,6 +209,8 @@ def remember(
     if not file.exists():
         staged = data.stages is not None
         about = list(map(asdict, lengths_of_sources(dataset))) if staged else asdict(lengths_of(dataset))
+        if isinstance(about, dict) and data.streaming is not None:
+            about["examples"] = None  # those counted are the first ones
         try_write(file, json.dumps(about))
 
 

@@ -103,7 +103,7 @@ def tokenize(
         pending = islice(text, writer.position.pieces, None)
         try:
             with encoding(settings, processes) as encode:
-                for chunk, encoded in encode(_chunks(pending)):
+                for chunk, encoded in encode(chunks(pending)):
                     writer.add(chunk, encoded)
                     report(writer.position.characters, writer.tokens, writer.position.documents)
         except RequestError:
@@ -294,7 +294,8 @@ def _opened(file: Path, size: int) -> BinaryIO:
     return opened
 
 
-def _chunks(text: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+def chunks(text: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    """Yield pieces in lists that a process gets at a time."""
     chunk: list[TextPiece] = []
     size = 0
     for piece in text:

@@ -8,9 +8,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,11 @@ from trainwright.utils.activity import progress
 from trainwright.utils.text import plural, they
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from trainwright.recipe.sections.data import DataSection, SourceSection
+
+NumberedRow: TypeAlias = tuple[int, Row]  # (index in the source, from 0; row)
 
 _BATCH = 256  # rows rendered and tokenized at a time
 _BATCH_CHARACTERS = 2**20  # limit on the text of a batch, unless one row is longer
@@ -238,85 +239,120 @@ def tokenize_source(
     name, documents = source.source, source.is_documents
     rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.rows))
     columns = rows.column_names
-    layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.rows, f"{key}: {name}")
-    if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
-        raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
-    splits = splits_long(data.long_documents, layout)
-    token_rows = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
-    token_rows.drops = data.long_documents == "drop"
+    encoding = RowEncoding.of(source, tokenizer, data, kind, columns, rows[:8] and _rows_of(rows[:8]), key=key)
+    token_rows = encoding.token_rows(TokenSpool(spool))
     token_rows.notes += source_notes(name, key, documents)
-    if unused := layout.unused(columns):
-        token_rows.notes.append(f"{columns_not_used(unused)}; data.columns reads a column as a field")
+    unused = encoding.layout.unused(columns)
     token_rows.notes += media_notes(rows, unused)
     rows = rows.remove_columns(unused)
-    if layout == "text" and data.targets not in ("answers", "all"):
-        raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has text rows")
-    encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer, data.targets)
     location = functools.partial(location_of, name, documents=documents, key=key)
-    start = 0
-    for batch in _batches(rows):
-        _take_in(enumerate(batch, start), kind, token_rows, encoder, location, key, each_turn=data.example_per_turn)
-        start += len(batch)
-        progress(start, len(rows))
+    blocks = (_rows_of(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH))
+    for batch in batches(enumerate(chain.from_iterable(blocks))):
+        encoding.take_in(batch, token_rows, location)
+        progress(batch[-1][0] + 1, len(rows))
     if not len(token_rows):
         raise RequestError(f"{key}: {name}: {_nothing_left(token_rows)}")
-    token_rows.notes += [*encoder.notes, *to_keep(encoder.ways(), accepted=data.accept_omissions)]
+    token_rows.notes += encoding.notes(unused)
     return token_rows
 
 
-def _batches(rows: Dataset) -> Iterator[list[Row]]:
+def batches(rows: Iterable[NumberedRow]) -> Iterator[list[NumberedRow]]:
     """Yield rows in batches of limited text: a tokenizer's output takes a hundred times the memory of its text."""
-    for start in range(0, len(rows), _BATCH):
-        batch: list[Row] = []
-        characters = 0
-        for row in _rows_of(rows[start : start + _BATCH]):
-            size = sum(len(value) for value in row.values() if isinstance(value, str))
-            if batch and characters + size > _BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
-            batch.append(row)
-            characters += size
+    batch: list[NumberedRow] = []
+    characters = 0
+    for index, row in rows:
+        size = sum(len(value) for value in row.values() if isinstance(value, str))
+        if batch and (len(batch) == _BATCH or characters + size > _BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        batch.append((index, row))
+        characters += size
+    if batch:
         yield batch
 
 
-def _take_in(
-    rows: Iterable[tuple[int, Row]],
-    kind: RowReader,
-    token_rows: TokenRows,
-    encoder: ChatEncoder | TextEncoder,
-    location: Callable[[int], str],
-    key: str,
-    *,
-    each_turn: bool,
-) -> None:
-    """Encode rows, with their indices in the source, into ``token_rows``."""
-    texts: list[Any] = []
-    owners: list[int] = []  # for each text, the index of its row in the source
-    roles: dict[int, list[int]] = {}
-    for index, row in rows:
+@dataclass(frozen=True)
+class RowEncoding:
+    """How the rows of one source become examples: their layout, and the encoder of their texts."""
+
+    source: SourceSection
+    data: DataSection
+    kind: RowReader
+    layout: RowLayout
+    encoder: ChatEncoder | TextEncoder
+    key: str
+
+    @classmethod
+    def of(
+        cls,
+        source: SourceSection,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataSection,
+        kind: RowReader,
+        columns: Sequence[str],
+        first: Sequence[Row],
+        *,
+        key: str,
+    ) -> RowEncoding:
+        """Return the encoding of a source with these columns and first rows.
+
+        Raises:
+            RequestError: its layout is not known, or does not fit the recipe.
+        """
+        name = source.source
+        layout = kind.layout(columns, first, source.rows, f"{key}: {name}")
+        if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
+            raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
+        if layout == "text" and data.targets not in ("answers", "all"):
+            raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has text rows")
+        encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer, data.targets)
+        return cls(source, data, kind, layout, encoder, key)
+
+    def token_rows(self, spool: TokenSpool) -> TokenRows:
+        """Return an empty store of examples."""
+        data, detected = self.data, self.source.format == "auto"
+        splits, drops = splits_long(data.long_documents, self.layout), data.long_documents == "drop"
+        return TokenRows(self.source.source, self.layout, data.max_length, detected, splits, spool, drops=drops)
+
+    def notes(self, unused: Sequence[str]) -> list[str]:
+        """Return lines about the columns that are not used, and about what the encoder has changed so far."""
+        lines = [f"{columns_not_used(unused)}; data.columns reads a column as a field"] if unused else []
+        return [*lines, *self.encoder.notes, *to_keep(self.encoder.ways(), accepted=self.data.accept_omissions)]
+
+    def take_in(self, rows: Iterable[NumberedRow], token_rows: TokenRows, location: Callable[[int], str]) -> None:
+        """Encode rows into ``token_rows``; ``location`` returns the file and line of a row for messages.
+
+        Raises:
+            RequestError: a row is wrong.
+        """
+        kind, key = self.kind, self.key
+        texts: list[Any] = []
+        owners: list[int] = []  # for each text, the index of its row in the source
+        roles: dict[int, list[int]] = {}
+        for index, row in rows:
+            try:
+                sequences = kind.sequences(row, token_rows.format, token_rows.remarks)
+            except NoTarget as reason:
+                token_rows.leave_out(str(reason))
+                continue
+            except RequestError as error:
+                raise RequestError(f"{key}: {location(index)}: {error}") from None
+            examples = by_turn(sequences) if self.data.example_per_turn else kind.split(sequences)
+            roles[index] = [role for role, _ in examples[0]]
+            texts += [text for example in examples for _, text in example]
+            owners += [index] * sum(map(len, examples))
+        remarks: list[set[str]] = [set() for _ in texts]
         try:
-            sequences = kind.sequences(row, token_rows.format, token_rows.remarks)
-        except NoTarget as reason:
-            token_rows.leave_out(str(reason))
-            continue
-        except RequestError as error:
-            raise RequestError(f"{key}: {location(index)}: {error}") from None
-        examples = by_turn(sequences) if each_turn else kind.split(sequences)
-        roles[index] = [role for role, _ in examples[0]]
-        texts += [text for example in examples for _, text in example]
-        owners += [index] * sum(map(len, examples))
-    remarks: list[set[str]] = [set() for _ in texts]
-    try:
-        encoded = encoder.encode(texts, remarks)
-    except TurnsError as error:
-        raise RequestError(f"{key}: {location(owners[error.index])}: {error}") from None
-    pairs = zip(owners, encoded, remarks, strict=True)
-    for index, several in groupby(pairs, lambda pair: pair[0]):
-        of_row = list(several)
-        each, answers = len(roles[index]), [one for _, one, _ in of_row]
-        token_rows.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
-        changes: set[str] = set().union(*(changed for _, _, changed in of_row))
-        token_rows.encoding.add(changes, functools.partial(location, index))
+            encoded = self.encoder.encode(texts, remarks)
+        except TurnsError as error:
+            raise RequestError(f"{key}: {location(owners[error.index])}: {error}") from None
+        pairs = zip(owners, encoded, remarks, strict=True)
+        for index, several in groupby(pairs, lambda pair: pair[0]):
+            of_row = list(several)
+            each, answers = len(roles[index]), [one for _, one, _ in of_row]
+            token_rows.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
+            changes: set[str] = set().union(*(changed for _, _, changed in of_row))
+            token_rows.encoding.add(changes, functools.partial(location, index))
 
 
 def _nothing_left(token_rows: TokenRows) -> str:

@@ -349,6 +349,7 @@ class Checkpointing:
                 for values in (saved.get("task", {}), *saved.get("policies", {}).values())
             )
             states = dict(zip(saved.get("policies", {}), of_policies, strict=True))
+            training.task.stream.resume(saved.get("stream", {}))
         except (ValueError, TypeError, AttributeError) as error:
             raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
         with checkpoint.reader() as reader:
@@ -376,6 +377,7 @@ class Checkpointing:
         self._check_weights(checkpoint)
         try:
             before = TrainingProgress.of(checkpoint.state.get("progress", {}))
+            stream = dict(checkpoint.state.get("stream", {}))
         except (ValueError, TypeError) as error:
             raise RequestError(f"{KEY}: {checkpoint.path}/state.json is not the state of a run: {error}") from error
         same_rows = checkpoint.state.get("data") == training.task.stream.dataset.fingerprint
@@ -387,6 +389,7 @@ class Checkpointing:
                     f"{KEY}: {checkpoint.path} is at step {before.step}, and this run ends after step {steps} of the "
                     "same batches; make it longer (train.max_steps, epochs or max_tokens), or change data or seed"
                 )
+            training.task.stream.resume(stream)
             progress = replace(before, best_loss=None, best_step=None, pending=EVALUATION)
             progress.stopping, progress.plateau, progress.rate = Patience(), Patience(), 1.0
         names: set[str] = set()
@@ -413,6 +416,7 @@ class Checkpointing:
     def _state(self) -> dict[str, Any]:
         task = self._training.task
         policies = {name: dict(policy.state) for name, policy in self._policies.items() if policy.state}
+        stream = task.stream.state(self._training.progress.step)
         return {
             "progress": asdict(self._training.progress),
             "data": task.stream.dataset.fingerprint,
@@ -420,6 +424,7 @@ class Checkpointing:
             "start": task.start,
             "task": dict(task.state),
             **({"policies": policies} if policies else {}),
+            **({"stream": stream} if stream else {}),
             **({"parent": self.parent} if self.parent else {}),
         }
 

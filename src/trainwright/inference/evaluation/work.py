@@ -202,6 +202,8 @@ def _rows_of_run(model: UnloadedModel) -> EvaluationRows:
         raise RequestError(f"--data: {model.origin} is of {recipe.spec.no_validation_rows}")
     if not data.validation:
         raise RequestError(f"--data: {model.origin} is of a run without validation rows; pass the rows")
+    if data.streaming is not None:
+        return joined([read(source, key=key) for source, key in data.validation_sources])
     prepared = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=cache_root())
     validation_rows = prepared.held_out()
     return joined(

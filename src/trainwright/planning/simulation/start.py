@@ -212,7 +212,7 @@ def with_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> Recipe
         return recipe
     keys = [key for key in recipe.spec.data_keys if key != "benchmark" and getattr(data, key) is not None]
     changed: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
-    changed["stages"] = None
+    changed["stages"] = changed["streaming"] = None
     for key in keys:
         file = directory / f"{key}.jsonl"
         if key == "idk":

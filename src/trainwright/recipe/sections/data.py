@@ -170,6 +170,25 @@ class StageSection(Section):
         return None if self.until is None else until_of(self.until)
 
 
+class StreamingSection(Section):
+    """Tokenizing while a run trains."""
+
+    buffer_size: Count = Field(
+        10_000,
+        description="Examples of a shard. The examples of each shard are shuffled, and shards follow the order of the "
+        "rows.",
+    )
+    disk_gb: Positive = Field(
+        10.0,
+        description="The most gigabytes (10^9 bytes) that tokenized examples take in the cache of each machine: those "
+        "of the present step, and those ahead of it.",
+    )
+
+
+def _streaming(value: Any) -> Any:
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
 def _one_or_several(value: Any) -> str:
     return "several" if isinstance(value, list) else "one"
 
@@ -235,6 +254,12 @@ class DataSection(Section):
         description="Stages of the run, each with its own mixture of the sources of train: a list of {until, weights, "
         "max_length}. The examples of a step follow from the recipe and the data alone. A source goes on in a later "
         "stage where it stopped. Needs train.max_steps or train.max_tokens.",
+    )
+    streaming: Annotated[StreamingSection | None, BeforeValidator(_streaming)] = Field(
+        None,
+        description="Tokenize the rows of train, in their order, while training: for sources that are longer than the "
+        "disk, or whose tokens are. true: with the defaults. Behind its last row, a source begins again. Needs "
+        "train.max_steps, and a data.validation that is a source of its own or null. With tasks sft and pretrain.",
     )
     validation: Validation = Field(
         0.05,

@@ -69,6 +69,7 @@ SPEC = TaskSpec(
     fill=_fill,
     needs=_needs,
     corpus=True,
+    streams=True,
     no_validation_rows="a pretraining run, whose validation loss is in its events; name other rows",
     also_called=("pt", "pretraining", "clm"),
 )

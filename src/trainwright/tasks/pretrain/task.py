@@ -15,6 +15,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.stream.streamed import StreamedDataset, prepare_streamed
 from trainwright.data.stream.windows import WindowDataset, collate_windows, prepare_windows
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length, remember
@@ -22,6 +23,7 @@ from trainwright.engine.task import LossSum
 from trainwright.inference.generation import Sampling
 from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.recipe.schema import RecipeSchema
+from trainwright.recipe.sections.data import DataSection
 from trainwright.tasks.language_model import LanguageModelTask, embeddings_of, prepare_model, with_stages
 from trainwright.tasks.pretrain.spec import PretrainSection
 
@@ -47,11 +49,20 @@ def build(recipe: RecipeSchema, cache: Path) -> Pretraining:
 
 
 def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
-    check_length(recipe.data, max_positions(recipe.model, tokenizer))
+    positions = max_positions(recipe.model, tokenizer)
+    check_length(recipe.data, positions)
     contiguous = recipe.own(PretrainSection).windows == "contiguous"
     embeddings = embeddings_of(recipe.model, tokenizer)
-    train, validation, lines, sets = prepare_windows(recipe, tokenizer, cache, embeddings, contiguous=contiguous)
-    prepared = PreparedData(train, validation, lines, sets=sets)
+
+    def windows(data: DataSection) -> PreparedData:
+        asked = recipe.model_copy(update={"data": data})
+        train, validation, lines, sets = prepare_windows(asked, tokenizer, cache, embeddings, contiguous=contiguous)
+        return PreparedData(train, validation, lines, sets=sets)
+
+    if recipe.data.streaming is None:
+        prepared = windows(recipe.data)
+    else:
+        prepared = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, windows)
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
     return with_stages(recipe, prepared)
 
@@ -73,7 +84,7 @@ class Pretraining(LanguageModelTask):
         return Sampling(length, _TEMPERATURE, _TOP_P, seed=self._recipe.train.seed)
 
     def _collated(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
-        assert isinstance(dataset, WindowDataset)
+        assert isinstance(dataset, WindowDataset | StreamedDataset)
         return collate_windows(dataset, micro, packed=self._packed, pad_token_id=self._pad)
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:

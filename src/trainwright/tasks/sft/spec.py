@@ -62,6 +62,7 @@ SPEC = TaskSpec(
     section=SftSection,
     section_description="Loss of fine-tuning; only with `task: sft`.",
     rows=lambda recipe, key: "examples",
+    streams=True,
     needs=_needs,
     check=_check,
     also_called=("finetune", "finetuning", "instruct", "supervised"),
