@@ -387,8 +387,10 @@ class StreamedDataset(TokenDataset):
         """Return the number of tokens of the first examples."""
         return self.first.example_lengths() - self.shift
 
-    def target_fraction(self) -> float:
-        """Return the fraction of tokens that are targets, in the first examples."""
+    def target_fraction(self, examples: Sequence[int] | Indices | None = None) -> float:
+        """Return the fraction of tokens that are targets, in all or some of the first examples."""
+        if examples is not None:
+            return super().target_fraction(examples)
         return int(np.count_nonzero(self.targets)) / int(self.example_lengths().sum())
 
     def begin_of(self, position: int) -> dict[str, int]:
