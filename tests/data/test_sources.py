@@ -274,7 +274,7 @@ def test_one_file_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert read_rows("owner/name:data/rows.jsonl[1:]").to_list() == [{"text": "b"}]
-    assert calls == [(("owner/name", None), {"split": "train", "data_files": "data/rows.jsonl"})]
+    assert calls == [(("owner/name", None), {"split": "train", "data_files": "data/rows.jsonl", "streaming": False})]
     with pytest.raises(RequestError, match="no such directory"):
         read_rows("owner/name.jsonl")
 

@@ -304,8 +304,12 @@ def _remove_remnants(directory: Path, *, alone: bool, keep: bool) -> None:
 
 
 def _prefix(directory: Path) -> str:
-    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
-    return f".{directory.name}.{host}-"
+    return f".{directory.name}.{host_name()}-"
+
+
+def host_name() -> str:
+    """Return the name of this machine as a part of file names."""
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
 
 
 def _literal(name: str) -> str:

@@ -18,7 +18,6 @@ import pickle
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -47,7 +46,7 @@ from trainwright.data.tokens.lengths import check_length
 from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, TrainwrightError, error_of
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.detect import detect
-from trainwright.machine.sharing import is_locked, lock_directory
+from trainwright.machine.sharing import host_name, is_locked, lock_directory
 from trainwright.recipe.extensions import inherited_environment
 from trainwright.recipe.sections.data import DataSection, SourceSection
 from trainwright.utils import heartbeat
@@ -245,10 +244,10 @@ class _Shards:
     @contextmanager
     def reading(self, ranks: World) -> Iterator[None]:
         """Let the ranks read the shards meanwhile; all of them must enter."""
-        here = f"{_host()} {self.root}"
+        here = f"{host_name()} {self.root}"
         leader = ranks.gather(here).index(here)
         self._produces = leader == ranks.rank
-        directory = self.root / f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+        directory = self.root / f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         with ExitStack() as stack:
             if self._produces:
                 with cache_in_words(self.root, CANNOT_STORE):
@@ -534,13 +533,9 @@ def _write(shard: Path, examples: Sequence[PlacedExample], sizes: dict[Path, int
     scratch.rename(shard)
 
 
-def _host() -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
-
-
 def _remove_abandoned(root: Path) -> None:
     """Remove the directories of processes of this host that were killed."""
-    for directory in root.glob(f"{_host()}-*-*"):
+    for directory in root.glob(f"{host_name()}-*-*"):
         process = directory.name.rsplit("-", 2)[1]
         with suppress(OSError):
             if not Path(f"/proc/{process}").exists() and not is_locked(directory):
