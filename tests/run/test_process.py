@@ -127,6 +127,19 @@ def test_the_allocator_expands_segments_unless_the_user_says_otherwise(
     assert found == ({ALLOCATOR[0]: "expandable_segments:True"} if said is None else {said: "max_split_size_mb:128"})
 
 
+@pytest.mark.parametrize("given", [None, "/elsewhere"])
+def test_compiled_code_is_kept_in_the_cache_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    prepare_environment(2, 1)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (given or str(tmp_path / "compiled"))
+
+
 def test_tf32_that_the_environment_turns_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     with pytest.raises(MachineError, match=r"train\.tf32: NVIDIA_TF32_OVERRIDE is 0, which turns TF32 off; unset it"):

@@ -23,6 +23,7 @@ from trainwright.errors import (
     error_of,
 )
 from trainwright.machine.accelerators import with_device
+from trainwright.machine.cache import keep_compiled_code
 from trainwright.machine.detect import detect
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.run.group import environment
@@ -200,6 +201,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     """
     from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
 
+    keep_compiled_code()  # here, as measurements of the machine and traces import torch
     overrides, settings = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]
     nodes, node_rank, rendezvous = options.nodes, options.node_rank, options.rendezvous

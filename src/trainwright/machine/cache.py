@@ -24,6 +24,12 @@ def cache_root() -> Path:
         raise MachineError("this user has no home directory to keep a cache in; set TRAINWRIGHT_CACHE to one") from None
 
 
+def keep_compiled_code() -> None:
+    """Have torch keep compiled code in the cache, not among temporary files. Call this before importing it."""
+    with suppress(MachineError):  # no home directory
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+
+
 def try_write(file: Path, content: str | bytes) -> None:
     """Write ``file`` completely or not at all. A cache that cannot be written is not an error."""
     with suppress(OSError):

@@ -7,7 +7,6 @@ positions.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +17,6 @@ from torch import nn
 
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root
 from trainwright.models.attention import packs, plain
 from trainwright.models.attention.kernels import CPU, AttentionNeeds, choose
 from trainwright.models.attention.packs import UnpackableError, register
@@ -367,11 +365,7 @@ def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block in place. The first passes are slow; packs of any length then use the same code.
-
-    Compiled code is kept with the other caches, so that later runs of the same model on this machine start sooner.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+    """Compile each block in place. The first passes are slow; packs of any length then use the same code."""
     # What depends on the lengths of sequences differs for every batch, so it runs uncompiled between compiled parts.
     plain.each_sequence = torch.compiler.disable(plain.each_sequence)
     Sequences.in_chunks = torch.compiler.disable(Sequences.in_chunks)  # type: ignore[method-assign]

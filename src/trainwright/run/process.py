@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
+from trainwright.machine.cache import cache_root, keep_compiled_code
 from trainwright.parallel.constants import CACHED_PRODUCTS
 from trainwright.run.shutdown import stop
 from trainwright.run.shutdown.failure import raise_oom_score
@@ -106,13 +107,15 @@ def prepare_environment(cores: int, processes: int, threads: int | None = None) 
     """Set variables that torch reads when it is loaded, unless the user has set them. Call this before importing it.
 
     OMP_NUM_THREADS shares the cores among the processes. The allocator of GPUs may enlarge its segments, so that blocks
-    of memory of different sizes, as of packs, do not leave gaps that nothing fits into.
+    of memory of different sizes, as of packs, do not leave gaps that nothing fits into. Later runs of a
+    model find its compiled code.
 
     Args:
         threads: per process, if a plan has found another number to be faster.
     """
     if not any(name in os.environ for name in _ALLOCATOR_OPTIONS):
         os.environ[_ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"
+    keep_compiled_code()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // processes)))
     return threads_allowed()
 
@@ -249,7 +252,6 @@ def _watch_parent(parent: int) -> None:
 def prepare(run: Path) -> None:
     """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
     from trainwright.engine.task import task_module
-    from trainwright.machine.cache import cache_root
     from trainwright.recipe.loading import load_recipe
     from trainwright.run.run_directory import RECIPE
 
