@@ -180,3 +180,18 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, name: str, text: str, messa
     with pytest.raises(RequestError) as error:
         read(tmp_path / name)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["+".join(["1"] * 5000), f"{'-' * 3000}1", f"{'-' * 200}1"])
+def test_a_script_that_is_nested_deeply_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(RequestError, match=r"train\.py: its expressions are nested too deeply to be read"):
+        values(tmp_path, f"from trl import SFTConfig\nSFTConfig(learning_rate={value})", "train.py")
+
+
+@pytest.mark.parametrize("first", ["'xx'", "2", "[1]"])
+def test_values_that_double_take_neither_time_nor_memory(tmp_path: Path, first: str) -> None:
+    doubled = [f"a{i + 1} = a{i} {'*' if first == '2' else '+'} a{i}" for i in range(80)]
+    script = "\n".join([f"a0 = {first}", *doubled, "SFTConfig(learning_rate=a80)"])
+    assert values(tmp_path, script, "train.py")["learning_rate"] == "a80"
+    shell = "\n".join(["A=xx", *["A=$A$A"] * 80, "python sft.py --learning_rate $A"])
+    assert len(str(values(tmp_path, shell)["learning_rate"])) <= 20_000

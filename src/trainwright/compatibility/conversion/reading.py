@@ -40,6 +40,8 @@ _ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+|local\s+|export\s+)?(\w+)(\+?)=\((.
 _TEXT = re.compile(r"^\s*(?:local\s+|export\s+)?(\w+)=\"([^\"]*)$")  # that ends on another line
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
 _FILES = ("config", "config_file")
+# Of what a file may compute, so that no file takes long or much memory.
+_DEEPEST, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _NO_COMMANDS = {"echo", "printf", "cat"}  # what follows these is text
 
@@ -104,6 +106,11 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
         name, default = match[1] or match[2], match[3]
         return variables.get(name, match[0] if default is None else default)
 
+    def keep(name: str, text: str) -> None:
+        variables.pop(name, None)
+        if len(text) < _LONGEST_TEXT:
+            variables[name] = text
+
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -120,11 +127,11 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
                 at += 1
             body = _VARIABLE.sub(value, re.sub(r"(^|\s)#.*", "", body).rstrip().removesuffix(end))
             name = f"{match[1]}[@]" if end == ")" else match[1]
-            variables[name] = f"{variables.get(name, '')} {body}" if match[2] == "+" else body
+            keep(name, f"{variables.get(name, '')} {body}" if match[2] == "+" else body)
             continue
         line = _VARIABLE.sub(value, re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line))
         if match := _ASSIGNMENT.match(line):
-            variables[match[1]] = match[2].strip("\"'")
+            keep(match[1], match[2].strip("\"'"))
             continue
         devices = [f"{_DEVICES}={variables[_DEVICES]}"] if _DEVICES in variables else []
         try:
@@ -372,9 +379,17 @@ def _parsed(text: str, path: Path) -> ast.Module:
     if path.suffix == ".ipynb":
         text = _cells(text, path)
     try:
-        return ast.parse("\n".join("" if line.startswith(("!", "%")) else line for line in text.splitlines()))
+        module = ast.parse("\n".join("" if line.startswith(("!", "%")) else line for line in text.splitlines()))
     except (SyntaxError, ValueError) as error:
         raise RequestError(f"{path}: is not Python: {error}") from None
+    except (RecursionError, MemoryError):
+        raise RequestError(f"{path}: its expressions are nested too deeply to be read") from None
+    nodes: list[ast.AST] = [module]
+    for _ in range(_DEEPEST):
+        nodes = [inner for node in nodes for inner in ast.iter_child_nodes(node)]
+    if nodes:
+        raise RequestError(f"{path}: its expressions are nested too deeply to be read")
+    return module
 
 
 def calls_of(module: ast.Module) -> list[tuple[str, ast.Call]]:
@@ -421,6 +436,7 @@ class _Constants:
     def __init__(self, module: ast.Module) -> None:
         self._nodes: dict[str, list[ast.expr | None]] = {}  # by name, and by .attribute; None: any value
         self._following: list[str] = []
+        self._values: dict[str, Any] = {}
         in_classes = {
             id(statement) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for statement in node.body
         }
@@ -485,13 +501,15 @@ class _Constants:
 
     def _of_name(self, name: str, node: ast.AST) -> Any:
         nodes = self._nodes.get(name, [None])
-        if None in nodes or name in self._following:
+        if None in nodes or name in self._following or len(self._following) >= _LONGEST_CHAIN:
             return Code(ast.unparse(node))
-        self._following.append(name)
-        try:
-            values = [self.value(one) for one in nodes if one is not None]
-        finally:
-            self._following.remove(name)
+        if name not in self._values:
+            self._following.append(name)
+            try:
+                self._values[name] = [self.value(one) for one in nodes if one is not None]
+            finally:
+                self._following.remove(name)
+        values = self._values[name]
         is_one = all(value == values[0] and type(value) is type(values[0]) for value in values)
         # An expression about what the device supports stays one: it decides the precision.
         is_known = is_one and (not isinstance(values[0], Code) or "supported" in values[0])
@@ -512,8 +530,10 @@ class _Constants:
 
     @staticmethod
     def _computed(left: Any, operator: ast.operator, right: Any, node: ast.AST) -> Any:
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        texts = all(isinstance(one, str) and not isinstance(one, Code) for one in (left, right))
+        numbers = all(isinstance(one, int | float) and abs(one) < _LARGEST_NUMBER for one in (left, right))
+        texts = all(
+            isinstance(one, str) and not isinstance(one, Code) and len(one) < _LONGEST_TEXT for one in (left, right)
+        )
         match operator:
             case ast.Add() if numbers or texts:
                 return left + right
