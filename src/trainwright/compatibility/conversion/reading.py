@@ -41,7 +41,7 @@ _TEXT = re.compile(r"^\s*(?:local\s+|export\s+)?(\w+)=\"([^\"]*)$")  # that ends
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
 _FILES = ("config", "config_file")
 # Of what a file may compute, so that no file takes long or much memory.
-_DEEPEST, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
+_DEEPEST_NESTING, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _NO_COMMANDS = {"echo", "printf", "cat"}  # what follows these is text
 
@@ -385,7 +385,7 @@ def _parsed(text: str, path: Path) -> ast.Module:
     except (RecursionError, MemoryError):
         raise RequestError(f"{path}: its expressions are nested too deeply to be read") from None
     nodes: list[ast.AST] = [module]
-    for _ in range(_DEEPEST):
+    for _ in range(_DEEPEST_NESTING):
         nodes = [inner for node in nodes for inner in ast.iter_child_nodes(node)]
     if nodes:
         raise RequestError(f"{path}: its expressions are nested too deeply to be read")
