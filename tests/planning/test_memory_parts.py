@@ -280,3 +280,8 @@ def test_gradients_of_hybrid_sharding_are_summed_over_the_replicas() -> None:
         2 * (2 * LAYERS + 1),
         pytest.approx(4 * (2 * PARAMETERS - 49_152 * HIDDEN), rel=0.001),
     )
+
+
+def test_a_loss_of_several_chunks_in_half_precision_is_traced() -> None:
+    """Its rows are padded chunk by chunk; a plan would have a bound in place of the trace."""
+    assert on_cpu("bf16", "amx_bf16", "avx512_bf16", "avx512f", micro_batch_size=8192).untraced == ""

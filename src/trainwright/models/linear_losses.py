@@ -232,9 +232,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in chunks(len(targets), hidden, weight, fused=head.is_fused):
             logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
             weights = None if target_weights is None else target_weights[part]
-            for rows in row_blocks(logits[:count]):
+            chunk = logits[:count]  # without the rows of zeros after them
+            for rows in row_blocks(chunk):
                 each = None if weights is None else weights[rows]
-                total += _loss_to_gradient(logits[rows], targets[part][rows], head, each, terms)
+                total += _loss_to_gradient(chunk[rows], targets[part][rows], head, each, terms)
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
@@ -457,10 +458,11 @@ class _LinearLogitLoss(torch.autograd.Function):
         each, losses = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
         for part in chunks(len(targets), hidden, weight):
             logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
-            for rows in row_blocks(logits[:count]):
+            chunk = logits[:count]
+            for rows in row_blocks(chunk):
                 span = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
                 taught = None if teacher is None else _teacher_logits(teacher, span)
-                _block(logits[rows], targets[span], loss, head, taught, each[span], losses[span])
+                _block(chunk[rows], targets[span], loss, head, taught, each[span], losses[span])
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
