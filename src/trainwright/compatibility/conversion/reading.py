@@ -494,9 +494,9 @@ class _Constants:
     def _smallest(self, bound: ast.expr) -> Any:
         """Return a bound; of ``min(n, len(rows))`` n, as there is no row after the last."""
         if isinstance(bound, ast.Call) and ast.unparse(bound.func) == "min":
-            known = [value for value in map(self.value, bound.args) if isinstance(value, int)]
-            if len(known) == 1:
-                return known[0]
+            numbers = [value for value in map(self.value, bound.args) if isinstance(value, int)]
+            if len(numbers) == 1:
+                return numbers[0]
         return self.value(bound)
 
     def _of_name(self, name: str, node: ast.AST) -> Any:

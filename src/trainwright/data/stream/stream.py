@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # The number of steps, or examples, among which the largest is searched.
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
-_KEPT = 4  # steps before the present one whose examples stay, if sources are tokenized while training
+_STEPS_BEHIND = 4  # steps before the present one whose examples stay, if sources are tokenized while training
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,8 @@ class Stream(Generic[Data]):
         if isinstance(self.dataset, StreamedDataset):
             # Batches are made a step ahead, and other ranks may be a step behind; both steps may be repeated.
             passed, unused = (
-                self.sizes.before(max(0, step - back)) // len(self.dataset) for back in (_KEPT - 1, _KEPT)
+                self.sizes.before(max(0, step - back)) // len(self.dataset)
+                for back in (_STEPS_BEHIND - 1, _STEPS_BEHIND)
             )
             self.dataset.shards.pass_by(passed, unused)
         if self.total_examples is None or self.sizes.before(step + 1) < self.total_examples:

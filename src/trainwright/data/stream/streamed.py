@@ -41,6 +41,7 @@ from trainwright.data.rows.tokenizer_calls import unknown_token
 from trainwright.data.sources.key import content_of, settings_of
 from trainwright.data.sources.reading import iterate_source
 from trainwright.data.stream.dataset_cache import CANNOT_STORE, PreparedData, digest_of, tokenizer_identity
+from trainwright.data.stream.stages import source_sizes
 from trainwright.data.tokens.dataset import Indices, TokenDataset, TokenSpool, opened
 from trainwright.data.tokens.lengths import check_length
 from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, TrainwrightError, error_of
@@ -445,12 +446,12 @@ def prepare_streamed(
     sources = [each.model_copy(update={"name": name or None}) for name, each in rows.items()]
     changes = {"train": sources, "mixing": "concatenate", "validation": None, "streaming": None, "limit": None}
     validation = prepare_rows(_ValidationData.model_construct(**{**dict(recipe.data), **changes}))
-    held = validation.train
-    sizes = [part.examples for part in held.mixture] if held.mixture else [len(held)]
+    dataset = validation.train
+    sizes = source_sizes(dataset)
     sets = {name: size for name, size in zip(rows, sizes, strict=True) if name}
     lines += [line for line in validation.summary if not line.startswith(("mixture:", "split:"))]
-    lines.append(f"{plural(len(held), 'example')} for validation")
-    return PreparedData(train, replace(held, mixture=None), lines, validation.directory, sets)
+    lines.append(f"{plural(len(dataset), 'example')} for validation")
+    return PreparedData(train, replace(dataset, mixture=None), lines, validation.directory, sets)
 
 
 def _streamed(reader: SourceReader, cache: Path) -> StreamedDataset:
@@ -514,9 +515,9 @@ def _produce(reader: SourceReader, directory: Path, start: int, begin: Begin, fi
         if number >= first:
             with cache_in_words(directory, CANNOT_STORE):
                 _write(directory / f"{number:010d}", part, sizes, reader.streaming.disk_gb * 1e9)
-        place = "{2:,} of source {1} in epoch {0}".format(*part[0][0])
+        row = "{2:,} of source {1} in epoch {0}".format(*part[0][0])
         counts, *_ = reader.lines()
-        say(f"shard {number:,} begins at row {place}, all from 0; {counts}", file=sys.stderr)
+        say(f"shard {number:,} begins at row {row}, all from 0; {counts}", file=sys.stderr)
 
 
 def _write(shard: Path, examples: Sequence[PlacedExample], sizes: dict[Path, int], most: float) -> None:

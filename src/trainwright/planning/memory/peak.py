@@ -78,9 +78,11 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     base, host = _lasting(model, reference)
     between = sum(base.values())
     norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
-    whole = 0 if on_gpu else model.gathered()
-    if whole > USABLE * (cluster.usable_bytes // choice.num_processes - between):
-        whole = 0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/available_memory.py)
+    gathered = 0 if on_gpu else model.gathered()
+    if gathered > USABLE * (cluster.usable_bytes // choice.num_processes - between):
+        gathered = (
+            0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/available_memory.py)
+        )
     step = max(_update(workload, model, offloaded=bool(host)), 0 if host else route.gradients + norm)
     if host and (on_host := model.gradients_on_host()):
         host["gradients"] = on_host
@@ -90,9 +92,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         "backward": between + walk.backward.total,
         "optimizer": between + step,
         "evaluation": between + walk.evaluation.total * workload.evaluates,
-        "generation": between + whole * workload.answers,
+        "generation": between + gathered * workload.answers,
         "checkpoint": between,
-        "export": between + (whole if workload.model.adapter else _saving(model, workload)),
+        "export": between + (gathered if workload.model.adapter else _saving(model, workload)),
     }
     if on_gpu:
         weights = FP32 * parameters.numel
@@ -200,11 +202,11 @@ def _saving(model: StrategyMemory, workload: Workload) -> int:
 def _saved(parameters: Inventory, copies: int, width: int) -> int:
     """Return these bytes, of which ``width`` for each element stay until a file is written."""
     frozen = parameters.numel - parameters.trained
-    kept = most = FP32 * parameters.numel if frozen else 0  # saved as they were loaded
+    buffered = most = FP32 * parameters.numel if frozen else 0  # saved as they were loaded
     for weight in parameters.weights:
-        most = max(most, kept + FP32 * copies * weight.numel)
-        kept = min(kept + width * weight.numel, SHARD_BYTES)
-    return max(most, kept)
+        most = max(most, buffered + FP32 * copies * weight.numel)
+        buffered = min(buffered + width * weight.numel, SHARD_BYTES)
+    return max(most, buffered)
 
 
 def excess_when_pinned(size: int) -> int:

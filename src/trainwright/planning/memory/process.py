@@ -85,11 +85,11 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, temporary: in
     shards = choice.spec.shards_parameters
     gathered = choice.width * inventory.largest if shards else 0
     largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered)
-    kept = min(temporary, max(_TRIMMED, largest))
+    unreturned = min(temporary, max(_TRIMMED, largest))
     rows_vary = not workload.packed and workload.mean_length < workload.longest
     recomputes = choice.activation_checkpointing not in ("none", "selective")
     varied = rows_vary or recomputes or choice.spec.hooks_modules
-    return kept + max(int(_SETTLED * kept * varied), shards * min(temporary, largest))
+    return unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
 
 
 def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:

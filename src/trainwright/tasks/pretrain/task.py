@@ -55,8 +55,8 @@ def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cach
     embeddings = embeddings_of(recipe.model, tokenizer)
 
     def windows(data: DataSection) -> PreparedData:
-        asked = recipe.model_copy(update={"data": data})
-        train, validation, lines, sets = prepare_windows(asked, tokenizer, cache, embeddings, contiguous=contiguous)
+        with_data = recipe.model_copy(update={"data": data})
+        train, validation, lines, sets = prepare_windows(with_data, tokenizer, cache, embeddings, contiguous=contiguous)
         return PreparedData(train, validation, lines, sets=sets)
 
     if recipe.data.streaming is None:
