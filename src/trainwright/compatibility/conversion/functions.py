@@ -14,12 +14,13 @@ from typing import Any
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, files_named
-from trainwright.compatibility.conversion.reading import LAUNCHER, Code, shown
+from trainwright.compatibility.conversion.reading import LAUNCHER, Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS
 from trainwright.utils.text import plural
 
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+_AS_SHOWN = "logging_steps"  # as often as figures are shown, without a number of steps
 _MACHINES = ("num_machines", "nnodes", "num_nodes")
 
 
@@ -45,7 +46,15 @@ def accelerate_file(conversion: Conversion, setting: Setting, rule: Rule | None 
     if path is None:
         conversion.drop(setting, "is not here: the plan decides how the model is distributed", differs=True)
         return None
-    return _translated(conversion, setting, lambda: interpret(read(path)))
+    return _translated(conversion, setting, lambda: interpret(_with_files(read(path), path)))
+
+
+def _with_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
+    """Return a configuration whose DeepSpeed file is looked for where the tool would be started, too."""
+    part = config.values.get("deepspeed_config")
+    name = str(part.get("deepspeed_config_file")) if isinstance(part, dict) else "None"
+    found = None if Path(name).is_absolute() or config.directory is None else near(name, path)
+    return config if found is None else replace(config, directory=Path(str(found).removesuffix(name) or "."))
 
 
 def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -93,7 +102,10 @@ def fsdp(conversion: Conversion, setting: Setting, rule: Rule, options: str) -> 
 
 def _deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
-    return {"zero_stage": (zero if isinstance(zero, dict) else {}).get("stage", 0)}
+    zero = zero if isinstance(zero, dict) else {}
+    devices = {f"{key}_device": part.get("device") for key, part in zero.items() if isinstance(part, dict)}
+    kept = {key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)}
+    return {"zero_stage": zero.get("stage", 0), **kept}
 
 
 def _stage(path: Path) -> Any:
@@ -175,6 +187,10 @@ def interval(conversion: Conversion, setting: Setting, rule: Rule, strategy: str
         conversion.drop(setting, f"has no effect with {strategy}: no")
     elif wanted == "epoch":
         _every_part_of_epoch(conversion, conversion.settings[strategy], key, 1)
+    elif setting.value == _AS_SHOWN:
+        steps = conversion.value(setting.key.removesuffix("eval_steps") + _AS_SHOWN)
+        number = steps if isinstance(steps, int) and steps >= 1 else 500
+        conversion.take(setting, key, number, computed=f"as {_AS_SHOWN}")
     elif isinstance(setting.value, int) and setting.value >= 1:
         conversion.take(setting, key, setting.value)
     elif not setting.is_default and setting.is_on:

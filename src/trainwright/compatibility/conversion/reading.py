@@ -13,6 +13,7 @@ import ast
 import json
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, parse_mapping, p
 SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".slurm", ".sbatch", ".bash", ".py", ".ipynb")
 LAUNCHER = "launcher"  # the key with the options of the launcher of a command
 
-_LARGEST = 16 * 2**20  # bytes; notebooks have pictures in them
+_LARGEST = {".ipynb": 16 * 2**20}  # bytes; notebooks have pictures in them
+_LARGEST_OTHER = 2**20
 _PROGRAMS = re.compile(
     r"(?:^|/)(?:trl|llamafactory-cli|lmf|axolotl|tune)$|\baxolotl\.cli\.train$|"
     r"(?:^|/)[\w.-]*(?:sft|dpo|kto|orpo|cpo|simpo|reward|grpo|run_|train|tun|lora|unsloth-cli)[\w.-]*\.py$"
@@ -35,13 +37,17 @@ _PROGRAMS = re.compile(
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3", "llamafactory-cli", "trl", "axolotl", "tune")
 _LOSSES = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "grpo")  # in names of programs
 _WORDS = ("train", "launch", "run", *_LOSSES)  # of programs' commands
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+(?:\[@\])?)(?::?-([^}]*))?\})")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+(?:\[@\])?)(?::?-([^}]{0,300}))?\})")
+_COMMENT = re.compile(r"(^|\s)#.*")
+_OF_SHELL, _FOR_HYDRA = re.compile(r"\$\{?(\w+)\}?"), r"${shell.\1}"
 _ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+|local\s+|export\s+)?(\w+)(\+?)=\((.*)$")
 _TEXT = re.compile(r"^\s*(?:local\s+|export\s+)?(\w+)=\"([^\"]*)$")  # that ends on another line
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
 _FILES = ("config", "config_file")
 # Of what a file may compute, so that no file takes long or much memory.
 _DEEPEST_NESTING, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
+_LONGEST_LINE = 100_000  # characters of a command, with the values of its variables
+_LONGEST_PATH = 4096
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _NO_COMMANDS = {"echo", "printf", "cat"}  # what follows these is text
 
@@ -57,7 +63,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     Raises:
         RequestError: the file is not readable, or has no keys.
     """
-    text = read_text(path, _LARGEST)
+    text = read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER))
     if (root := configuration_root(path)) is not None:
         return [compose(path, root, overrides)]
     if path.suffix == ".json":
@@ -67,7 +73,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
     else:
-        trees = _commands(text, path)
+        trees = _commands(text, path, overrides)
     for tree in trees:
         tree.file = path
         for override in overrides:
@@ -90,9 +96,9 @@ def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
     tree.origins[(*above, last)] = origin
 
 
-def _commands(text: str, path: Path) -> list[Tree]:
+def _commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     """Return the options of each command of a shell script that starts a training."""
-    trees = [tree for line, words in _lines(text, 1) if (tree := _options(words, path, line)) is not None]
+    trees = [tree for line, words in _lines(text, 1) if (tree := _options(words, path, line, overrides)) is not None]
     if not trees:
         raise RequestError(f"{path}: has no command that starts a training of a known tool")
     return trees
@@ -102,36 +108,42 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the words of each command, with variables that the text itself sets."""
     variables: dict[str, str] = {}
 
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[2], match[3]
-        return variables.get(name, match[0] if default is None else default)
-
     def keep(name: str, text: str) -> None:
         variables.pop(name, None)
         if len(text) < _LONGEST_TEXT:
             variables[name] = text
 
     lines = text.splitlines()
+    plain = [_COMMENT.sub("", line).rstrip() for line in lines]
+    ends = {end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')}
     at = 0
     while at < len(lines):
-        start, line = at, lines[at]
-        while line.rstrip().endswith("\\") and at + 1 < len(lines):
+        start, parts = at, [lines[at]]
+        while parts[-1].rstrip().endswith("\\") and at + 1 < len(lines):
             at += 1
-            line = f"{line.rstrip()[:-1]} {lines[at].strip()}"
+            parts[-1:] = [parts[-1].rstrip()[:-1], lines[at].strip()]
+        line = " ".join(parts)
         at += 1
         if match := _ARRAY.match(line) or _TEXT.match(line):
-            *_, body = match.groups()
-            end = ")" if _ARRAY.match(line) else '"'
-            while not re.sub(r"(^|\s)#.*", "", body).rstrip().endswith(end) and at < len(lines):
-                body = " ".join((re.sub(r"(^|\s)#.*", "", body), lines[at].strip().removesuffix("\\")))
-                at += 1
-            body = _VARIABLE.sub(value, re.sub(r"(^|\s)#.*", "", body).rstrip().removesuffix(end))
-            name = f"{match[1]}[@]" if end == ")" else match[1]
+            is_array = _ARRAY.match(line) is not None
+            end = ")" if is_array else '"'
+            body = _COMMENT.sub("", match.groups()[-1]).rstrip()
+            if not body.endswith(end):
+                found = bisect_left(ends[end], at)
+                if found == len(ends[end]):
+                    continue  # it ends nowhere
+                last = ends[end][found]
+                body = " ".join((body, *(part.strip().removesuffix("\\") for part in plain[at : last + 1])))
+                at = last + 1
+            body = _substituted(body.removesuffix(end), variables)
+            name = f"{match[1]}[@]" if is_array else match[1]
             keep(name, f"{variables.get(name, '')} {body}" if match[2] == "+" else body)
             continue
-        line = _VARIABLE.sub(value, re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line))
+        line = _substituted(re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line), variables)
         if match := _ASSIGNMENT.match(line):
             keep(match[1], match[2].strip("\"'"))
+            continue
+        if len(line) > _LONGEST_LINE or not any(name in line for name in (*_LAUNCHERS, ".py")):
             continue
         devices = [f"{_DEVICES}={variables[_DEVICES]}"] if _DEVICES in variables else []
         try:
@@ -140,21 +152,46 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
             continue
 
 
-def _options(words: list[str], path: Path, line: int) -> Tree | None:
-    """Return the options of a command that starts a training; None if it does not."""
-    program = next((at for at, word in enumerate(words) if _PROGRAMS.search(word)), None)
+def _substituted(text: str, variables: Mapping[str, str]) -> str:
+    """Return a text with the values of variables, as long as they are not too much of it."""
+    added = 0
+
+    def value(match: re.Match[str]) -> str:
+        nonlocal added
+        name, default = match[1] or match[2], match[3]
+        known = variables.get(name, default)
+        added += len(known or "")
+        return match[0] if known is None or added > _LONGEST_LINE else known
+
+    return _VARIABLE.sub(value, text)
+
+
+def _is_program(word: str) -> bool:
+    return len(word) < _LONGEST_PATH and _PROGRAMS.search(word) is not None
+
+
+def _options(words: list[str], path: Path, line: int, overrides: Sequence[str]) -> Tree | None:
+    """Return the options of a command that starts a training; None if it does not. ``overrides``: of Hydra's groups."""
+    program = next((at for at, word in enumerate(words) if _is_program(word)), None)
     starts = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS), len(words))
+    if program and starts > program and words[program - 1].startswith("$"):
+        starts = program - 1  # as $PYTHON train.py
     if program is None or starts > program or _NO_COMMANDS & set(words[:starts]):
         return None
     if words[starts + 1 : starts + 2] in (["chat"], ["eval"], ["export"], ["api"], ["webui"], ["download"]):
         return None
     tree = Tree(file=path)
+    if words[program].endswith("tune") and words[program + 1 : program + 2] == ["run"]:
+        starts, program = program + 1, _recipe_of_torchtune(words, program + 2)
     launcher = dict(_pairs(words[starts + 1 : program]))
     devices = [word.partition("=")[2] for word in words[:starts] if word.startswith(f"{_DEVICES}=")]
     if words[starts].endswith("llamafactory-cli") and re.fullmatch(r"\d+(,\d+)*", "".join(devices[-1:])):
         launcher["num_processes"] = devices[-1].count(",") + 1  # it starts one for each device
     arguments = dict(_pairs(words[program + 1 :]))
     origin = Origin(str(path), line)
+    if "config_name" in arguments:
+        tree = _composed(str(arguments["config_name"]), words[program + 1 :], path, line, overrides)
+        arguments = {}
     files = [arguments.pop(name) for name in _FILES if name in arguments]
     after = list(pairwise(words[program:]))
     files += [
@@ -176,7 +213,37 @@ def _options(words: list[str], path: Path, line: int) -> Tree | None:
     put(tree, f"{LAUNCHER}.program", named, origin)
     for name, value in launcher.items():
         put(tree, f"{LAUNCHER}.{name}", value, origin)
-    return tree if arguments or files else None
+    return tree if arguments or files or len(tree.values) > 1 else None
+
+
+def _recipe_of_torchtune(words: Sequence[str], at: int) -> int:
+    """Return the place of the recipe's name in ``tune run``, which follows the options of torchrun."""
+    while at < len(words) and words[at].startswith("-"):
+        at += 1 if "=" in words[at] or words[at] == "--standalone" else 2
+    return min(at, len(words) - 1)
+
+
+def _composed(name: str, words: Sequence[str], path: Path, line: int, overrides: Sequence[str]) -> Tree:
+    """Return the configuration of a command of Hydra, of the folder ``configs``, with the command's overrides.
+
+    A value that the script computes stays ``${shell.NAME}``; a group that it chooses is ``launcher.choice_GROUP``.
+    """
+    primary = near(f"configs/{name.removesuffix('.yaml')}.yaml", path)
+    if primary is None:
+        raise RequestError(f"{path}:{line}: configs/{name}, which the command reads, is not here")
+    written: dict[str, str] = {}
+    for word in (*words, *overrides):
+        key, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"[\w.+/@][\w.+/@-]*", key):
+            written[key] = value
+    root = primary.parent.absolute()
+    chosen = {key: text for key, text in written.items() if "$" in text and (root / key.lstrip("+")).is_dir()}
+    known = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in written.items() if key not in chosen]
+    tree = compose(primary, root, known)
+    tree.file = path
+    for key, text in chosen.items():
+        put(tree, f"{LAUNCHER}.choice_{key.lstrip('+')}", _OF_SHELL.sub(_FOR_HYDRA, text), Origin(str(path), line))
+    return tree
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -196,7 +263,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             at += 1
             if name.lstrip("-") in _FILES:
                 break
-        if any(_PROGRAMS.search(value) for value in values):
+        if any(map(_is_program, values)):
             values = []
         name = name.lstrip("-").replace("-", "_")
         yield name, True if not values else _value(values[0]) if len(values) == 1 else [_value(one) for one in values]
@@ -372,7 +439,7 @@ def script_of(path: Path) -> ast.Module:
     Raises:
         RequestError: the file is not readable or not Python.
     """
-    return _parsed(read_text(path, _LARGEST), path)
+    return _parsed(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path)
 
 
 def _parsed(text: str, path: Path) -> ast.Module:

@@ -18,7 +18,7 @@ from trainwright.recipe.yaml_text import Origin
 # datasets' names of kinds of files, whose files are in another key.
 _FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
 # Keys of an item that make up the name of its source, and those that are of its setting only.
-_OF_NAME = ("source", "config", "split", "files", "setting", "fraction")
+_OF_NAME = ("source", "config", "split", "files", "directory", "setting", "fraction")
 _USES = {"train": "data.train", "validation": "data.validation", "forget": "data.forget", "retain": "data.retain"}
 
 
@@ -26,7 +26,7 @@ def set_sources(conversion: Conversion) -> None:
     """Set the sections' sources from the items that keys have described, and check what depends on them."""
     for use, items in conversion.sources.items():
         items = dict(_parts_of(items))
-        named = [item for item in items.values() if item.get("source") or item.get("files")]
+        named = [item for item in items.values() if item.get("source") or item.get("files") or item.get("directory")]
         if not named:
             continue
         sources = [source for item in named if (source := _source(conversion, item, use)) is not None]
@@ -116,6 +116,11 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     if isinstance(files, dict) or (files and re.search(r"[*?\[]", str(files))):
         conversion.refuse(setting, f"reads the files {shown(files)}; put them in a directory of their own")
         return None
+    if (directory := item.get("directory")) is not None:
+        if not files and name not in (None, *_FILE_KINDS):
+            conversion.refuse(setting, f"reads the directory {directory} of {shown(name)}; download and name it")
+            return None
+        name, files = (str(directory), None) if not files else (name, str(Path(str(directory)) / str(files)))
     if files and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not Path(str(name)).is_dir():
         name = f"{name}:{files}"  # a file of a dataset of the Hub
     elif files:
@@ -123,7 +128,10 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     if isinstance(name, Code) or not isinstance(name, str):
         conversion.refuse(setting, f"the script makes the rows: {shown(name)}; write them to a file and name it")
         return None
-    split = "train" if split is None else str(split)
+    if wrong := [part for part in (config, split) if part is not None and not isinstance(part, str)]:
+        conversion.refuse(setting, f"{shown(wrong[0])} names no part of {name}")
+        return None
+    split = "train" if split is None else split
     plain, rows = re.fullmatch(r"([^\[]*)((?:\[.*\])?)", split).groups()  # type: ignore[union-attr]
     is_file = Path(name).suffix in (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz", ".zst")
     parts = [name]
@@ -287,7 +295,7 @@ _OF_ALPACA = (
 )
 
 
-def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule, targets: str) -> None:
+def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Set the rows of a data set of torchtune (torchtune/datasets), and what is trained on."""
     use, name = str(rule.to), str(setting.value).rpartition(".")[2]
     item = conversion.source(use, setting)
@@ -311,10 +319,10 @@ def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule, targ
         item["format"] = "text"
     if use == "train":
         conversion.add("taken", setting, f"data.train: {shown(item.get('source') or name)}")
-        written = conversion.value(targets)
+        written = conversion.value(setting.key.removesuffix("_component_") + "train_on_input")
         on_input = written if written is not None else kind == "alpaca"
         if kind != "text" and "preference" not in name and kind != "preference":
-            conversion.values["data.targets"] = ("all" if on_input else "answers", setting)
+            conversion.take(setting, "data.targets", "all" if on_input else "answers")
 
 
 def json_text(value: Any) -> Any:
