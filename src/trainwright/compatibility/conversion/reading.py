@@ -306,6 +306,9 @@ _CALLS = [
     "RewardTrainer",
     "GRPOTrainer",
     "PPOTrainer",
+    "DataCollatorForCompletionOnlyLM",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
     "train_on_responses_only",
     "get_chat_template",
     "standardize_sharegpt",
@@ -326,6 +329,7 @@ _CALLS = [
     "from_generator",
     "from_list",
     "from_dict",
+    "from_pandas",
     "to_sharegpt",
 ]
 _SEVERAL = ("load_dataset", "map", "rename_column")  # each call has keys of its own: map, map_1, …
@@ -373,6 +377,11 @@ def _script(text: str, path: Path) -> list[Tree]:
         if isinstance(node, ast.Assign)
         for inner in ast.walk(node.value)
     }
+    for node, branch in _dead_branches(module):
+        calls = sorted({name for part in branch for one in ast.walk(part) if (name := _known_call(one))})
+        if calls and not _rows_loaded(branch):
+            why = f"{shown(ast.unparse(node.test))} is {bool(branch is node.orelse)} by default: no {', '.join(calls)}"
+            put(tree, f"skipped_calls.line_{branch[0].lineno}", why, Origin(str(path), branch[0].lineno))
     for name, call in calls_of(module):
         top = _OF_TRAINERS.fullmatch(name) is not None
         arguments: dict[str, Any] = {}
@@ -384,6 +393,8 @@ def _script(text: str, path: Path) -> list[Tree]:
                 arguments |= value
             elif top or name in _WITH_SETTINGS:
                 put(tree, "computed_arguments", f"{name}(**{ast.unparse(word.value)})", Origin(str(path), call.lineno))
+            if word.arg == "eval_dataset":
+                arguments["eval_dataset"] = Code(ast.unparse(constants.expression(word.value)))
         arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
         if not arguments and not top:
             arguments = {"called": True}
@@ -462,20 +473,62 @@ def _parsed(text: str, path: Path) -> ast.Module:
 def calls_of(module: ast.Module) -> list[tuple[str, ast.Call]]:
     """Return the calls that say how to train and on what, with their names, in the order in which they end.
 
-    What comes after the training, as loading what was saved, says nothing about it.
+    What comes after the training, as loading what was saved, says nothing about it, nor does a branch that is not run.
     """
-    calls = [node for node in _run_nodes(module) if isinstance(node, ast.Call)]
+    return [(name, call) for call in _run_calls(module) if (name := _called(call))]
+
+
+def _run_calls(module: ast.Module) -> list[ast.Call]:
+    """Return the calls up to that of the training, in the order in which they end."""
+    off = {id(statement) for _, branch in _dead_branches(module) for statement in branch}
+    calls = [node for node in _nodes_without(module, off) if isinstance(node, ast.Call)]
     calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
     trains = [at for at, call in enumerate(calls) if re.fullmatch(r"\w*trainer\w*\.train", ast.unparse(call.func))]
-    return [(name, call) for call in calls[: trains[0] if trains else None] if (name := _called(call))]
+    return calls[: trains[0] if trains else None]
 
 
-def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all inside it, without what follows ``if False:``."""
+def _nodes_without(node: ast.AST, off: set[int]) -> Iterator[ast.AST]:
     yield node
-    is_off = isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
-    for inner in node.orelse if is_off and isinstance(node, ast.If) else ast.iter_child_nodes(node):
-        yield from _run_nodes(inner)
+    for inner in ast.iter_child_nodes(node):
+        if id(inner) not in off:
+            yield from _nodes_without(inner, off)
+
+
+def _dead_branches(module: ast.Module) -> list[tuple[ast.If, list[ast.stmt]]]:
+    """Return the branches that are not run with the values that the script sets, each with its ``if``.
+
+    One that loads the same rows in another way as the branch before it counts as not run, too.
+    """
+    constants = _Constants(module)
+    dead: list[tuple[ast.If, list[ast.stmt]]] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.If):
+            value = constants.value(node.test)
+            if not isinstance(value, Code):
+                dead.append((node, node.orelse if value else node.body))
+            elif _rows_loaded(node.body) and _rows_loaded(node.body) == _rows_loaded(node.orelse):
+                dead.append((node, node.orelse))
+    return dead
+
+
+def _rows_loaded(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
+    """Return the names that statements give to rows they load, each with what they load; none if they do more."""
+    loaded: list[tuple[str, str]] = []
+    for statement in statements:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _called(call) == "load_dataset":
+                words = {word.arg: word.value for word in call.keywords}
+                source = words.get("data_files", words.get("path", call.args[0] if call.args else call))
+                loaded.append((name, ast.unparse(source)))
+            case ast.Expr(value=ast.Call()):  # as print and logger.info
+                pass
+            case _:
+                return []
+    return loaded
+
+
+def _known_call(node: ast.AST) -> str | None:
+    return _called(node) if isinstance(node, ast.Call) else None
 
 
 def _called(call: ast.Call) -> str | None:
@@ -550,6 +603,9 @@ class _Constants:
                 return self.value(defaults[0]) if defaults else Code(ast.unparse(node))
             case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
                 return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
+            case ast.IfExp(test=test, body=body, orelse=other):
+                choice = self.value(test)
+                return Code(ast.unparse(node)) if isinstance(choice, Code) else self.value(body if choice else other)
             case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
                 value = self.value(operand)
                 if isinstance(value, int | float):
@@ -557,6 +613,15 @@ class _Constants:
             case ast.BinOp(left=left, op=operator, right=right):
                 return self._computed(self.value(left), operator, self.value(right), node)
         return Code(ast.unparse(node))
+
+    def expression(self, node: ast.expr) -> ast.expr:
+        """Return the expression that a name is set to, if it is set once."""
+        for _ in range(_LONGEST_CHAIN):
+            nodes = self._nodes.get(node.id, []) if isinstance(node, ast.Name) else []
+            if len(nodes) != 1 or nodes[0] is None:
+                break
+            node = nodes[0]
+        return node
 
     def _smallest(self, bound: ast.expr) -> Any:
         """Return a bound; of ``min(n, len(rows))`` n, as there is no row after the last."""

@@ -118,6 +118,46 @@ def responses(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     conversion.take(setting, "data.targets", "answers")
 
 
+_COLLATOR = "DataCollatorForCompletionOnlyLM"
+_FIELDS = ("dataset_text_field", "SFTTrainer.dataset_text_field")
+
+
+def completions(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train on what follows the beginning of an answer: of all answers if the collator knows questions, too."""
+    makes_rows = any(key.partition(".")[0] == "map" or key.endswith("formatting_func") for key in conversion.settings)
+    if any(map(conversion.is_on, _FIELDS)) and not makes_rows:
+        conversion.refuse(setting, "trains on a part of each text; write rows with a prompt and a completion")
+        return
+    conversion.values.pop("data.targets", None)
+    of_all = any(conversion.is_on(f"{_COLLATOR}.{name}") for name in ("instruction_template", "argument_1"))
+    conversion.take(setting, "data.targets", "answers" if of_all else "last")
+
+
+def evaluation_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Evaluate on another split of the data set that is loaded; parts that are held out are known."""
+    split = re.fullmatch(r"\w+\[['\"](\w+)['\"]\]", str(setting.value))
+    is_held_out = any(key.startswith("train_test_split") for key in conversion.settings)
+    is_loaded = any(key.startswith("load_dataset_validation") for key in conversion.settings)
+    values = {name: conversion.value(f"load_dataset.{name}") for name in ("argument_0", "path", "argument_1", "name")}
+    files = conversion.value("load_dataset.data_files")
+    if str(setting.value) == "None" or is_held_out or is_loaded:
+        conversion.drop(setting, "is what the other calls have made")
+    elif split is None or conversion.is_on("load_dataset.split") or (files and not isinstance(files, dict)):
+        conversion.drop(setting, f"evaluates on {shown(setting.value)}: name these rows in data.validation", differs=True)
+    else:
+        item = conversion.source("validation", setting)
+        item["source"] = values["argument_0"] or values["path"]
+        item["config"], item["split"] = values["argument_1"] or values["name"], split[1]
+        if isinstance(files, dict):
+            item["files"], item["split"] = files.get(split[1]), None
+        conversion.add("taken", setting, f"data.validation: the split {split[1]}")
+
+
+def skipped(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Say which calls the script does not make with the values that it sets."""
+    conversion.drop(setting, str(setting.value), differs=True)
+
+
 def files(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the files of a split."""
     value = setting.value
