@@ -309,6 +309,7 @@ _CALLS = [
     "DataCollatorForCompletionOnlyLM",
     "DataCollatorForLanguageModeling",
     "DataCollatorForSeq2Seq",
+    "EarlyStoppingCallback",
     "train_on_responses_only",
     "get_chat_template",
     "standardize_sharegpt",
