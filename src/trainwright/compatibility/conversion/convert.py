@@ -50,7 +50,8 @@ class Rule:
         by: a function of ``functions.py`` that computes the values, with the keys of the tool in ``with``.
         off: further values with which the key asks for nothing.
         over: keys of the tool that have no effect if this one has a value.
-        note: what differs although training is the same; beside ``drop``, any text says that something does.
+        note: what differs although training is the same.
+        differs: whether something does that ``drop`` says.
         aside: the kind of training or data that the key asks for, if that is not what we do.
         alias: another key of the tool, of which this is an older or a shorter name.
         needs: by another key of the tool, the values with one of which this key has an effect; ``*``: any value.
@@ -66,6 +67,7 @@ class Rule:
     off: tuple[Any, ...] = ()
     over: tuple[str, ...] = ()
     note: str | None = None
+    differs: bool = False
     aside: str | None = None
     alias: str | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
@@ -411,7 +413,7 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     elif rule.refuse is not None:
         conversion.refuse(setting, rule.refuse, rule.aside)
     elif rule.drop is not None:
-        conversion.drop(setting, rule.drop, differs=rule.note is not None)
+        conversion.drop(setting, rule.drop, differs=rule.differs)
     elif isinstance(setting.value, Code):
         conversion.need_value(setting)
     elif rule.values and not rule.others:

@@ -17,6 +17,7 @@ from trainwright.compatibility.conversion.convert import Conversion, Rule, Setti
 from trainwright.compatibility.conversion.reading import LAUNCHER, Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS
+from trainwright.recipe.yaml_text import parse_value
 from trainwright.utils.text import plural
 
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
@@ -59,6 +60,9 @@ def _with_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
 
 def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take what a DeepSpeed file sets; the stage is also known from the names of files that are not here."""
+    of_launcher = conversion.values.get("parallel.strategy")
+    if setting.is_on and of_launcher is not None and of_launcher[1].pattern.startswith(f"{LAUNCHER}."):
+        del conversion.values["parallel.strategy"]  # the argument counts, as in transformers' Trainer
     if isinstance(setting.value, dict):
         values = {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed_keys(setting.value)}
         _translated(conversion, setting, lambda: interpret(_config(setting, values)))
@@ -172,6 +176,14 @@ def divided(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     is_on = isinstance(setting.value, int) and setting.value > 1
     reason = f"{rule.drop}: the same training, with more memory on each"
     conversion.drop(setting, reason if is_on else "asks for nothing", differs=is_on)
+
+
+def max_length(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the maximum length, which a recipe always has."""
+    if isinstance(setting.value, int) and setting.value > 0:
+        conversion.take(setting, "data.max_length", setting.value)
+    else:
+        conversion.need(setting, f"does not limit the length of examples: pass {setting.key}=N")
 
 
 def pack_length(conversion: Conversion, setting: Setting, rule: Rule, length: str) -> None:
@@ -351,6 +363,25 @@ def target_parameters(conversion: Conversion, setting: Setting, rule: Rule, **mo
     conversion.take(setting, "model.adapter.target_parameters", names)
     if modules and not any(map(conversion.is_on, modules.values())):
         conversion.take(setting, "model.adapter.targets", [])
+
+
+_OF_OPTIMIZERS = {"eps": "optimizer.eps", "momentum": "optimizer.momentum", "beta1": "optimizer.betas[0]"}
+_OF_OPTIMIZERS |= {"beta2": "optimizer.betas[1]", "betas": "optimizer.betas"}
+
+
+def optimizer_arguments(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take arguments of the optimizer: a mapping, or words such as ``eps=1e-8,momentum=0.9``."""
+    values = setting.value
+    if isinstance(values, str):
+        pairs = [part.partition("=") for part in re.split(r"[,\s]+", values) if part]
+        values = {name: parse_value(text, "", ())[0] if text else None for name, _, text in pairs}
+    for name, value in (values or {}).items():
+        if name in _OF_OPTIMIZERS and (isinstance(value, list) or float(value) >= 0):
+            conversion.take(setting, _OF_OPTIMIZERS[name], value if isinstance(value, list) else float(value))
+        else:
+            conversion.refuse(setting, f"passes {name}: {shown(value)} to the optimizer")
+    if not values:
+        conversion.drop(setting, "asks for nothing")
 
 
 def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, read_document
 from trainwright.compatibility.conversion.reading import Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
@@ -157,27 +157,37 @@ def llamafactory_datasets(
     """Read the data sets by their names in dataset_info.json (LLaMA-Factory, data/README.md)."""
     use = str(rule.to)
     names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
-    file = near(str(Path(str(conversion.value(folder) or "data")) / "dataset_info.json"), conversion.file)
+    directory = str(conversion.value(folder) or "data")
+    file = near(str(Path(directory) / "dataset_info.json"), conversion.file)
+    own = read_document("llamafactory")["data_sets"]
     try:
-        infos = read_json(file) if file is not None else {}
+        infos = read_json(file) if file is not None else own
     except RequestError as error:
         conversion.refuse(setting, str(error))
         return
     for name in filter(None, (str(name).strip() for name in names)):
-        info = infos.get(name)
+        is_online = directory == "ONLINE" or (file is None and "/" in name and conversion.is_on("messages"))
+        info = _online(conversion, name) if is_online else infos.get(name)
         if info is None:
             where = "dataset_info.json is not here" if file is None else f"{file} does not have it"
             conversion.need(setting, f"{name}: {where}; run the command beside it, or pass {folder}=DIRECTORY")
             continue
         item = conversion.sources.setdefault(use, {}).setdefault(name, {"setting": setting})
-        _llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path())
+        _llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path(directory))
         if limit and conversion.is_on(limit) and use == "train":
             item["limit"] = conversion.value(limit)
         if use == "train":
-            drawn = ", the first rows, not drawn ones" if item.get("fraction") else ""
+            note = ", the first rows, not drawn ones" if item.get("fraction") else ""
+            note += "" if file is not None or is_online else ", as LLaMA-Factory's own dataset_info.json has it"
             conversion.add(
-                "taken", setting, f"data.train: {name}, {shown(item.get('source'))}{drawn}", differs=bool(drawn)
+                "taken", setting, f"data.train: {name}, {shown(item.get('source'))}{note}", differs=bool(note)
             )
+
+
+def _online(conversion: Conversion, name: str) -> dict[str, Any]:
+    """Return a data set of the Hub, with the columns that forks have in the file itself."""
+    columns = {"messages": conversion.value("messages")} if conversion.is_on("messages") else {}
+    return {"hf_hub_url": name, "formatting": conversion.value("formatting") or "alpaca", "columns": columns}
 
 
 def _llamafactory_item(

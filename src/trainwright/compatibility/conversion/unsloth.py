@@ -154,6 +154,18 @@ def evaluation_rows(conversion: Conversion, setting: Setting, rule: Rule) -> Non
         conversion.add("taken", setting, f"data.validation: the split {split[1]}")
 
 
+def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Stop as the callback of transformers does, whose patience is one evaluation."""
+    values = {name: conversion.value(f"EarlyStoppingCallback.{name}") for name in ("argument_0", *_OF_STOPPING)}
+    patience = values["argument_0"] or values["early_stopping_patience"] or 1
+    threshold = values["early_stopping_threshold"] or 0.0
+    value = {"patience": int(patience), **({"min_delta": float(threshold)} if threshold else {})}
+    conversion.take(setting, "evaluate.early_stopping", value)
+
+
+_OF_STOPPING = ("early_stopping_patience", "early_stopping_threshold")
+
+
 def skipped(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Say which calls the script does not make with the values that it sets."""
     conversion.drop(setting, str(setting.value), differs=True)
