@@ -246,7 +246,7 @@ class Conversion:
 
     def has_effect(self, key: str) -> bool:
         """Return whether a key of the tool asks for anything, beside the keys that its rule needs."""
-        rule = self.tool.rule(key)
+        rule = self.tool.rule(_INDEX.sub("[]", key))
         return self.is_on(key) and rule is not None and all(_meets(self, *need) for need in rule.needs.items())
 
     @property
@@ -433,7 +433,7 @@ def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> N
     function = load(f"{_FUNCTIONS}.{by}", "a function of conversions")
     try:
         function(conversion, setting, rule, **rule.arguments)
-    except (TypeError, ValueError):  # a text where the tool has a number, and the like
+    except (TypeError, ValueError, ArithmeticError):  # a text where the tool has a number, and the like
         conversion.refuse(setting, f"has a value that {conversion.tool.name} does not take: {shown(setting.value)}")
 
 

@@ -76,13 +76,19 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
         trees = _commands(text, path, overrides)
     for tree in trees:
         tree.file = path
-        for override in overrides:
-            key, equals, written = override.partition("=")
-            if not equals:
-                raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
-            put(tree, key, parse_value(written, f"argument {override!r}", ())[0], Origin(f"argument {override!r}"))
+        launcher = tree.values.get(LAUNCHER)
+        if not (isinstance(launcher, dict) and launcher.get("composed")):
+            _override(tree, overrides)
         resolve(tree)
     return trees
+
+
+def _override(tree: Tree, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, equals, written = override.partition("=")
+        if not equals:
+            raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
+        put(tree, key, parse_value(written, f"argument {override!r}", ())[0], Origin(f"argument {override!r}"))
 
 
 def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
@@ -241,6 +247,7 @@ def _composed(name: str, words: Sequence[str], path: Path, line: int, overrides:
     known = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in written.items() if key not in chosen]
     tree = compose(primary, root, known)
     tree.file = path
+    put(tree, f"{LAUNCHER}.composed", True, Origin(str(path), line))  # the overrides are in it
     for key, text in chosen.items():
         put(tree, f"{LAUNCHER}.choice_{key.lstrip('+')}", _OF_SHELL.sub(_FOR_HYDRA, text), Origin(str(path), line))
     return tree

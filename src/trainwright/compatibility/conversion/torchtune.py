@@ -33,9 +33,9 @@ def targets(conversion: Conversion, setting: Setting, rule: Rule, mlp: str, outp
 
 def tokenizer(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Set the chat template that the tokenizer writes."""
-    if any(map(conversion.is_on, ("tokenizer.prompt_template", "dataset.chat_format"))) or str(conversion.value("dataset._component_")).endswith(
-        "text_completion_dataset"
-    ):
+    if any(map(conversion.is_on, ("tokenizer.prompt_template", "dataset.chat_format"))) or str(
+        conversion.value("dataset._component_")
+    ).endswith("text_completion_dataset"):
         return
     name = str(setting.value).rpartition(".")[2]
     template = next((ours for word, ours in _TEMPLATES.items() if name.startswith(word)), "plain")

@@ -144,7 +144,9 @@ def evaluation_rows(conversion: Conversion, setting: Setting, rule: Rule) -> Non
     if str(setting.value) == "None" or is_held_out or is_loaded:
         conversion.drop(setting, "is what the other calls have made")
     elif split is None or conversion.is_on("load_dataset.split") or (files and not isinstance(files, dict)):
-        conversion.drop(setting, f"evaluates on {shown(setting.value)}: name these rows in data.validation", differs=True)
+        conversion.drop(
+            setting, f"evaluates on {shown(setting.value)}: name these rows in data.validation", differs=True
+        )
     else:
         item = conversion.source("validation", setting)
         item["source"] = values["argument_0"] or values["path"]
@@ -438,7 +440,20 @@ def _plus(left: Any, right: Any) -> Joined:
 
 
 # Texts in statements that write turns of ShareGPT as those of OpenAI.
-_WORDS_OF_TURNS = {"role", "content", "from", "value", "", "human", "user", "gpt", "assistant", "system", "model", "bot"}
+_WORDS_OF_TURNS = {
+    "role",
+    "content",
+    "from",
+    "value",
+    "",
+    "human",
+    "user",
+    "gpt",
+    "assistant",
+    "system",
+    "model",
+    "bot",
+}
 
 
 def _is_turn(node: ast.AST, name: str | None) -> bool:
@@ -454,7 +469,9 @@ def _turns_appended(loop: ast.For, name: str) -> str | None:
     lists = set()
     for node in ast.walk(loop):
         match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="append"), args=[turn]) if _is_turn(turn, name):
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="append"), args=[turn]) if _is_turn(
+                turn, name
+            ):
                 lists.add(of)
             case ast.Call(func=ast.Attribute(attr="append")):
                 return None
