@@ -195,7 +195,9 @@ def _options(words: list[str], path: Path, line: int, overrides: Sequence[str]) 
         launcher["num_processes"] = devices[-1].count(",") + 1  # it starts one for each device
     arguments = dict(_pairs(words[program + 1 :]))
     origin = Origin(str(path), line)
-    if "config_name" in arguments:
+    if any(
+        word.startswith("--config-name") for word in words
+    ):  # Hydra's; --config_name is one of transformers' scripts
         tree = _composed(str(arguments["config_name"]), words[program + 1 :], path, line, overrides)
         arguments = {}
     files = [arguments.pop(name) for name in _FILES if name in arguments]
@@ -387,7 +389,7 @@ def _script(text: str, path: Path) -> list[Tree]:
     }
     for node, branch in _dead_branches(module):
         calls = sorted({name for part in branch for one in ast.walk(part) if (name := _known_call(one))})
-        if calls and not _rows_loaded(branch):
+        if calls and not _rows_loaded(branch) and not isinstance(node.test, ast.Constant):
             why = f"{shown(ast.unparse(node.test))} is {bool(branch is node.orelse)} by default: no {', '.join(calls)}"
             put(tree, f"skipped_calls.line_{branch[0].lineno}", why, Origin(str(path), branch[0].lineno))
     for name, call in calls_of(module):
