@@ -730,6 +730,14 @@ def test_scripts_that_train_on_what_follows_a_text(tmp_path: Path) -> None:
     assert "trains on a part of each text" in failure
 
 
+def test_a_script_that_names_the_column_of_its_texts(tmp_path: Path) -> None:
+    """It is trained on although rows such as those of Alpaca have columns of instructions, too."""
+    named = files.UNSLOTH.replace("train_dataset=dataset,", "train_dataset=dataset, dataset_text_field='text',")
+    texts = named.replace("dataset = dataset.map(write, batched=True)", "")
+    assert recipe(of(tmp_path, texts, name="unsloth.py"), tmp_path)["data"]["format"] == "text"
+    assert "format" not in recipe(of(tmp_path, named, name="unsloth.py"), tmp_path)["data"]  # a function writes it
+
+
 def test_rows_that_a_script_evaluates_on(tmp_path: Path) -> None:
     text = files.UNSLOTH.replace('load_dataset("owner/chats", split="train")', 'load_dataset("owner/chats")')
     text = text.replace("train_dataset=dataset,", "train_dataset=dataset['train'], eval_dataset=held,")

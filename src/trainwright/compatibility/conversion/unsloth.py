@@ -99,12 +99,16 @@ def packing(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 def text_field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Take the column of the texts, unless a function of the script writes it."""
-    if any(key.partition(".")[0] == "map" for key in conversion.settings):
-        conversion.drop(setting, "is read with map")
+    """Take the column of the texts, which counts before all others, unless a function of the script writes it."""
+    if _makes_rows(conversion):
+        conversion.drop(setting, "is read with the function that makes the rows")
     else:
         conversion.take(setting, "@train.columns.text", setting.value)
         conversion.take(setting, "@train.format", "text")
+
+
+def _makes_rows(conversion: Conversion) -> bool:
+    return any(key.partition(".")[0] == "map" or key.endswith("formatting_func") for key in conversion.settings)
 
 
 def model(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -125,8 +129,7 @@ _FIELDS = ("dataset_text_field", "SFTTrainer.dataset_text_field")
 
 def completions(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train on what follows the beginning of an answer: of all answers if the collator knows questions, too."""
-    makes_rows = any(key.partition(".")[0] == "map" or key.endswith("formatting_func") for key in conversion.settings)
-    if any(map(conversion.is_on, _FIELDS)) and not makes_rows:
+    if any(map(conversion.is_on, _FIELDS)) and not _makes_rows(conversion):
         conversion.refuse(setting, "trains on a part of each text; write rows with a prompt and a completion")
         return
     conversion.values.pop("data.targets", None)
