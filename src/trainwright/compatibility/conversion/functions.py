@@ -181,7 +181,7 @@ def divided(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def max_length(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the maximum length, which a recipe always has."""
     if isinstance(setting.value, int) and setting.value > 0:
-        conversion.take(setting, "data.max_length", setting.value)
+        conversion.take(setting, str(rule.to), setting.value)
     else:
         conversion.need(setting, f"does not limit the length of examples: pass {setting.key}=N")
 
