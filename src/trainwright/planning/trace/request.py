@@ -26,9 +26,9 @@ Rows = Literal["packed", "equal", "masked", "plain"]  # "equal": a pack of seque
 class Device:
     """The device that runs the kernels.
 
-    ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes
-    that it computes in. ``deterministic``: it uses deterministic kernels only. ``attention``:
-    of the recipe's model, on a CPU; a GPU's platform has it. ``fused``: it runs the fused kernels of ``models.fused``.
+    ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes that it computes in. ``deterministic``: it
+    uses deterministic kernels only. ``attention``: of the recipe's model, on a CPU; a GPU's platform has it. ``fused``:
+    it runs the fused kernels of ``models.fused``.
     """
 
     kind: Literal["cpu", "cuda"]
