@@ -242,10 +242,8 @@ def _train(options: TrainingRequest) -> Path:
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
-    processes = resolved.recipe.parallel.num_processes
-    assert isinstance(processes, int), "a resolved recipe has no auto left"
     files = [launcher.default_file() for launcher in LAUNCHERS.present() if options.accelerate_config is None]
-    return tuple(environment.ignored_settings(nodes, processes, next(filter(None, files), None)))
+    return tuple(environment.ignored_settings(nodes, resolved.processes, next(filter(None, files), None)))
 
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")

@@ -25,7 +25,7 @@ from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
 from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
-from trainwright.run.node_launches import Launch, Spread
+from trainwright.run.launches import Launch, Spread
 from trainwright.run.shutdown.failure import Failure, first_failure
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.worker_processes import WorkerRanks

@@ -120,6 +120,12 @@ def prepare_environment(cores: int, processes: int, threads: int | None = None) 
     return threads_allowed()
 
 
+def set_threads(before: int | None, threads: int | None) -> None:
+    """Set the threads per process for another plan than the one with ``before``, unless the user has set them."""
+    if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(before):
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 def keep_freed_memory() -> None:
     """Have glibc reuse the memory of freed tensors (mallopt(3)) instead of returning it and faulting it in again.
 
@@ -152,7 +158,6 @@ def preload_libraries() -> None:
     # Ask the driver's management library whether there are GPUs: initializing CUDA itself in the parent
     # would make it unusable in every forked worker.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch.distributed.launcher.api  # noqa: F401
     import transformers.modeling_layers  # noqa: F401  most of the time that importing any model takes
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError, error_of
 from trainwright.machine.cgroups import groups
 from trainwright.run.shutdown.stop import START_METHOD
 from trainwright.utils.paths import write_file
@@ -184,6 +184,13 @@ class Failure:
     exit_code: int
     ran_out: MemoryFailure | None = None
     cause: Cause | None = None
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise a failure that ends the run."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\r")  # a killed worker may have hidden the cursor for its progress bar
+    raise error_of(failure.exit_code, failure.message)
 
 
 def error_file(logs: Path, rank: int) -> Path:
