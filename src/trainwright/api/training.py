@@ -252,7 +252,7 @@ _started = itertools.count()
 
 def launcher(nodes: int | None) -> str | None:
     """Return the launcher that started this process as one of several that train together, or None."""
-    return environment.launcher_of(Variables(os.environ), nodes or 1)
+    return environment.launcher_of(Variables(), nodes or 1)
 
 
 def join(request: TrainingRequest, name: str, progress: bool) -> Path:
@@ -271,13 +271,13 @@ def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
 
     failed: list[tuple[int, str]] = []
 
-    def tell(code: int, message: str) -> None:
+    def report(code: int, message: str) -> None:
         failed.append((code, message))
         answer(None, error_of(code, message))  # at once: a failed rank does not return from training
 
     try:
         with interruptible():
-            code, run = run_joined(request, tell, number=number, launcher=launcher)
+            code, run = run_joined(request, report, number=number, launcher=launcher)
     except Interrupted:
         raise Stopped("stopped before the first step; nothing was changed") from None
     if failed:

@@ -27,7 +27,6 @@ from trainwright.errors import (
     EXIT_REQUEST,
     EXIT_STOPPED,
     EXIT_TRAINING,
-    MachineError,
     Stopped,
     TrainingError,
     TrainwrightError,
@@ -39,6 +38,7 @@ from trainwright.run import process, run_directory
 from trainwright.run.group.addresses import LOOPBACK, in_words, set_interfaces
 from trainwright.run.group.device_slots import DeviceSlot, Member, device_slots, first_ranks
 from trainwright.run.group.environment import (
+    RENDEZVOUS_SECONDS,
     SUPERVISING_LAUNCHERS,
     LaunchEnvironment,
     Variables,
@@ -64,7 +64,6 @@ from trainwright.run.shutdown.requests import Deadline, deadline_of
 from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
 from trainwright.run.start import recorded_run, warn_of_launcher
 from trainwright.run.stored_runs import is_url
-from trainwright.utils.paths import appears
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
@@ -96,12 +95,9 @@ class Opened:
         return Path(self.working_directory) / self.directory
 
 
-_SECONDS = 600.0  # for which processes wait for one another
-
-
 def run_joined(
     options: TrainingRequest,
-    tell: Callable[[int, str], None] = lambda code, message: None,
+    report: Callable[[int, str], None] = lambda code, message: None,
     *,
     number: int = 0,
     launcher: int | None = None,
@@ -111,7 +107,7 @@ def run_joined(
     A failure is printed once in the whole run.
 
     Args:
-        tell: called in every process with the exit code and the message of a failure, before the process ends.
+        report: called in every process with the exit code and the message of a failure, before the process ends.
         number: of earlier runs that the same processes trained in sequence.
         launcher: pid of the launcher or of the process it started; None: this process's parent.
     """
@@ -131,14 +127,14 @@ def run_joined(
     try:
         rendezvous = _meet(environment, options)
     except TrainwrightError as error:
-        tell(error.exit_code, str(error))
+        report(error.exit_code, str(error))
         # Without rank 0, rank 1 reports for the other ranks of its job.
         job = f"{environment.address}:{environment.port} {_words(options)}"
         if environment.rank <= 1 and should_report(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code, None
-    failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, tell)
-    participant = _Participant(options, environment, rendezvous, failures, tell)
+    failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, report)
+    participant = _Participant(options, environment, rendezvous, failures)
     with ExitStack() as stack:
         try:
             deadline = None
@@ -196,7 +192,7 @@ def _meet(environment: LaunchEnvironment, options: TrainingRequest) -> Rendezvou
         set_interfaces(address)
     member = Member.here(environment)  # before the others arrive, as they expect an answer at once
     shared = run_directory.RUNS if environment.nodes == 1 else _shared(options)
-    rendezvous = meet_ranks(environment, _words(options), options.rendezvous_timeout or _SECONDS, shared)
+    rendezvous = meet_ranks(environment, _words(options), options.rendezvous_timeout or RENDEZVOUS_SECONDS, shared)
     rendezvous.post(member.posted())
     return rendezvous
 
@@ -218,14 +214,12 @@ class _Participant:
     Attributes:
         rendezvous: with the other processes; None if there are none.
         failures: of this process and of others.
-        tell: called with the exit code and the message of a failure.
     """
 
     options: TrainingRequest
     environment: LaunchEnvironment
     rendezvous: Rendezvous | None
     failures: FailureReport
-    tell: Callable[[int, str], None]
 
     def open(
         self, settings: LauncherSettings | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
@@ -235,7 +229,7 @@ class _Participant:
         if rendezvous is None:
             members = [Member.here(environment)]
         else:
-            posted = rendezvous.gather(self.options.rendezvous_timeout or _SECONDS)
+            posted = rendezvous.gather(self.options.rendezvous_timeout or RENDEZVOUS_SECONDS)
             members = [Member.read(fields) for fields in posted.values()]
         request = self._request(settings)
         if request.recipe.parallel.device == "cpu":
@@ -263,7 +257,7 @@ class _Participant:
         return opened, everyone[0]
 
     def _request(self, settings: LauncherSettings | None) -> RunRequest:
-        if settings is None and accelerate_variables(Variables(os.environ)):
+        if settings is None and accelerate_variables(Variables()):
             LAUNCHERS.get("accelerate")  # is not installed: its settings must not be ignored
         if settings is not None and settings.refusal is not None:
             raise settings.refusal
@@ -281,11 +275,8 @@ class _Participant:
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
         opened = Opened(**decision["opened"])
-        if not appears(opened.path / run_directory.RECIPE, opened.recipe):
-            raise MachineError(
-                f"rank {self.environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, "
-                "which rank 0 created; set logging.run_directory to a file system that all machines share"
-            )
+        member = f"rank {self.environment.rank} on {socket.gethostname()}"
+        run_directory.check_visible(opened.path, opened.recipe, member, "rank 0")
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
         process.enter_process(log, parent=_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
@@ -294,7 +285,7 @@ class _Participant:
     def refuse(self, error: Exception) -> int:
         """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
         if isinstance(error, _PeerRefused):
-            self.tell(error.exit_code, str(error))
+            self.failures.report(error.exit_code, str(error))
             self.leave_together(_REPORT_SECONDS)
             return error.exit_code
         if self.environment.rank != 0:
@@ -305,7 +296,7 @@ class _Participant:
         self.failures.interrupting(lambda: None)
         if self.rendezvous is not None:
             self.rendezvous.publish("opened", {"refused": code, "why": message})
-        self.tell(code, message)
+        self.failures.report(code, message)
         say(f"{'' if code == EXIT_STOPPED else 'error: '}{message}", file=self.failures.terminal)
         self.leave_together(_REPORT_SECONDS)
         return code

@@ -321,7 +321,7 @@ class Elastic:
                     "resume the run when they are back"
                 )
             time.sleep(_LOOK_SECONDS)
-        self._stopping.left = BEFORE_FIRST_STEP
+        self._stopping.resumes_from = BEFORE_FIRST_STEP
         return 0
 
 

@@ -1,11 +1,8 @@
 """Several machines, each with our launcher: they meet at node 0, share one run, and end together.
 
 The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
-It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back.
-
-How long the other nodes of a run have sent no message.
-
-The kernel of a machine that fails may still answer for its programs, so each launcher says now and then that it runs.
+It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back. The kernel
+of a machine that fails may still answer for its programs, so each launcher also says now and then that it runs.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from trainwright.run.launches import Launch, Spread
 from trainwright.run.shutdown.failure import Failure, first_failure
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.worker_processes import WorkerRanks
-from trainwright.utils.paths import appears
 from trainwright.utils.text import say
 
 
@@ -85,11 +81,7 @@ def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
 
 def visible(run: Path, recipe: str, node: int) -> Path:
     """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
-    if not appears(run / run_directory.RECIPE, recipe):
-        raise MachineError(
-            f"node {node} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
-            "created; set logging.run_directory to a file system that all nodes share"
-        )
+    run_directory.check_visible(run, recipe, f"node {node} ({socket.gethostname()})", "node 0")
     return run
 
 
@@ -268,7 +260,7 @@ class Nodes:
 
     def open(self, make: Callable[[], tuple[Path, str]], open_here: Callable[[Path, str, int], Path] = visible) -> Path:
         """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
-        open it, by `seen`, of the directory, that text and their index.
+        open it, by `open_here`, of the directory, that text and their index.
         """
         if self.index == 0:
             run, recipe = self.reporting_failure(make)

@@ -159,7 +159,7 @@ class LocalRun:
         if code == EXIT_STOPPED:
             if is_first:
                 record_failure(run, None)
-            stopped = Stopped(f"{describe_stop(run, self.stopping.left)}; {_next(run)}")
+            stopped = Stopped(f"{describe_stop(run, self.stopping.resumes_from)}; {_next(run)}")
             stopped.run = run
             raise stopped
         if not (run / "final").is_dir():

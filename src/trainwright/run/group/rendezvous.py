@@ -41,8 +41,6 @@ from trainwright.run.group.peers import (
 )
 from trainwright.run.group.trust import VARIABLE, Unproven, secret_of
 
-DEFAULT_TIMEOUT = 600.0  # seconds
-
 _STORE_TIMEOUT = timedelta(minutes=15)
 POLL_SECONDS = 0.1
 
@@ -325,9 +323,9 @@ _Newest = Callable[[], tuple[str, int] | None]
 
 def meet_ranks(
     environment: LaunchEnvironment,
-    arguments: Sequence[str] = (),
-    seconds: float = DEFAULT_TIMEOUT,
-    shared: Path = SHARED,
+    arguments: Sequence[str],
+    seconds: float,
+    shared: Path,
 ) -> Rendezvous:
     """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
 

@@ -52,7 +52,11 @@ FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG, Cause.NODE)
 
 
 class EndedBySignal(FaultError):
-    """A signal from outside ended a worker."""
+    """A signal from outside, not from its launcher, ended a worker."""
+
+    def __init__(self, rank: int, number: signal.Signals) -> None:
+        who = "from a user, a scheduler or another program"
+        super().__init__(f"rank {rank} was ended by an external {number.name}: {who}")
 
 
 class EndedEarly(TrainingError):
@@ -266,11 +270,6 @@ def _cut(rank: int, record: dict[str, Any], logs: Path) -> Failure:
         f"rank {rank} lost its connection to another rank, and no rank reports another error: {said}{advice(trace)}"
     )
     return Failure(message + _log(logs, rank), int(record["exit_code"]), cause=Cause.CONNECTION)
-
-
-def ended_from_outside(rank: int, number: signal.Signals) -> str:
-    """Return the message for a rank that was ended by a signal not from its launcher."""
-    return f"rank {rank} was ended by an external {number.name}: from a user, a scheduler or another program"
 
 
 def _ended(code: int, out_of_memory: bool) -> str:

@@ -35,7 +35,7 @@ _LAUNCHER_DECIDES_SECONDS = 1.0
 
 _SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish", "busybox"}
 
-# What a stopped launch has left behind.
+# What a stopped launch can be resumed from.
 CHECKPOINT, NEWEST, BEFORE_FIRST_STEP = "checkpoint", "newest", "before the first step"
 
 
@@ -120,7 +120,7 @@ class Stopping:
         self.flags = Flags()
         self.kill: Callable[[], None] = _interrupt
         self.killed = False
-        self.left = CHECKPOINT
+        self.resumes_from = CHECKPOINT
         self._notice = notice
         self._look: Callable[[], str | None] | None = None
         self._looked = self._first = 0.0
@@ -176,7 +176,7 @@ class Stopping:
 
     def end(self, resumes_from: str) -> None:
         """Kill the workers now. ``resumes_from``: what the run can be resumed from."""
-        self.killed, self.left = True, resumes_from
+        self.killed, self.resumes_from = True, resumes_from
         self.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -193,7 +193,7 @@ def describe_stop(run: Path, resumes_from: str = CHECKPOINT) -> str:
     """Return how a stopped run ended, and what it can be resumed from.
 
     Args:
-        resumes_from: what the launch says of its end, see ``Stopping.left``.
+        resumes_from: of ``Stopping``.
     """
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
 
