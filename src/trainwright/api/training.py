@@ -174,13 +174,9 @@ class PreparedTraining:
         Raises:
             As `train`.
         """
-        from trainwright.api.publishing import push_finished
         from trainwright.run.start import start
 
-        run = start(self.request, self.resolved, self.machine, self.rendezvous)
-        if self.rendezvous is None or self.rendezvous.node_rank == 0:
-            push_finished(run)
-        return run
+        return start(self.request, self.resolved, self.machine, self.rendezvous)
 
 
 def prepare_shown(options: TrainingRequest) -> PreparedTraining:

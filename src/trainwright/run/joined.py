@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainwright.errors import (
     EXIT_FAULT,
+    EXIT_FINISHED,
     EXIT_REQUEST,
     EXIT_STOPPED,
     EXIT_TRAINING,
@@ -171,6 +172,10 @@ def run_joined(
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
                 run_directory.discard_unstarted(run, keep=options.resume == AUTO)
             participant.end(code)
+        if environment.rank == 0 and code == EXIT_FINISHED:
+            from trainwright.run.hub import push_finished
+
+            push_finished(run, terminal)  # while the others wait: some launchers end what runs longest
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
             say(f"{describe_stop(run)}; continue with --resume {quoted(run)}", file=terminal)
