@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -78,10 +78,13 @@ _LEAVE_SECONDS, _REPORT_SECONDS = 20.0, 3.0
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What rank 0 has decided. `directory` is the run directory as rank 0 wrote it.
+class OpenedRun:
+    """A run that rank 0 has opened, as it tells the others.
 
-    `firsts`: the first rank of each machine but rank 0's, which prepares the run there.
+    Attributes:
+        directory: of the run, as rank 0 wrote it.
+        recipe: its text.
+        firsts: the first rank of each machine but rank 0's, which prepares the run there.
     """
 
     directory: str
@@ -155,23 +158,8 @@ def run_joined(
         if environment.rank == 0:
             warn_of_launcher(environment.launcher, terminal)
         failures.interrupting(None)
-        rank_info = participant.rank_info(slot)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
-        try:
-            from trainwright.run.group.rendezvous import prepare_each_machine
-            from trainwright.run.run_worker import Worker, train
-
-            prepare_each_machine(lambda: process.prepare(run), rendezvous, opened.firsts)
-            with ExitStack() as watched:
-                for watcher in WATCHERS.present():
-                    watched.enter_context(watcher.watch_beside(run, rank_info, terminal, lambda: failures.text))
-                worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=environment.launcher)
-                code = run_to_end(functools.partial(train, worker), rank_info.rank)
-        except Exception as error:
-            code = failures.fail(error)
-            if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
-                run_directory.discard_unstarted(run, keep=options.resume == AUTO)
-            participant.end(code)
+        code = participant.train(run, opened, slot, deadline)
         if environment.rank == 0 and code == EXIT_FINISHED:
             from trainwright.run.hub import push_finished
 
@@ -228,7 +216,7 @@ class _Participant:
 
     def open(
         self, settings: LauncherSettings | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
-    ) -> tuple[Opened, DeviceSlot]:
+    ) -> tuple[OpenedRun, DeviceSlot]:
         """Do on rank 0 everything before the first step that has to be done once."""
         environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
         if rendezvous is None:
@@ -239,7 +227,7 @@ class _Participant:
         request = self._request(settings)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
-        everyone = device_slots(members)
+        slots = device_slots(members)
         machines = len({(member.host, member.node) for member in members})
         check_request(request)
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
@@ -255,11 +243,10 @@ class _Participant:
             process.enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
             process.prepare(run)
             failures.begin(logs)
-        opened = Opened(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
+        opened = OpenedRun(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
         if rendezvous is not None:
-            shown = [[slot.gpu, slot.own_cores, slot.local_size] for slot in everyone]
-            rendezvous.publish("opened", {"opened": vars(opened), "places": shown})
-        return opened, everyone[0]
+            rendezvous.publish("opened", {"opened": vars(opened), "slots": [astuple(slot) for slot in slots]})
+        return opened, slots[0]
 
     def _request(self, settings: LauncherSettings | None) -> RunRequest:
         if settings is None and accelerate_variables(Variables()):
@@ -270,7 +257,7 @@ class _Participant:
         request = request_of(options.recipe, list(options.overrides), options.resume, settings)
         return for_started(request, self.environment.size, self.environment.launcher)
 
-    def follow(self) -> tuple[Opened, DeviceSlot]:
+    def follow(self) -> tuple[OpenedRun, DeviceSlot]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
@@ -279,13 +266,13 @@ class _Participant:
         decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {where} to begin the run"))
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
-        opened = Opened(**decision["opened"])
+        opened = OpenedRun(**decision["opened"])
         member = f"rank {self.environment.rank} on {socket.gethostname()}"
         run_directory.check_visible(opened.path, opened.recipe, member, "rank 0")
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
         process.enter_process(log, parent=_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
-        return opened, DeviceSlot(*decision["places"][self.environment.rank])
+        return opened, DeviceSlot(*decision["slots"][self.environment.rank])
 
     def refuse(self, error: Exception) -> int:
         """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
@@ -306,7 +293,28 @@ class _Participant:
         self.leave_together(_REPORT_SECONDS)
         return code
 
-    def rank_info(self, slot: DeviceSlot) -> RankInfo:
+    def train(self, run: Path, opened: OpenedRun, slot: DeviceSlot, deadline: Deadline | None) -> int:
+        """Train as this rank; return the exit code. A failure is reported, and ends the process."""
+        rank_info, failures = self._rank_info(slot), self.failures
+        try:
+            from trainwright.run.group.rendezvous import prepare_each_machine
+            from trainwright.run.run_worker import Worker, train
+
+            prepare_each_machine(lambda: process.prepare(run), self.rendezvous, opened.firsts)
+            with ExitStack() as watched:
+                for watcher in WATCHERS.present():
+                    watched.enter_context(
+                        watcher.watch_beside(run, rank_info, failures.terminal, lambda: failures.text)
+                    )
+                worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=self.environment.launcher)
+                return run_to_end(functools.partial(train, worker), rank_info.rank)
+        except Exception as error:
+            code = failures.fail(error)
+            if rank_info.rank == 0 and code == EXIT_REQUEST and not opened.resume:
+                run_directory.discard_unstarted(run, keep=self.options.resume == AUTO)
+            self.end(code)
+
+    def _rank_info(self, slot: DeviceSlot) -> RankInfo:
         """Return this process's rank and its device."""
         from torch.distributed import PrefixStore
 
@@ -378,7 +386,7 @@ def _interruptible(failures: FailureReport) -> Iterator[None]:
 
 
 def _parent(environment: LaunchEnvironment) -> int | None:
-    # If started by hand, the parent is a shell, which the process may be meant to outlive.
+    """Return the pid of the process that this one ends with; None if it is a shell, which the run may outlive."""
     return None if environment.launcher == "python" else os.getppid()
 
 

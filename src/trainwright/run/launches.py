@@ -261,9 +261,9 @@ class Elastic:
         self._run, self._usable, self._largest = run, usable, largest
         self._stopping, self._clock = stopping, clock
         self._running = usable[-1]
-        self._wanted: int | None = self._running
-        self._since = self._looked = clock()
-        self._saves = False  # whether a checkpoint was asked for to have the processes that are wanted
+        self._target: int | None = self._running
+        self._since = self._looked_at = clock()
+        self._saves = False  # whether a checkpoint was asked for to have the target number of processes
 
     def available(self) -> int | None:
         """Return the largest usable number for which there are devices and slots; None if there are too few."""
@@ -277,17 +277,17 @@ class Elastic:
                 f"parallel.num_processes: the run needs at least {self._usable[0]}, and there are fewer usable GPUs, "
                 f"nodes or slots ({self._run / SLOTS_FILE}); lower its min, or raise the slots"
             )
-        self._running = self._wanted = number
+        self._running = self._target = number
         return number
 
     def check(self) -> None:
         """Look for a change; ask the workers to end after a checkpoint if it lasts. Call it repeatedly."""
         now = self._clock()
-        if now - self._looked < _LOOK_SECONDS:
+        if now - self._looked_at < _LOOK_SECONDS:
             return
-        self._looked, available, flag = now, self.available(), self._stopping.flags.resize
-        if available != self._wanted:
-            self._wanted, self._since, self._saves = available, now, False
+        self._looked_at, available, flag = now, self.available(), self._stopping.flags.resize
+        if available != self._target:
+            self._target, self._since, self._saves = available, now, False
         lasted = now - self._since
         if available == self._running or lasted < _STEADY_SECONDS:
             flag.value = 0
@@ -309,7 +309,7 @@ class Elastic:
             if (number := self.available()) is not None:
                 if number != self._running:
                     say(f"going on with {_processes(number)} instead of {self._running}", file=sys.stderr)
-                self._running = self._wanted = number
+                self._running = self._target = number
                 return number
             if not is_shown:
                 few = f"waiting for at least {_processes(self._usable[0])} (usable: {in_words(self._usable)})"

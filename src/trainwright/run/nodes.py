@@ -96,28 +96,28 @@ class Silence:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._heard: dict[int, float] = {}
-        self._looked = self._said = clock()
+        self._heard_at: dict[int, float] = {}
+        self._looked_at = self._reported_at = clock()
 
     def hear(self, node: int) -> None:
         """Note a message of a node."""
-        self._heard[node] = self._clock()
+        self._heard_at[node] = self._clock()
 
     def is_time(self) -> bool:
         """Return whether this node is to say that it runs."""
         now = self._clock()
-        if now - self._said < _RUNS_SECONDS:
+        if now - self._reported_at < _RUNS_SECONDS:
             return False
-        self._said = now
+        self._reported_at = now
         return True
 
     def silent(self, nodes: Iterable[int]) -> list[int]:
         """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
         now, watched = self._clock(), list(nodes)
-        if now - self._looked > _MAX_LOOK_GAP:
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
-        return [node for node in watched if now - self._heard.setdefault(node, now) > SILENCE_LIMIT]
+        if now - self._looked_at > _MAX_LOOK_GAP:
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._looked_at = now
+        return [node for node in watched if now - self._heard_at.setdefault(node, now) > SILENCE_LIMIT]
 
 
 class NodeFailed(TrainwrightError):
