@@ -154,8 +154,10 @@ def resume(
 
 
 def _run(options: TrainingRequest, progress: bool) -> Run:
-    name = launcher(options.nodes)
-    return Run(run_in_process(_train, options, progress=progress) if name is None else join(options, name, progress))
+    launcher = environment.launcher_of(Variables(), options.nodes or 1)
+    if launcher is None:
+        return Run(run_in_process(_train, options, progress=progress))
+    return Run(_train_in_group(options, launcher, progress))
 
 
 @dataclass(frozen=True)
@@ -243,22 +245,15 @@ def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> t
 
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
-_started = itertools.count()
+_numbers = itertools.count()  # of the runs that this process has trained so
 
 
-def launcher(nodes: int | None) -> str | None:
-    """Return the launcher that started this process as one of several that train together, or None."""
-    return environment.launcher_of(Variables(), nodes or 1)
-
-
-def join(request: TrainingRequest, name: str, progress: bool) -> Path:
-    """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
-    `train`.
-    """
+def _train_in_group(request: TrainingRequest, launcher: str, progress: bool) -> Path:
+    """Train as one of the processes that ``launcher`` has started; return the run directory. Raises like `train`."""
     if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
-        raise RequestError(f"{excess[0]}: {name} started the processes and sets their rendezvous; remove it")
+        raise RequestError(f"{excess[0]}: {launcher} started the processes and sets their rendezvous; remove it")
     request = replace(request, overrides=tuple(request.with_number()), num_processes=None)
-    return run_in_process(_join, request, next(_started), os.getppid(), progress=progress)
+    return run_in_process(_join, request, next(_numbers), os.getppid(), progress=progress)
 
 
 def _join(request: TrainingRequest, number: int, launcher: int) -> Path:

@@ -21,7 +21,7 @@ from trainwright.run import run_directory
 from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
-from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
+from trainwright.run.group.rendezvous import Rendezvous, meet
 from trainwright.run.launches import Launch, Spread
 from trainwright.run.shutdown.failure import Failure, first_failure
 from trainwright.run.shutdown.stop import Stopping
@@ -215,7 +215,7 @@ class Nodes:
         stopping: LinkedStopping,
         rules: NodeRules,
         enough: Callable[[int], bool] = lambda number: False,
-        shared: Path = SHARED,
+        shared: Path = run_directory.RUNS,
     ) -> Nodes:
         """Meet the other nodes.
 

@@ -95,11 +95,10 @@ def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``number`` to this process when `parent` (its pid) dies in any way (prctl(2))."""
-    stop.signal_after_parent(number)
+    """Have the kernel send ``number`` to this process when `parent` (its pid) dies in any way."""
     if not sys.platform.startswith("linux"):
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died between the fork and the line above
+    if stop.signal_after_parent(number, parent):
         os._exit(EXIT_STOPPED)
 
 

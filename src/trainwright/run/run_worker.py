@@ -179,7 +179,8 @@ def run_worker(
         sizes = count_parameters(task.module)  # before they are sharded
         doing("waiting for the other processes")
         heartbeat.phase("joining")
-        world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, _timeout(recipe))
+        timeout = timedelta(seconds=seconds_of(recipe.parallel.timeout))
+        world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, timeout)
         world = replace(world, stop_requested=stop_requested)
     with Activity(process.console(), f"setting up {recipe.parallel.strategy}"):
         heartbeat.phase("setup")
@@ -275,10 +276,6 @@ def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> N
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     _bind(machine, rank_info)
-
-
-def _timeout(recipe: RecipeSchema) -> timedelta:
-    return timedelta(seconds=seconds_of(recipe.parallel.timeout))
 
 
 def _use_deterministic_kernels() -> None:

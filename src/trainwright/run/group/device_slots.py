@@ -53,7 +53,7 @@ class DeviceSlot:
 
 
 def device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
-    """Return a place for every rank. Raises MachineError if the processes do not fit on their machines."""
+    """Return a slot for every rank. Raises MachineError if the processes do not fit on their machines."""
     _same_version(members)
     slots: dict[int, DeviceSlot] = {}
     for ranks in _machines(members):

@@ -40,12 +40,12 @@ from trainwright.run.group.peers import (
     job_of,
 )
 from trainwright.run.group.trust import VARIABLE, Unproven, secret_of
+from trainwright.run.run_directory import RUNS
 
 _STORE_TIMEOUT = timedelta(minutes=15)
 POLL_SECONDS = 0.1
 
 _PREPARED = "prepared"
-SHARED = Path("runs")  # in the current directory
 
 
 class Rendezvous:
@@ -157,7 +157,7 @@ def meet(
     job: Job,
     fix: str,
     meanwhile: Callable[[], None] = lambda: None,
-    shared: Path = SHARED,
+    shared: Path = RUNS,
 ) -> Rendezvous:
     """Meet the other members. Strangers and members of other jobs are rejected before the store.
 
