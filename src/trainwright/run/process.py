@@ -76,7 +76,7 @@ def ignore_closed_output() -> None:
 
 
 class _LossyFile(io.FileIO):
-    """A text stream that ignores failing writes: a full disk, or a closed pipe, does not end a run."""
+    """A file that ignores failing writes: a full disk, or a closed pipe, does not end a run."""
 
     def write(self, data: Any) -> int:
         try:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from trainwright.engine.event_reader import read_events
 from trainwright.errors import (
     EXIT_FINISHED,
     EXIT_REQUEST,
@@ -297,26 +296,11 @@ _STEPS = 2  # the second step also has the optimizer state in memory
 _FIRST_TO_BE_KILLED = 1000
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """The result of a probe. `memory_bytes` is the largest peak of any rank and `step_time` that of the last step, in
-    seconds; both None if no step was finished. `error` describes why not, whether memory ran out or for another reason.
-    """
-
-    fits: bool
-    memory_bytes: int | None = None
-    step_time: float | None = None
-    out_of_memory: bool = False
-    error: str | None = None
-
-
-def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> ProbeResult:
-    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
+def try_largest_step(recipe: str, stopping: Stopping, processes: int) -> Failure | None:
+    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML); return how it failed, if it
+    did.
 
     Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
-
-    Args:
-        processes: number of workers; by default, as many as the recipe has.
 
     Raises:
         Stopped: a stop was requested meanwhile.
@@ -326,19 +310,13 @@ def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> Prob
     run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
     try:
         run_directory.record(run, recipe, run.name, [])
-        processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
         work = functools.partial(_trial_run, run)
         ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
             raise Stopped()
-        memory_bytes, step_time = _trial_figures(run)
     finally:
         shutil.rmtree(run, ignore_errors=True)
-    if not isinstance(ended, int):
-        ran_out = ended.ran_out is not None
-        return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
-    assert ended == EXIT_FINISHED, "a trial run that nobody stops is finished"
-    return ProbeResult(True, memory_bytes, step_time)
+    return ended if isinstance(ended, Failure) else None
 
 
 def fit(run: Path, stopping: Stopping, processes: int) -> None:
@@ -358,14 +336,14 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
 
     while True:
         text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
-        probed = probe(text, stopping, processes)
-        if probed.fits or not probed.out_of_memory:
+        failure = try_largest_step(text, stopping, processes)
+        if failure is None or failure.ran_out is None:
             return
         recipe = load_recipe(run / run_directory.RECIPE)
         rows = recipe.train.micro_batch_size
         if not isinstance(rows, int) or rows == 1:
             raise MachineError(
-                f"the run's largest step was tested and does not fit: {probed.error}; `trainwright plan` shows what "
+                f"the run's largest step was tested and does not fit: {failure.message}; `trainwright plan` shows what "
                 "would fit"
             )
         why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
@@ -378,12 +356,3 @@ def _trial_run(run: Path) -> int:
 
     raise_oom_score(_FIRST_TO_BE_KILLED)
     return run_worker(Worker(run), trial=TrialRun(_STEPS, largest=True))
-
-
-def _trial_figures(run: Path) -> tuple[int | None, float | None]:
-    """Return the peak memory in bytes and the time in seconds of the last finished step."""
-    try:
-        steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
-    except OSError:
-        return None, None
-    return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)
