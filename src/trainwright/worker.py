@@ -17,8 +17,8 @@ import sys
 
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.recipe.loading import split_words
-from trainwright.run.group.environment import RENDEZVOUS_SECONDS
-from trainwright.run.group.failure_report import rank_from_variables, should_report
+from trainwright.run.group.environment import RENDEZVOUS_SECONDS, rank_from_variables
+from trainwright.run.group.failure_report import should_report
 from trainwright.run.joined import run_joined
 from trainwright.run.request import TrainingRequest, is_bare_resume
 from trainwright.run.shutdown.exit_code import record_exit_code

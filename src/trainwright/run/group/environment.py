@@ -26,6 +26,7 @@ RENDEZVOUS_SECONDS = 600.0  # for which processes and nodes wait for one another
 _FIRST_PORT, _PORTS = 15000, 16000
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by accelerate launch
 _ZERO = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")
@@ -100,6 +101,12 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
         return LaunchEnvironment("python")
     _check(environment)
     return environment
+
+
+def rank_from_variables(variables: Mapping[str, str]) -> int:
+    """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
+    texts = (variables.get(name, "").strip() for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
 
 
 def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | None = None) -> None:

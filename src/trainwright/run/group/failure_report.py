@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -159,11 +159,6 @@ def _end(code: int) -> None:
 
 
 _PREFIX = "trainwright-reported-"
-
-
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
 # How long to wait for rank 0 to report; and how long a report counts as one of this start.
 _WAIT_SECONDS, _VALID_SECONDS = 3.0, 20.0
 
@@ -194,12 +189,6 @@ def should_report(rank: int, what: str) -> bool:
     except OSError:
         return True
     return True
-
-
-def rank_from_variables(variables: Mapping[str, str]) -> int:
-    """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
-    texts = (variables.get(name, "").strip() for name in _RANKS)
-    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
 
 
 def _is_fresh(marker: Path) -> bool:
