@@ -178,7 +178,12 @@ class PreparedTraining:
         """
         from trainwright.run.start import start
 
-        return start(self.request, self.resolved, self.machine, self.rendezvous)
+        run = start(self.request, self.resolved, self.machine, self.rendezvous)
+        if self.request.recipe.push is not None and (self.rendezvous is None or self.rendezvous.node_rank == 0):
+            from trainwright.run.hub import push_finished
+
+            push_finished(run, sys.stderr)
+        return run
 
 
 def prepare_shown(options: TrainingRequest) -> PreparedTraining:

@@ -163,10 +163,6 @@ class LocalRun:
             raise stopped
         if not (run / "final").is_dir():
             raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
-        if is_first and self.resolved.recipe.push is not None:
-            from trainwright.run.hub import push_finished
-
-            push_finished(run, sys.stderr)
         return run
 
     def _prepare(self, stack: ExitStack) -> tuple[Path, LocalLaunches | NodeLaunches, int]:
