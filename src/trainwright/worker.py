@@ -17,7 +17,8 @@ import sys
 
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.recipe.loading import split_words
-from trainwright.run.group.failure_report import rank_from_variables, should_report
+from trainwright.run.group.environment import RENDEZVOUS_SECONDS, rank_from_variables
+from trainwright.run.group.failure_report import should_report
 from trainwright.run.joined import run_joined
 from trainwright.run.request import TrainingRequest, is_bare_resume
 from trainwright.run.shutdown.exit_code import record_exit_code
@@ -74,9 +75,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rendezvous-timeout",
         type=float,
-        default=600.0,
+        default=RENDEZVOUS_SECONDS,
         metavar="SECONDS",
-        help="seconds to wait for the other processes (600)",
+        help=f"seconds to wait for the other processes ({RENDEZVOUS_SECONDS:.0f})",
     )
     parser.add_argument("--until", metavar="TIME", help="stop after a checkpoint before this time, such as 06:00")
     parser.add_argument("--time-limit", metavar="TIME", help="stop after a checkpoint within this time, such as 4h")

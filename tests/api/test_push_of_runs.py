@@ -23,16 +23,20 @@ def hub() -> Iterator[Hub]:
     served.close()
 
 
-def command(hub: Hub, *arguments: str, token: str | None = TOKEN, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def command(
+    hub: Hub, *arguments: str, token: str | None = TOKEN, cwd: Path = ROOT, module: str = "trainwright"
+) -> subprocess.CompletedProcess[str]:
     """A command in a new process: the library reads where the Hub is as it is imported."""
     more = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN_PATH": str(cwd / "none")}
     variables = environment(**more, **({} if token is None else {"HF_TOKEN": token}))
     return subprocess.run(
-        [sys.executable, "-m", "trainwright", *arguments], env=variables, cwd=cwd, capture_output=True, text=True
+        [sys.executable, "-m", module, *arguments], env=variables, cwd=cwd, capture_output=True, text=True
     )
 
 
-def train(hub: Hub, run: Path, *overrides: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
+def train(
+    hub: Hub, run: Path, *overrides: str, token: str | None = TOKEN, module: str = "trainwright"
+) -> subprocess.CompletedProcess[str]:
     fixed = (
         f"logging.run_directory={run}",
         "logging.observers.tensorboard=false",
@@ -40,7 +44,8 @@ def train(hub: Hub, run: Path, *overrides: str, token: str | None = TOKEN) -> su
         "checkpoint.every=2",
     )
     fixed = (*fixed, "data.limit=24", "data.validation=4", ON_ROWS, "parallel.num_processes=1")
-    return command(hub, "train", str(TINY), *fixed, *overrides, token=token)
+    words = ["train"] * (module == "trainwright")
+    return command(hub, *words, str(TINY), *fixed, *overrides, token=token, module=module)
 
 
 def test_a_run_uploads_its_model_and_its_checkpoints(hub: Hub, tmp_path: Path) -> None:
@@ -58,6 +63,12 @@ def test_a_run_uploads_its_model_and_its_checkpoints(hub: Hub, tmp_path: Path) -
             assert files[f"checkpoints/step-00000004/{file.relative_to(newest)}"] == file.read_bytes()
     written = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
     assert not any(TOKEN.encode() in content for content in written)
+
+
+def test_a_run_of_another_launcher_uploads_its_model(hub: Hub, tmp_path: Path) -> None:
+    ended = train(hub, tmp_path / "run", "push.repository=me/tiny", module="trainwright.worker")
+    assert ended.returncode == 0 and "push: sent: http" in ended.stdout, ended.stderr
+    assert "push: uploading" in ended.stderr and "model.safetensors" in hub.files["me/tiny"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from trainwright.errors import MachineError
 from trainwright.recipe.checks import in_words, usable_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.run.group.elastic import Elastic, devices_for
+from trainwright.run.launches import Elastic, devices_for
 from trainwright.run.shutdown.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
 
 RANGE = "parallel.num_processes={min: 1, max: 3}"

@@ -14,7 +14,6 @@ from trainwright.run.shutdown.failure import (
     Cause,
     EndedBySignal,
     MemoryFailure,
-    ended_from_outside,
     error_file,
     error_record,
     exit_code_of,
@@ -127,7 +126,7 @@ def test_machine_error_keeps_its_exit_code(tmp_path: Path) -> None:
 def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_connections(tmp_path: Path) -> None:
     slots = {rank: new_slot() for rank in range(3)}
     record_exception(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {'x' * 200_000}"), slots[0])
-    record_exception(EndedBySignal(ended_from_outside(2, signal.SIGTERM)), slots[2])
+    record_exception(EndedBySignal(2, signal.SIGTERM), slots[2])
     slots[1].value = b'{"time": 1'  # killed while it wrote
     records = slot_records(slots)
     assert records.keys() == {0, 2}

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.runs import TINY, Runs
 from trainwright.errors import RequestError
-from trainwright.run.group.environment import ignored_settings, refuse_more_nodes
-from trainwright.run.group.failure_report import rank_from_variables, should_report
+from trainwright.run.group.environment import ignored_settings, rank_from_variables, refuse_more_nodes
+from trainwright.run.group.failure_report import should_report
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 

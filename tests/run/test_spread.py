@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.run.node_launches import Spread, spread
+from trainwright.run.launches import Spread, spread
 from trainwright.run.nodes import SILENCE_LIMIT, Silence
 
 

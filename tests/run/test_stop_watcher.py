@@ -63,7 +63,7 @@ def test_workers_with_nothing_to_save_are_killed_after_a_moment(worker: subproce
     launch.stopping.flag.value = launch.stopping.flags.fresh.value = 1
     with pytest.raises(Killed):
         launch.look_until(60)
-    assert 2 <= launch.now <= 20 and launch.stopping.left == BEFORE_FIRST_STEP
+    assert 2 <= launch.now <= 20 and launch.stopping.resumes_from == BEFORE_FIRST_STEP
 
 
 def test_one_that_stands_still_again_is_named_and_all_are_killed(
@@ -80,6 +80,6 @@ def test_one_that_stands_still_again_is_named_and_all_are_killed(
     wait_for(lambda: _is_suspended(worker.pid))
     with pytest.raises(Killed):
         launch.look_until(launch.now + 60)
-    assert launch.stopping.killed and launch.stopping.left == NEWEST
+    assert launch.stopping.killed and launch.stopping.resumes_from == NEWEST
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all(f"rank 3 (process {worker.pid})" in line for line in said)

@@ -6,12 +6,12 @@ import json
 import os
 import resource
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 
 
@@ -117,14 +117,16 @@ def abandon(where: str) -> None:
     leave()
 
 
-def probe(recipe: str, mebibytes: int | None, answer: str) -> None:
-    """Probe a resolved recipe, limited if so; what was found goes to the file `answer`."""
+def try_largest_step(recipe: str, mebibytes: int | None, answer: str) -> None:
+    """Try the largest step of a resolved recipe, limited if so; how it failed goes to the file `answer`."""
     from trainwright.run.process import preload_libraries
     from trainwright.run.shutdown.stop import Stopping
-    from trainwright.run.start import probe
+    from trainwright.run.start import try_largest_step
 
     preload_libraries()
     if mebibytes is not None:
         limit(mebibytes)
     with Stopping() as stopping:
-        Path(answer).write_text(json.dumps(asdict(probe(recipe, stopping))))
+        failure = try_largest_step(recipe, stopping, yaml.safe_load(recipe)["parallel"]["num_processes"])
+    result = {"out_of_memory": failure.ran_out is not None, "error": failure.message} if failure is not None else None
+    Path(answer).write_text(json.dumps(result))

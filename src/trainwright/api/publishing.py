@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainwright.api.separate_process import run_in_process
 from trainwright.data.rows.chat_encoding import install_template
 from trainwright.engine.event_reader import read_log
-from trainwright.errors import MachineError, RequestError, TrainwrightError
+from trainwright.errors import RequestError
 from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import check_exists, resolve
 from trainwright.models.tokenization import ending_turns
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from trainwright.inference.finding import UnloadedModel
 
 
-_PAUSES = (2.0, 10.0)  # seconds before a failed upload at the end of a run is tried again
 _DTYPES = {"safetensors": ("fp32", "bf16", "fp16"), "gguf": ("f16", "f32"), "adapter": ()}
 
 
@@ -195,8 +193,9 @@ class Upload:
     @property
     def files(self) -> dict[str, Path]:
         """Return the files by their path in the repository, without the card."""
-        files = (path for path in sorted(self.weights.rglob("*")) if path.is_file() and path.name != "README.md")
-        return {str(path.relative_to(self.weights)): path for path in files}
+        from trainwright.run.hub import model_files
+
+        return model_files(self.weights)
 
     def __str__(self) -> str:
         return "\n".join(self._lines()) if self.url is None else f"sent: {self.url}"
@@ -261,10 +260,12 @@ def pushed(
     if checkpoint is not None:
         return _push_checkpoint(run, checkpoint, repository, private, dry_run)
     weights = _weights(run)
-    from trainwright.run.hub import model_card
+    from trainwright.run.hub import model_card, send_model
 
     upload = Upload(repository, weights, model_card(run, repository, weights))
-    return upload if dry_run else replace(upload, url=_send(upload, private, message))
+    if dry_run:
+        return upload
+    return replace(upload, url=send_model(weights, upload.card, repository, private, message))
 
 
 def _push_checkpoint(run: Path, step: int, repository: str, private: bool, dry_run: bool) -> Upload:
@@ -286,46 +287,6 @@ def _weights(run: Path) -> Path:
             f"trainwright train --resume {quoted(run)}"
         )
     return run / "final"
-
-
-def _send(upload: Upload, private: bool, message: str) -> str:
-    """Upload, and return the URL of the commit."""
-    from trainwright.run.hub import published_settings, send
-
-    files: dict[str, Path | bytes] = {
-        **upload.files,
-        **published_settings(upload.weights),
-        "README.md": upload.card.encode(),
-    }
-    return send(upload.repository, files, private, message)
-
-
-def push_finished(run: Path) -> None:
-    """Publish a run that has just finished if its recipe has a section ``push``.
-
-    A failure is reported with the command that repeats it: the run itself is complete.
-    """
-    from trainwright.recipe.loading import load_recipe
-    from trainwright.run.hub import push_command
-
-    if (section := load_recipe(run / "recipe.yaml").push) is None:
-        return
-    say(f"push: uploading {run / 'final'} to {section.repository}", file=sys.stderr)
-    for pause in (*_PAUSES, None):
-        try:
-            say(f"push: {pushed(run, section.repository, section.private, False, 'Trained with Trainwright')}")
-            return
-        except TrainwrightError as error:
-            if pause is not None and isinstance(error, MachineError):
-                time.sleep(pause)
-                continue
-            retry_command = push_command(run, section.repository, section.private)
-            say(
-                f"warning: push: {error}; the run is complete, upload it with {retry_command}",
-                file=sys.stderr,
-                wrap=False,
-            )
-            return
 
 
 def merge(

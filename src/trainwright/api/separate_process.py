@@ -137,7 +137,8 @@ def answer(result: object, error: BaseException | None) -> None:
 def serve(call: str, answer_file: str, parent: str) -> None:
     """Make the call that ``run_in_process`` has written down, and send the answer."""
     global _file
-    _stop_with(int(parent))
+    if signal_after_parent(signal.SIGTERM, int(parent)):  # the process that waits for the answer
+        os._exit(1)
     _file = Path(answer_file)
     function, arguments, trust_code = pickle.loads(Path(call).read_bytes())
     result = error = None
@@ -147,13 +148,6 @@ def serve(call: str, answer_file: str, parent: str) -> None:
     except (Exception, KeyboardInterrupt) as raised:
         error = raised
     answer(result, error)
-
-
-def _stop_with(parent: int) -> None:
-    """Have the kernel send SIGTERM when the process that waits for the answer dies in any way (prctl(2))."""
-    signal_after_parent(signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 # Ranks meet only at the end, and one may have much more to do than another.

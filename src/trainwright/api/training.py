@@ -154,8 +154,10 @@ def resume(
 
 
 def _run(options: TrainingRequest, progress: bool) -> Run:
-    name = launcher(options.nodes)
-    return Run(run_in_process(_train, options, progress=progress) if name is None else join(options, name, progress))
+    launcher = environment.launcher_of(Variables(), options.nodes or 1)
+    if launcher is None:
+        return Run(run_in_process(_train, options, progress=progress))
+    return Run(_train_in_group(options, launcher, progress))
 
 
 @dataclass(frozen=True)
@@ -174,12 +176,13 @@ class PreparedTraining:
         Raises:
             As `train`.
         """
-        from trainwright.api.publishing import push_finished
         from trainwright.run.start import start
 
         run = start(self.request, self.resolved, self.machine, self.rendezvous)
-        if self.rendezvous is None or self.rendezvous.node_rank == 0:
-            push_finished(run)
+        if self.request.recipe.push is not None and (self.rendezvous is None or self.rendezvous.node_rank == 0):
+            from trainwright.run.hub import push_finished
+
+            push_finished(run, sys.stderr)
         return run
 
 
@@ -242,29 +245,20 @@ def _train(options: TrainingRequest) -> Path:
 
 
 def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
-    processes = resolved.recipe.parallel.num_processes
-    assert isinstance(processes, int), "a resolved recipe has no auto left"
     files = [launcher.default_file() for launcher in LAUNCHERS.present() if options.accelerate_config is None]
-    return tuple(environment.ignored_settings(nodes, processes, next(filter(None, files), None)))
+    return tuple(environment.ignored_settings(nodes, resolved.processes, next(filter(None, files), None)))
 
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
-_started = itertools.count()
+_numbers = itertools.count()  # of the runs that this process has trained so
 
 
-def launcher(nodes: int | None) -> str | None:
-    """Return the launcher that started this process as one of several that train together, or None."""
-    return environment.launcher_of(Variables(os.environ), nodes or 1)
-
-
-def join(request: TrainingRequest, name: str, progress: bool) -> Path:
-    """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
-    `train`.
-    """
+def _train_in_group(request: TrainingRequest, launcher: str, progress: bool) -> Path:
+    """Train as one of the processes that ``launcher`` has started; return the run directory. Raises like `train`."""
     if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
-        raise RequestError(f"{excess[0]}: {name} started the processes and sets their rendezvous; remove it")
+        raise RequestError(f"{excess[0]}: {launcher} started the processes and sets their rendezvous; remove it")
     request = replace(request, overrides=tuple(request.with_number()), num_processes=None)
-    return run_in_process(_join, request, next(_started), os.getppid(), progress=progress)
+    return run_in_process(_join, request, next(_numbers), os.getppid(), progress=progress)
 
 
 def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
@@ -273,13 +267,13 @@ def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
 
     failed: list[tuple[int, str]] = []
 
-    def tell(code: int, message: str) -> None:
+    def report(code: int, message: str) -> None:
         failed.append((code, message))
         answer(None, error_of(code, message))  # at once: a failed rank does not return from training
 
     try:
         with interruptible():
-            code, run = run_joined(request, tell, number=number, launcher=launcher)
+            code, run = run_joined(request, report, number=number, launcher=launcher)
     except Interrupted:
         raise Stopped("stopped before the first step; nothing was changed") from None
     if failed:

@@ -164,8 +164,8 @@ def train(
             "--hostfile": hostfile,
             "--until": until,
             "--time-limit": time_limit,
+            "--rendezvous-timeout": rendezvous_timeout,
         }
-        elsewhere["--rendezvous-timeout"] = rendezvous_timeout
         excess = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
         overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
         _simulate(recipe, overrides, simulate, max_host_syncs, excess, force, accelerate_config)

@@ -42,7 +42,7 @@ from trainwright.run.group.addresses import in_words
 from trainwright.run.group.environment import NodeRendezvous, refuse_worker
 from trainwright.run.limits import check_limits
 from trainwright.run.process import console, prepare_environment
-from trainwright.run.shutdown.failure import Failure
+from trainwright.run.shutdown.failure import Failure, raise_failure
 from trainwright.run.shutdown.stop import Stopping, stop_requested
 from trainwright.utils.activity import Activity
 from trainwright.utils.text import quoted, say
@@ -287,9 +287,9 @@ def run_as_node(
     Raises:
         TrainwrightError: the script failed on any node, or a node was lost.
     """
-    from trainwright.run.node_launches import NodeLaunches, taking_part
+    from trainwright.run.launches import NodeLaunches, taking_part
     from trainwright.run.nodes import NodeInfo, NodeRules, Nodes
-    from trainwright.run.supervisor import raise_failure, run_workers
+    from trainwright.run.supervisor import run_workers
 
     mine = NodeInfo.here(processes, gpus, command, resume=False)
     rules = NodeRules(may_lose=False, on_hang="warn")

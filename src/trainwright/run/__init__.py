@@ -1,1 +1,1 @@
-"""Starting, joining and supervising worker processes."""
+"""A run, from its request to the end of its workers. Begin with start.py, and joined.py for other launchers."""

@@ -7,13 +7,14 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainwright import __version__
 from trainwright.engine.event_reader import EventRecord, precision_of, read_log
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.models.adapters.files import BASE, BaseModel
 from trainwright.models.resolve_model import hub_token
 from trainwright.models.usage import asking, evaluating, is_in_code, loading
@@ -26,6 +27,7 @@ from trainwright.utils import text
 from trainwright.utils.text import quoted, say
 
 _LAST_SECONDS = 60.0
+_PAUSES = (2.0, 10.0)  # seconds before a failed upload at the end of a run is tried again
 
 
 def send(repository: str, files: Mapping[str, Path | bytes], private: bool, message: str) -> str:
@@ -47,6 +49,49 @@ def send(repository: str, files: Mapping[str, Path | bytes], private: bool, mess
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MachineError(f"{repository}: the Hub refused: {reason.replace(token, '***')}") from error
+
+
+def model_files(weights: Path) -> dict[str, Path]:
+    """Return the files of a model by their path in a repository, without the card."""
+    files = (path for path in sorted(weights.rglob("*")) if path.is_file() and path.name != "README.md")
+    return {str(path.relative_to(weights)): path for path in files}
+
+
+def send_model(weights: Path, card: str, repository: str, private: bool, message: str) -> str:
+    """Upload a model with its card; return the URL of the commit. As ``send``."""
+    files: dict[str, Path | bytes] = {**model_files(weights), **published_settings(weights), "README.md": card.encode()}
+    return send(repository, files, private, message)
+
+
+def push_finished(run: Path, terminal: TextIO) -> None:
+    """Upload the model of a run that has just finished if its recipe has a section ``push``.
+
+    A failure is reported with the command that repeats it: the run itself is complete.
+
+    Args:
+        terminal: for reports; what was uploaded is printed on the console of this process.
+    """
+    if (push := load_recipe(run / "recipe.yaml").push) is None:
+        return
+    weights = run / "final"
+    say(f"push: uploading {weights} to {push.repository}", file=terminal)
+    for pause in (*_PAUSES, None):
+        try:
+            card = model_card(run, push.repository, weights)
+            url = send_model(weights, card, push.repository, push.private, "Trained with Trainwright")
+            say(f"push: sent: {url}", file=console() or sys.stdout)
+            return
+        except TrainwrightError as error:
+            if pause is not None and isinstance(error, MachineError):
+                time.sleep(pause)
+                continue
+            retry_command = push_command(run, push.repository, push.private)
+            say(
+                f"warning: push: {error}; the run is complete, upload it with {retry_command}",
+                file=terminal,
+                wrap=False,
+            )
+            return
 
 
 def send_checkpoint(checkpoint: Path, repository: str, private: bool) -> str:

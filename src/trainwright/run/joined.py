@@ -17,17 +17,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from trainwright.errors import (
     EXIT_FAULT,
+    EXIT_FINISHED,
     EXIT_REQUEST,
     EXIT_STOPPED,
     EXIT_TRAINING,
-    MachineError,
     Stopped,
     TrainingError,
     TrainwrightError,
@@ -39,6 +39,7 @@ from trainwright.run import process, run_directory
 from trainwright.run.group.addresses import LOOPBACK, in_words, set_interfaces
 from trainwright.run.group.device_slots import DeviceSlot, Member, device_slots, first_ranks
 from trainwright.run.group.environment import (
+    RENDEZVOUS_SECONDS,
     SUPERVISING_LAUNCHERS,
     LaunchEnvironment,
     Variables,
@@ -64,7 +65,6 @@ from trainwright.run.shutdown.requests import Deadline, deadline_of
 from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
 from trainwright.run.start import recorded_run, warn_of_launcher
 from trainwright.run.stored_runs import is_url
-from trainwright.utils.paths import appears
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
@@ -78,10 +78,13 @@ _LEAVE_SECONDS, _REPORT_SECONDS = 20.0, 3.0
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What rank 0 has decided. `directory` is the run directory as rank 0 wrote it.
+class OpenedRun:
+    """A run that rank 0 has opened, as it tells the others.
 
-    `firsts`: the first rank of each machine but rank 0's, which prepares the run there.
+    Attributes:
+        directory: of the run, as rank 0 wrote it.
+        recipe: its text.
+        firsts: the first rank of each machine but rank 0's, which prepares the run there.
     """
 
     directory: str
@@ -96,12 +99,9 @@ class Opened:
         return Path(self.working_directory) / self.directory
 
 
-_SECONDS = 600.0  # for which processes wait for one another
-
-
 def run_joined(
     options: TrainingRequest,
-    tell: Callable[[int, str], None] = lambda code, message: None,
+    report: Callable[[int, str], None] = lambda code, message: None,
     *,
     number: int = 0,
     launcher: int | None = None,
@@ -111,7 +111,7 @@ def run_joined(
     A failure is printed once in the whole run.
 
     Args:
-        tell: called in every process with the exit code and the message of a failure, before the process ends.
+        report: called in every process with the exit code and the message of a failure, before the process ends.
         number: of earlier runs that the same processes trained in sequence.
         launcher: pid of the launcher or of the process it started; None: this process's parent.
     """
@@ -131,14 +131,14 @@ def run_joined(
     try:
         rendezvous = _meet(environment, options)
     except TrainwrightError as error:
-        tell(error.exit_code, str(error))
+        report(error.exit_code, str(error))
         # Without rank 0, rank 1 reports for the other ranks of its job.
         job = f"{environment.address}:{environment.port} {_words(options)}"
         if environment.rank <= 1 and should_report(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code, None
-    failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, tell)
-    participant = _Participant(options, environment, rendezvous, failures, tell)
+    failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, report)
+    participant = _Participant(options, environment, rendezvous, failures)
     with ExitStack() as stack:
         try:
             deadline = None
@@ -158,23 +158,12 @@ def run_joined(
         if environment.rank == 0:
             warn_of_launcher(environment.launcher, terminal)
         failures.interrupting(None)
-        rank_info = participant.rank_info(slot)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
-        try:
-            from trainwright.run.group.rendezvous import prepare_each_machine
-            from trainwright.run.run_worker import Worker, train
+        code = participant.train(run, opened, slot, deadline)
+        if environment.rank == 0 and code == EXIT_FINISHED:
+            from trainwright.run.hub import push_finished
 
-            prepare_each_machine(lambda: process.prepare(run), rendezvous, opened.firsts)
-            with ExitStack() as watched:
-                for watcher in WATCHERS.present():
-                    watched.enter_context(watcher.watch_beside(run, rank_info, terminal, lambda: failures.text))
-                worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=environment.launcher)
-                code = run_to_end(functools.partial(train, worker), rank_info.rank)
-        except Exception as error:
-            code = failures.fail(error)
-            if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
-                run_directory.discard_unstarted(run, keep=options.resume == AUTO)
-            participant.end(code)
+            push_finished(run, terminal)  # while the others wait: some launchers end what runs longest
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
             say(f"{describe_stop(run)}; continue with --resume {quoted(run)}", file=terminal)
@@ -196,7 +185,7 @@ def _meet(environment: LaunchEnvironment, options: TrainingRequest) -> Rendezvou
         set_interfaces(address)
     member = Member.here(environment)  # before the others arrive, as they expect an answer at once
     shared = run_directory.RUNS if environment.nodes == 1 else _shared(options)
-    rendezvous = meet_ranks(environment, _words(options), options.rendezvous_timeout or _SECONDS, shared)
+    rendezvous = meet_ranks(environment, _words(options), options.rendezvous_timeout or RENDEZVOUS_SECONDS, shared)
     rendezvous.post(member.posted())
     return rendezvous
 
@@ -218,29 +207,27 @@ class _Participant:
     Attributes:
         rendezvous: with the other processes; None if there are none.
         failures: of this process and of others.
-        tell: called with the exit code and the message of a failure.
     """
 
     options: TrainingRequest
     environment: LaunchEnvironment
     rendezvous: Rendezvous | None
     failures: FailureReport
-    tell: Callable[[int, str], None]
 
     def open(
         self, settings: LauncherSettings | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
-    ) -> tuple[Opened, DeviceSlot]:
+    ) -> tuple[OpenedRun, DeviceSlot]:
         """Do on rank 0 everything before the first step that has to be done once."""
         environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
         if rendezvous is None:
             members = [Member.here(environment)]
         else:
-            posted = rendezvous.gather(self.options.rendezvous_timeout or _SECONDS)
+            posted = rendezvous.gather(self.options.rendezvous_timeout or RENDEZVOUS_SECONDS)
             members = [Member.read(fields) for fields in posted.values()]
         request = self._request(settings)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
-        everyone = device_slots(members)
+        slots = device_slots(members)
         machines = len({(member.host, member.node) for member in members})
         check_request(request)
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
@@ -256,14 +243,13 @@ class _Participant:
             process.enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
             process.prepare(run)
             failures.begin(logs)
-        opened = Opened(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
+        opened = OpenedRun(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
         if rendezvous is not None:
-            shown = [[slot.gpu, slot.own_cores, slot.local_size] for slot in everyone]
-            rendezvous.publish("opened", {"opened": vars(opened), "places": shown})
-        return opened, everyone[0]
+            rendezvous.publish("opened", {"opened": vars(opened), "slots": [astuple(slot) for slot in slots]})
+        return opened, slots[0]
 
     def _request(self, settings: LauncherSettings | None) -> RunRequest:
-        if settings is None and accelerate_variables(Variables(os.environ)):
+        if settings is None and accelerate_variables(Variables()):
             LAUNCHERS.get("accelerate")  # is not installed: its settings must not be ignored
         if settings is not None and settings.refusal is not None:
             raise settings.refusal
@@ -271,7 +257,7 @@ class _Participant:
         request = request_of(options.recipe, list(options.overrides), options.resume, settings)
         return for_started(request, self.environment.size, self.environment.launcher)
 
-    def follow(self) -> tuple[Opened, DeviceSlot]:
+    def follow(self) -> tuple[OpenedRun, DeviceSlot]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
@@ -280,21 +266,18 @@ class _Participant:
         decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {where} to begin the run"))
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
-        opened = Opened(**decision["opened"])
-        if not appears(opened.path / run_directory.RECIPE, opened.recipe):
-            raise MachineError(
-                f"rank {self.environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, "
-                "which rank 0 created; set logging.run_directory to a file system that all machines share"
-            )
+        opened = OpenedRun(**decision["opened"])
+        member = f"rank {self.environment.rank} on {socket.gethostname()}"
+        run_directory.check_visible(opened.path, opened.recipe, member, "rank 0")
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
         process.enter_process(log, parent=_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
-        return opened, DeviceSlot(*decision["places"][self.environment.rank])
+        return opened, DeviceSlot(*decision["slots"][self.environment.rank])
 
     def refuse(self, error: Exception) -> int:
         """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
         if isinstance(error, _PeerRefused):
-            self.tell(error.exit_code, str(error))
+            self.failures.report(error.exit_code, str(error))
             self.leave_together(_REPORT_SECONDS)
             return error.exit_code
         if self.environment.rank != 0:
@@ -305,12 +288,33 @@ class _Participant:
         self.failures.interrupting(lambda: None)
         if self.rendezvous is not None:
             self.rendezvous.publish("opened", {"refused": code, "why": message})
-        self.tell(code, message)
+        self.failures.report(code, message)
         say(f"{'' if code == EXIT_STOPPED else 'error: '}{message}", file=self.failures.terminal)
         self.leave_together(_REPORT_SECONDS)
         return code
 
-    def rank_info(self, slot: DeviceSlot) -> RankInfo:
+    def train(self, run: Path, opened: OpenedRun, slot: DeviceSlot, deadline: Deadline | None) -> int:
+        """Train as this rank; return the exit code. A failure is reported, and ends the process."""
+        rank_info, failures = self._rank_info(slot), self.failures
+        try:
+            from trainwright.run.group.rendezvous import prepare_each_machine
+            from trainwright.run.run_worker import Worker, train
+
+            prepare_each_machine(lambda: process.prepare(run), self.rendezvous, opened.firsts)
+            with ExitStack() as watched:
+                for watcher in WATCHERS.present():
+                    watched.enter_context(
+                        watcher.watch_beside(run, rank_info, failures.terminal, lambda: failures.text)
+                    )
+                worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=self.environment.launcher)
+                return run_to_end(functools.partial(train, worker), rank_info.rank)
+        except Exception as error:
+            code = failures.fail(error)
+            if rank_info.rank == 0 and code == EXIT_REQUEST and not opened.resume:
+                run_directory.discard_unstarted(run, keep=self.options.resume == AUTO)
+            self.end(code)
+
+    def _rank_info(self, slot: DeviceSlot) -> RankInfo:
         """Return this process's rank and its device."""
         from torch.distributed import PrefixStore
 
@@ -382,7 +386,7 @@ def _interruptible(failures: FailureReport) -> Iterator[None]:
 
 
 def _parent(environment: LaunchEnvironment) -> int | None:
-    # If started by hand, the parent is a shell, which the process may be meant to outlive.
+    """Return the pid of the process that this one ends with; None if it is a shell, which the run may outlive."""
     return None if environment.launcher == "python" else os.getppid()
 
 

@@ -1,11 +1,8 @@
 """Several machines, each with our launcher: they meet at node 0, share one run, and end together.
 
 The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
-It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back.
-
-How long the other nodes of a run have sent no message.
-
-The kernel of a machine that fails may still answer for its programs, so each launcher says now and then that it runs.
+It decides which nodes run each launch of the workers (`launches.py`), as others may be lost and come back. The kernel
+of a machine that fails may still answer for its programs, so each launcher also says now and then that it runs.
 """
 
 from __future__ import annotations
@@ -24,12 +21,11 @@ from trainwright.run import run_directory
 from trainwright.run.group.addresses import in_words, set_interfaces
 from trainwright.run.group.environment import NodeRendezvous, node_of_srun
 from trainwright.run.group.peers import GONE, Membership, Message, job_of
-from trainwright.run.group.rendezvous import SHARED, Rendezvous, meet
-from trainwright.run.node_launches import Launch, Spread
+from trainwright.run.group.rendezvous import Rendezvous, meet
+from trainwright.run.launches import Launch, Spread
 from trainwright.run.shutdown.failure import Failure, first_failure
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.worker_processes import WorkerRanks
-from trainwright.utils.paths import appears
 from trainwright.utils.text import say
 
 
@@ -85,11 +81,7 @@ def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
 
 def visible(run: Path, recipe: str, node: int) -> Path:
     """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
-    if not appears(run / run_directory.RECIPE, recipe):
-        raise MachineError(
-            f"node {node} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
-            "created; set logging.run_directory to a file system that all nodes share"
-        )
+    run_directory.check_visible(run, recipe, f"node {node} ({socket.gethostname()})", "node 0")
     return run
 
 
@@ -104,28 +96,28 @@ class Silence:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._heard: dict[int, float] = {}
-        self._looked = self._said = clock()
+        self._heard_at: dict[int, float] = {}
+        self._looked_at = self._reported_at = clock()
 
     def hear(self, node: int) -> None:
         """Note a message of a node."""
-        self._heard[node] = self._clock()
+        self._heard_at[node] = self._clock()
 
     def is_time(self) -> bool:
         """Return whether this node is to say that it runs."""
         now = self._clock()
-        if now - self._said < _RUNS_SECONDS:
+        if now - self._reported_at < _RUNS_SECONDS:
             return False
-        self._said = now
+        self._reported_at = now
         return True
 
     def silent(self, nodes: Iterable[int]) -> list[int]:
         """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
         now, watched = self._clock(), list(nodes)
-        if now - self._looked > _MAX_LOOK_GAP:
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
-        return [node for node in watched if now - self._heard.setdefault(node, now) > SILENCE_LIMIT]
+        if now - self._looked_at > _MAX_LOOK_GAP:
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._looked_at = now
+        return [node for node in watched if now - self._heard_at.setdefault(node, now) > SILENCE_LIMIT]
 
 
 class NodeFailed(TrainwrightError):
@@ -223,7 +215,7 @@ class Nodes:
         stopping: LinkedStopping,
         rules: NodeRules,
         enough: Callable[[int], bool] = lambda number: False,
-        shared: Path = SHARED,
+        shared: Path = run_directory.RUNS,
     ) -> Nodes:
         """Meet the other nodes.
 
@@ -268,7 +260,7 @@ class Nodes:
 
     def open(self, make: Callable[[], tuple[Path, str]], open_here: Callable[[Path, str, int], Path] = visible) -> Path:
         """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
-        open it, by `seen`, of the directory, that text and their index.
+        open it, by `open_here`, of the directory, that text and their index.
         """
         if self.index == 0:
             run, recipe = self.reporting_failure(make)

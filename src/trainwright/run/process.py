@@ -76,7 +76,7 @@ def ignore_closed_output() -> None:
 
 
 class _LossyFile(io.FileIO):
-    """A text stream that ignores failing writes: a full disk, or a closed pipe, does not end a run."""
+    """A file that ignores failing writes: a full disk, or a closed pipe, does not end a run."""
 
     def write(self, data: Any) -> int:
         try:
@@ -95,11 +95,10 @@ def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``number`` to this process when `parent` (its pid) dies in any way (prctl(2))."""
-    stop.signal_after_parent(number)
+    """Have the kernel send ``number`` to this process when `parent` (its pid) dies in any way."""
     if not sys.platform.startswith("linux"):
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died between the fork and the line above
+    if stop.signal_after_parent(number, parent):
         os._exit(EXIT_STOPPED)
 
 
@@ -118,6 +117,12 @@ def prepare_environment(cores: int, processes: int, threads: int | None = None) 
     keep_compiled_code()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // processes)))
     return threads_allowed()
+
+
+def set_threads(before: int | None, threads: int | None) -> None:
+    """Set the threads per process for another plan than the one with ``before``, unless the user has set them."""
+    if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(before):
+        os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def keep_freed_memory() -> None:
@@ -152,7 +157,6 @@ def preload_libraries() -> None:
     # Ask the driver's management library whether there are GPUs: initializing CUDA itself in the parent
     # would make it unusable in every forked worker.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch.distributed.launcher.api  # noqa: F401
     import transformers.modeling_layers  # noqa: F401  most of the time that importing any model takes
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 

@@ -77,7 +77,7 @@ def _variables(command: Sequence[str]) -> dict[str, str]:
 
 
 def started(command: Sequence[str], ignored: Sequence[int] = (), **options: Any) -> subprocess.Popen[Any]:
-    """Start ``command``, which gets SIGTERM when this process dies in any way (prctl(2)) and ignores some signals."""
+    """Start ``command``, which gets SIGTERM when this process dies in any way and ignores some signals."""
     if not sys.platform.startswith("linux"):
         return subprocess.Popen(command, **options)
     parent = os.getpid()
@@ -85,8 +85,7 @@ def started(command: Sequence[str], ignored: Sequence[int] = (), **options: Any)
     def end_with_parent() -> None:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        signal_after_parent(signal.SIGTERM)
-        if os.getppid() != parent:  # it died between the fork and the line above
+        if signal_after_parent(signal.SIGTERM, parent):
             os._exit(1)
 
     return subprocess.Popen(command, preexec_fn=end_with_parent, **options)

@@ -25,8 +25,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import rate_of
 from trainwright.run import run_directory
-from trainwright.run.shutdown.failure import FROM_OUTSIDE, Cause, Failure, MemoryFailure
-from trainwright.run.supervisor import raise_failure
+from trainwright.run.shutdown.failure import FROM_OUTSIDE, Cause, Failure, MemoryFailure, raise_failure
 from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
 

@@ -146,9 +146,9 @@ class RunRequest:
             yield run
 
     def _bring_up_to_date(self, run: Path, recipe: RecipeSchema) -> None:
-        places = [*([store_of(self.url)] if self.url else []), *stores_of(recipe.checkpoint.copies, run)]
-        if places:
-            bring_up_to_date(run, places)
+        stores = [*([store_of(self.url)] if self.url else []), *stores_of(recipe.checkpoint.copies, run)]
+        if stores:
+            bring_up_to_date(run, stores)
 
     def discard_fetched(self) -> None:
         """Remove what was fetched for a request that trains nothing."""
@@ -182,9 +182,9 @@ def request_of(
 ) -> RunRequest:
     """Return the request for ``recipe``; the settings of another launcher override it, and ``overrides`` override both.
 
-    `resume` is None for a new run, else the run directory or its URL in a place for copies, "" for the recipe's newest
+    `resume` is None for a new run, else the run directory or its URL in a remote store, "" for the recipe's newest
     run, or "auto" for the run in the recipe's own directory if it has begun there or has copies, otherwise a new one.
-    Raises RequestError, or FaultError if a place cannot be read now.
+    Raises RequestError, or FaultError if a store cannot be read now.
     """
     if recipe is None and not resume:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
@@ -222,7 +222,7 @@ def _forked(request: RunRequest) -> RunRequest:
 def _fetched(
     url: str, recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None
 ) -> RunRequest:
-    """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
+    """Return the request for a run in a remote store, in `logging.run_directory` or runs/<its name> of this machine."""
     store = store_of(url)
     path = ("logging", "run_directory")
     directory_overrides = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
@@ -399,9 +399,9 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
 
 
 def _check_copies(recipe: RecipeSchema, run: Path | None, new: bool) -> None:
-    """Write and remove a file in the places for copies, where a new run may not replace the copies of another.
+    """Write and remove a file in the stores for copies, where a new run may not replace the copies of another.
 
-    A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
+    A store that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
     """
     directory = recipe.logging.run_directory
     new_name = "" if directory == AUTO else default_name(user_path(directory))

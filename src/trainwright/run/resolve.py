@@ -83,6 +83,13 @@ class Resolved:
     chosen: tuple[str, ...]
     usable: tuple[int, ...] = ()
 
+    @property
+    def processes(self) -> int:
+        """The number of processes, or the largest of those that the run can go on with."""
+        processes = self.recipe.parallel.num_processes
+        assert isinstance(processes, int), "a resolved recipe has no auto left"
+        return processes
+
 
 def resolve(recipe: RecipeSchema, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
     """Fill in every `auto` for ``nodes`` machines like ``machine``.

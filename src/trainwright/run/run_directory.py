@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.engine.checkpoints.remote_store import EVENTS, STORED_AS
-from trainwright.errors import FaultError, RequestError, Stopped, unwritable
+from trainwright.errors import FaultError, MachineError, RequestError, Stopped, unwritable
 from trainwright.machine.sharing import Locked, lock_directory
 from trainwright.recipe.files import parse_json
 from trainwright.recipe.yaml_text import parse_value
 from trainwright.run.shutdown.stop import is_restart
 from trainwright.utils.activity import Activity
-from trainwright.utils.paths import open_inside, user_path, write_file
+from trainwright.utils.paths import appears, open_inside, user_path, write_file
 from trainwright.utils.text import quoted
 
 if TYPE_CHECKING:
@@ -143,6 +143,17 @@ def check_not_started(directory: Path) -> None:
         raise RequestError(
             f"logging.run_directory: {directory} has no run, but other files ({', '.join(other[:3])}); choose another "
             "directory"
+        )
+
+
+def check_visible(directory: Path, recipe: str, member: str, first: str) -> None:
+    """Raise MachineError if ``member``, this process, does not see a run's directory, which ``first`` has created, with
+    this text of its recipe.
+    """
+    if not appears(directory / RECIPE, recipe):
+        raise MachineError(
+            f"{member} does not see the run directory {directory}, which {first} created; set logging.run_directory to "
+            "a file system that all machines share"
         )
 
 

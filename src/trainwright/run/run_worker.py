@@ -179,7 +179,8 @@ def run_worker(
         sizes = count_parameters(task.module)  # before they are sharded
         doing("waiting for the other processes")
         heartbeat.phase("joining")
-        world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, _timeout(recipe))
+        timeout = timedelta(seconds=seconds_of(recipe.parallel.timeout))
+        world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, timeout)
         world = replace(world, stop_requested=stop_requested)
     with Activity(process.console(), f"setting up {recipe.parallel.strategy}"):
         heartbeat.phase("setup")
@@ -228,15 +229,7 @@ def run_worker(
     elif recipe.train.fork is not None and trial is None:
         events.announce(f"loading {recipe.train.fork}")
         trainer.fork(ParentCheckpoint.of(recipe.train.fork))
-    if (
-        trainer.is_over
-        and not trainer.progress.pending
-        and world.broadcast(worker.reported is None and os.environ.get(ATTEMPT, "0") == "0")
-    ):
-        raise RequestError(
-            f"--until step {trainer.stop_after}: {run} is at step {trainer.progress.step} already; give a later step, "
-            "or leave out --until to train it to its end"
-        )
+    _refuse_past_end(trainer, worker)
     events.announce("comparing the processes")
     events.emit(start_event(trainer, run, sizes, layout, worker.launcher))
     if worker.reported is not None:
@@ -252,6 +245,17 @@ def run_worker(
         heartbeat.finish()
         leave()  # not after a failure: it would wait for the other ranks before the error is reported
     return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+def _refuse_past_end(trainer: Trainer, worker: Worker) -> None:
+    """Raise RequestError if the run is at the step of its deadline already, unless this launch repeats another."""
+    if not trainer.is_over or trainer.progress.pending:
+        return
+    if trainer.world.broadcast(worker.reported is None and os.environ.get(ATTEMPT, "0") == "0"):
+        raise RequestError(
+            f"--until step {trainer.stop_after}: {worker.run} is at step {trainer.progress.step} already; give a later "
+            "step, or leave out --until to train it to its end"
+        )
 
 
 def _take_save(stop_requests: StopRequests) -> bool:
@@ -275,10 +279,6 @@ def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> N
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     _bind(machine, rank_info)
-
-
-def _timeout(recipe: RecipeSchema) -> timedelta:
-    return timedelta(seconds=seconds_of(recipe.parallel.timeout))
 
 
 def _use_deterministic_kernels() -> None:

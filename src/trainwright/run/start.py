@@ -7,17 +7,15 @@ while the run lasts. Before the first launch a trial of a few steps shows whethe
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from trainwright.engine.event_reader import read_events
 from trainwright.errors import (
     EXIT_FINISHED,
     EXIT_REQUEST,
@@ -32,10 +30,11 @@ from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import START_HOOKS
 from trainwright.run import process, run_directory
 from trainwright.run.group.addresses import in_words
-from trainwright.run.group.device_slots import show_answering_gpus
-from trainwright.run.group.elastic import Elastic, devices_for
+from trainwright.run.group.device_slots import count_devices
 from trainwright.run.group.failure_report import record_failure
+from trainwright.run.launches import LocalLaunches, NodeLaunches, taking_part
 from trainwright.run.limits import check_limits
+from trainwright.run.relaunch import Relaunch
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
@@ -46,10 +45,8 @@ from trainwright.utils.activity import Activity
 from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
-    from trainwright.engine.events import Event
     from trainwright.machine.machine import Machine
     from trainwright.run.group.environment import NodeRendezvous
-    from trainwright.run.node_launches import NodeLaunches
     from trainwright.run.nodes import LinkedStopping, Nodes
 
 
@@ -69,22 +66,21 @@ def start(
     """
     if not request.force:
         resolved.plan.refuse_shortage()
-    processes = _max_processes(resolved)
-    here = -(-processes // (rendezvous.nodes if rendezvous else 1))
+    local_size = -(-resolved.processes // (rendezvous.nodes if rendezvous else 1))
     process.ignore_closed_output()
-    check_limits(here, processes)
-    process.prepare_environment(machine.cpu_cores, here, resolved.plan.threads)
+    check_limits(local_size, resolved.processes)
+    process.prepare_environment(machine.cpu_cores, local_size, resolved.plan.threads)
     warn_of_launcher("trainwright", sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
-            return LocalRun(request, resolved, stopping, here, machine).train()
+            return LocalRun(request, resolved, stopping, machine).train()
     # Imports torch, so it comes after the thread limit.
     from trainwright.run.nodes import LinkedStopping, NodeDropped
 
     with LinkedStopping() as linked:
         while True:
             try:
-                return _as_node(request, resolved, machine, rendezvous, linked, here)
+                return _as_node(request, resolved, machine, rendezvous, linked, local_size)
             except NodeDropped:
                 say("the other nodes go on without this one, which did not answer; joining them again", file=sys.stderr)
 
@@ -95,24 +91,30 @@ def _as_node(
     machine: Machine,
     rendezvous: NodeRendezvous,
     linked: LinkedStopping,
-    here: int,
+    max_processes: int,
 ) -> Path:
-    """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
-    from trainwright.run.node_launches import taking_part
+    """Train as one of several nodes, with at most ``max_processes`` of the run's; raise NodeDropped if the others go on
+    without this one.
+    """
     from trainwright.run.nodes import NodeInfo, NodeRules, Nodes
 
-    mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
+    info = NodeInfo.here(max_processes, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
     rules = NodeRules(may_lose=bool(resolved.usable), on_hang=resolved.recipe.faults.on_hang)
 
     def enough(number: int) -> bool:
-        return bool(resolved.usable) and number * here >= resolved.usable[0]
+        return bool(resolved.usable) and number * max_processes >= resolved.usable[0]
 
     with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
         directory = request.recipe.logging.run_directory
         shared = folder_of(directory) if request.run is None else request.run.absolute().parent
-        nodes = Nodes.meet(rendezvous, mine, linked, rules, enough, shared)
+        nodes = Nodes.meet(rendezvous, info, linked, rules, enough, shared)
+
+    def room() -> int:
+        devices = count_devices(machine) if resolved.usable else None
+        return max_processes if devices is None else devices
+
     with taking_part(nodes):
-        return LocalRun(request, resolved, linked, here, machine, nodes).train()
+        return LocalRun(request, resolved, linked, machine, nodes, room).train()
 
 
 @dataclass
@@ -121,27 +123,23 @@ class LocalRun:
 
     Attributes:
         resolved: the recipe and its plan; replaced if the plan is made again once the data is prepared.
-        processes: on this machine.
         nodes: all nodes of the run, if there are several.
-        elastic: chooses the number of processes, if the recipe leaves it open.
-        launches: chooses the nodes of each launch, if there are several.
+        room: returns how many processes this one of several nodes has room for.
     """
 
     request: RunRequest
     resolved: Resolved
     stopping: Stopping
-    processes: int
     machine: Machine
     nodes: Nodes | None = None
-    elastic: Elastic | None = field(default=None, init=False)
-    launches: NodeLaunches | None = field(default=None, init=False)
+    room: Callable[[], int] = lambda: 0
 
     def train(self) -> Path:
         """Prepare the run directory, and run the workers of this machine to their end."""
         is_first = self.nodes is None or self.nodes.index == 0
         with ExitStack() as stack:
             try:
-                run = self._prepare(stack)
+                run, launches, processes = self._prepare(stack)
             except Stopped:
                 if self.request.run is None:
                     raise
@@ -150,7 +148,7 @@ class LocalRun:
             if is_first:
                 say(self.resolved.plan.summary)
             try:
-                code = self._run_workers(run)
+                code = self._run_workers(run, launches, processes)
             except TrainwrightError as error:
                 if error.exit_code == EXIT_REQUEST and is_first:
                     self.request.discard_unstarted(run)
@@ -160,51 +158,40 @@ class LocalRun:
         if code == EXIT_STOPPED:
             if is_first:
                 record_failure(run, None)
-            stopped = Stopped(f"{describe_stop(run, self.stopping.left)}; {_next(run)}")
+            stopped = Stopped(f"{describe_stop(run, self.stopping.resumes_from)}; {_next(run)}")
             stopped.run = run
             raise stopped
         if not (run / "final").is_dir():
             raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
         return run
 
-    def _prepare(self, stack: ExitStack) -> Path:
-        """Return the run directory, locked by this launch, with everything in the cache that its workers need."""
-        request, nodes = self.request, self.nodes
+    def _prepare(self, stack: ExitStack) -> tuple[Path, LocalLaunches | NodeLaunches, int]:
+        """Return the run directory, locked by this process, with everything in the cache that its workers need; the
+        launches of the run, and how many processes the first one has here.
+        """
+        request, nodes, stopping = self.request, self.nodes, self.stopping
+        launches: LocalLaunches | NodeLaunches
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                opened = recorded_run(request, self.resolved, stack, _refuse_stopped, lambda: self.stopping.requested)
+                opened = recorded_run(request, self.resolved, stack, _refuse_stopped, lambda: stopping.requested)
                 return until_prepared.enter_context(opened)
 
             if nodes is not None:
                 run = nodes.open(make)
                 nodes.reporting_failure(functools.partial(self._get_ready, run))
-                self._gather(run, nodes)
-                return run
+                usable = self.resolved.usable or (self.resolved.processes,)
+                launches = NodeLaunches(run, nodes, usable, self.room, stopping)
+                return run, launches, launches.first()
             run = make()[0]
             self._get_ready(run)
             if self.resolved.plan.estimated:
                 self._replan(run)
-            if self.resolved.usable:
-                self.elastic = Elastic(run, self.resolved.usable, devices_for(self._devices()), self.stopping)
-                self.processes = self.elastic.first()
+            launches = LocalLaunches(run, self.resolved, self.machine, stopping)
+            processes = launches.first()
             if request.run is None and self.resolved.plan.is_close:
-                fit(run, self.stopping, self.processes)
-        return run
-
-    def _gather(self, run: Path, nodes: Nodes) -> None:
-        """Wait for the other nodes, and begin the first launch with them."""
-        from trainwright.run.node_launches import NodeLaunches
-
-        limit, usable, devices = self.processes, self.resolved.usable, self._devices()
-
-        def room() -> int:
-            count = devices() if usable else None
-            return limit if count is None else count
-
-        self.launches = NodeLaunches(run, nodes, usable or (_max_processes(self.resolved),), room, self.stopping)
-        self.processes = self.launches.first()
-        self.elastic = self.launches.elastic
+                fit(run, stopping, processes)
+        return run, launches, processes
 
     def _get_ready(self, run: Path) -> None:
         process.preload_worker(self.resolved.recipe)
@@ -226,69 +213,39 @@ class LocalRun:
             if not self.request.force:
                 resolved.plan.refuse_shortage()
         before, self.resolved = self.resolved.plan.threads, resolved
-        self.processes = _max_processes(resolved)
         self.request.record(run, resolved)
-        _set_threads(before, resolved.plan.threads)
-        check_limits(self.processes, self.processes)
+        process.set_threads(before, resolved.plan.threads)
+        check_limits(resolved.processes, resolved.processes)
 
-    def _run_workers(self, run: Path) -> int:
+    def _run_workers(self, run: Path, launches: LocalLaunches | NodeLaunches, processes: int) -> int:
         """Run the workers until the run has ended or stopped, launch after launch: after a failure that a restart or a
         smaller micro-batch may mend, with another number of processes, or with another plan.
         """
-        from trainwright.run.relaunch import Relaunch
         from trainwright.run.run_worker import Worker, train
         from trainwright.run.supervisor import run_workers
 
-        launches, recipe = self.launches, self.resolved.recipe
-        relaunch = Relaunch(run, recipe.faults.restarts)
-        resume = self.request.run is not None or (launches is not None and launches.has_launched)
-        reported: Event | None = None
-        while self.processes:
-            may_change = launches is None or launches.changes
-            worker = Worker(run, resume, reported=reported, may_change=may_change, deadline=self.request.deadline)
+        relaunch = Relaunch(run, self.resolved.recipe.faults.restarts)
+        resume, reported = self.request.run is not None or launches.has_launched, None
+        while processes:
+            worker = Worker(run, resume, reported=reported, may_change=launches.changes, deadline=self.request.deadline)
             ended = run_workers(
                 functools.partial(train, worker),
-                processes=self.processes,
+                processes=processes,
                 logs=run / "logs",
                 stopping=self.stopping,
                 nodes=self.nodes,
                 watched=run,
-                elastic=self.elastic,
+                elastic=launches.elastic,
             )
-            resume, reported = True, None
+            resume, reported, failed = True, None, isinstance(ended, Failure)
             if not isinstance(ended, Failure):
-                if ended == EXIT_FINISHED or self.stopping.requested or not may_change:
+                if ended == EXIT_FINISHED or self.stopping.requested or not launches.changes:
                     return ended
-            elif launches is None or launches.leads:
-                goes_on = not self.stopping.flag.value and (launches is None or launches.may_go_on)
-                reported = relaunch.decide(ended, goes_on)
+            elif launches.leads:
+                reported = relaunch.decide(ended, not self.stopping.flag.value and launches.may_go_on)
             with self._looking(run):
-                self.processes = self._next_processes(run, failed=isinstance(ended, Failure))
-        return EXIT_STOPPED if launches is None else launches.code
-
-    def _next_processes(self, run: Path, *, failed: bool) -> int:
-        """Return the number of processes here of the next launch; 0: there is none."""
-        from trainwright.run.relaunch import take_replan
-
-        if self.launches is not None:
-            return self.launches.next()
-        if self.elastic is not None:
-            return self.elastic.next()
-        if failed:
-            return self.processes
-        if (changed := take_replan(run)) is None:
-            return 0
-        recipe, threads = changed
-        processes = int(recipe.parallel.processes)
-        say(f"continuing with {recipe.parallel.strategy} on {processes}")
-        _set_threads(self.resolved.plan.threads, threads)
-        return processes
-
-    def _devices(self) -> Callable[[], int | None]:
-        """Return what counts the devices that work now; a CPU has room for any number of processes."""
-        if any(gpu.vendor != "NVIDIA" for gpu in self.machine.gpus):  # whose libraries are not asked
-            return lambda: len(self.machine.gpus)
-        return show_answering_gpus if self.machine.gpus else lambda: None
+                processes = launches.next(failed=failed)
+        return launches.code
 
 
 def warn_of_launcher(launcher: str, terminal: TextIO) -> None:
@@ -327,19 +284,6 @@ def _refuse_stopped(run: Path) -> None:
         raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
 
 
-def _max_processes(resolved: Resolved) -> int:
-    """Return the number of processes, or the largest of those that the recipe allows."""
-    processes = resolved.recipe.parallel.num_processes
-    assert isinstance(processes, int), "a resolved recipe has no auto left"
-    return processes
-
-
-def _set_threads(before: int | None, threads: int | None) -> None:
-    """Set the threads per process for another plan than the one with ``before``, unless the user has set them."""
-    if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(before):
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-
-
 def _next(run: Path) -> str:
     return f"continue with: trainwright train --resume {quoted(run)}"
 
@@ -348,26 +292,11 @@ _STEPS = 2  # the second step also has the optimizer state in memory
 _FIRST_TO_BE_KILLED = 1000
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """The result of a probe. `memory_bytes` is the largest peak of any rank and `step_time` that of the last step, in
-    seconds; both None if no step was finished. `error` describes why not, whether memory ran out or for another reason.
-    """
-
-    fits: bool
-    memory_bytes: int | None = None
-    step_time: float | None = None
-    out_of_memory: bool = False
-    error: str | None = None
-
-
-def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> ProbeResult:
-    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
+def try_largest_step(recipe: str, stopping: Stopping, processes: int) -> Failure | None:
+    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML); return how it failed, if it
+    did.
 
     Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
-
-    Args:
-        processes: number of workers; by default, as many as the recipe has.
 
     Raises:
         Stopped: a stop was requested meanwhile.
@@ -377,19 +306,13 @@ def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> Prob
     run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
     try:
         run_directory.record(run, recipe, run.name, [])
-        processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
         work = functools.partial(_trial_run, run)
         ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
             raise Stopped()
-        memory_bytes, step_time = _trial_figures(run)
     finally:
         shutil.rmtree(run, ignore_errors=True)
-    if not isinstance(ended, int):
-        ran_out = ended.ran_out is not None
-        return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
-    assert ended == EXIT_FINISHED, "a trial run that nobody stops is finished"
-    return ProbeResult(True, memory_bytes, step_time)
+    return ended if isinstance(ended, Failure) else None
 
 
 def fit(run: Path, stopping: Stopping, processes: int) -> None:
@@ -409,14 +332,14 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
 
     while True:
         text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
-        probed = probe(text, stopping, processes)
-        if probed.fits or not probed.out_of_memory:
+        failure = try_largest_step(text, stopping, processes)
+        if failure is None or failure.ran_out is None:
             return
         recipe = load_recipe(run / run_directory.RECIPE)
         rows = recipe.train.micro_batch_size
         if not isinstance(rows, int) or rows == 1:
             raise MachineError(
-                f"the run's largest step was tested and does not fit: {probed.error}; `trainwright plan` shows what "
+                f"the run's largest step was tested and does not fit: {failure.message}; `trainwright plan` shows what "
                 "would fit"
             )
         why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
@@ -429,12 +352,3 @@ def _trial_run(run: Path) -> int:
 
     raise_oom_score(_FIRST_TO_BE_KILLED)
     return run_worker(Worker(run), trial=TrialRun(_STEPS, largest=True))
-
-
-def _trial_figures(run: Path) -> tuple[int | None, float | None]:
-    """Return the peak memory in bytes and the time in seconds of the last finished step."""
-    try:
-        steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
-    except OSError:
-        return None, None
-    return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainwright.engine.checkpoints import remote_store
 from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
-from trainwright.engine.checkpoints.remote_store import RemoteStore, StoredRun
+from trainwright.engine.checkpoints.remote_store import EVENTS, RemoteStore, StoredRun
 from trainwright.errors import FaultError, RequestError, TrainwrightError, writes_to
 from trainwright.machine.sharing import lock_file
 from trainwright.run import run_directory
@@ -18,7 +18,6 @@ from trainwright.utils.activity import doing
 from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
 
-EVENTS = "events.jsonl"
 # What a fetch writes before recipe.yaml, which makes the directory a run.
 _FETCHED = (EVENTS, run_directory.PLAN)
 _WITHOUT_CHECKPOINT = "without_checkpoint"  # in plan.json of a fetched run, until training begins and replaces the plan
@@ -26,12 +25,12 @@ _FETCHING = ".fetching"  # its lock is held during a fetch, which may take minut
 
 
 def is_url(text: str) -> bool:
-    """Return whether ``--resume`` names a run in a place, such as ``s3://bucket/runs/name``."""
+    """Return whether ``--resume`` names a run in a remote store, such as ``s3://bucket/runs/name``."""
     return "://" in text
 
 
 def store_of(url: str) -> RemoteStore:
-    """Return the place of the run that a URL names. Raises RequestError."""
+    """Return the store of the run that a URL names. Raises RequestError."""
     where, _, name = url.rstrip("/").rpartition("/")
     if not name or where.endswith((":/", ":")):
         raise RequestError(f"--resume: {url} names no run; it has the form s3://bucket/runs/NAME")
@@ -39,12 +38,12 @@ def store_of(url: str) -> RemoteStore:
 
 
 def stores_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
-    """Return the places where copies of a run are, by the recipe's ``checkpoint.copies``. Raises RequestError."""
+    """Return the stores with copies of a run, by the recipe's ``checkpoint.copies``. Raises RequestError."""
     return [RemoteStore(where, remote_store.name_in_stores(run)) for where in copies]
 
 
-def fetch(places: Sequence[RemoteStore], run: Path, name: str | None = None) -> bool:
-    """Make ``run`` the run whose copies are in ``places``, by its newest complete copy; its checkpoint comes later.
+def fetch(stores: Sequence[RemoteStore], run: Path, name: str | None = None) -> bool:
+    """Make ``run`` the run whose copies are in ``stores``, by its newest complete copy; its checkpoint comes later.
 
     Nothing is written if the run is there already. Otherwise its recipe is written last, so a directory without one is
     none.
@@ -58,7 +57,7 @@ def fetch(places: Sequence[RemoteStore], run: Path, name: str | None = None) -> 
     Raises:
         RequestError: no copy can be used, the keys are refused, or another run is in the directory.
         MachineError: the directory cannot be written.
-        FaultError: a place cannot be read now, and no other has a copy.
+        FaultError: a store cannot be read now, and no other has a copy.
     """
     written = False
 
@@ -72,7 +71,7 @@ def fetch(places: Sequence[RemoteStore], run: Path, name: str | None = None) -> 
             with lock_file(run / _FETCHING, f"waiting for another process that fetches {run}"):
                 written = _fetch_alone(run, store, stored, name)
 
-    _take_newest(places, run, take, required=True)
+    _take_newest(stores, run, take, required=True)
     return written
 
 
@@ -86,13 +85,13 @@ def discard_fetched(run: Path) -> None:
         run.rmdir()
 
 
-def bring_up_to_date(run: Path, places: Sequence[RemoteStore]) -> None:
+def bring_up_to_date(run: Path, stores: Sequence[RemoteStore]) -> None:
     """Take the newest copy with its events, if the run has gone on elsewhere. The run has to be locked.
 
     Raises:
         RequestError: no copy can be used, and the run, which was fetched, may not begin again.
         MachineError: the run's directory cannot be written.
-        FaultError: the newest copy cannot be read now, or no place can, and the run has no checkpoint of its own.
+        FaultError: the newest copy cannot be read now, or no store can, and the run has no checkpoint of its own.
     """
     from trainwright.engine.checkpoints.uploader import Abandoned, forget_abandoned, restore
     from trainwright.engine.events import Notice, append_event
@@ -112,12 +111,12 @@ def bring_up_to_date(run: Path, places: Sequence[RemoteStore]) -> None:
         append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
 
     newest = max(checkpoints_in(checkpoints), default=0)
-    if not _take_newest(places, run, take, required=required, after=newest) and required:
+    if not _take_newest(stores, run, take, required=required, after=newest) and required:
         raise RequestError(f"--resume: no copy of {run} can be used: there is none")
 
 
 def _take_newest(
-    places: Sequence[RemoteStore],
+    stores: Sequence[RemoteStore],
     run: Path,
     take: Callable[[str, RemoteStore, StoredRun], None],
     *,
@@ -129,17 +128,17 @@ def _take_newest(
     If the newest one cannot be read now, no older one is used instead: training would repeat what is done.
 
     Args:
-        required: whether an error of the places is raised; otherwise the run goes on from its own checkpoints.
+        required: whether an error of the stores is raised; otherwise the run goes on from its own checkpoints.
         after: the step of the newest of these.
 
     Returns:
         Whether one was taken, or the run's own checkpoints are as new.
 
     Raises:
-        RequestError, FaultError: a place cannot be read, or no copy can be used.
+        RequestError, FaultError: a store cannot be read, or no copy can be used.
         Exception: whatever ``take`` raises other than a CheckpointError, for a damaged copy, or a FaultError.
     """
-    copies, unreadable = _listed(places)
+    copies, unreadable = _listed(stores)
     refused: list[str] = []
     unread: tuple[int, str] | None = None  # the newest copy that cannot be read now, and why
     is_new = False
@@ -172,11 +171,11 @@ def _take_newest(
     return is_new
 
 
-def _listed(places: Sequence[RemoteStore]) -> tuple[list[tuple[int, str, RemoteStore]], list[TrainwrightError]]:
-    """Return step, name and place of every copy, the newest first, and why places cannot be read."""
+def _listed(stores: Sequence[RemoteStore]) -> tuple[list[tuple[int, str, RemoteStore]], list[TrainwrightError]]:
+    """Return step, name and store of every copy, the newest first, and why stores cannot be read."""
     steps: list[tuple[int, str, RemoteStore]] = []
     unreadable: list[TrainwrightError] = []
-    for store in places:
+    for store in stores:
         try:
             with store.in_words(FaultError):
                 steps += [(step, name, store) for step, name in store.steps().items()]

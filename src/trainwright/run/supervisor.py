@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, error_of, writes_to
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, writes_to
 from trainwright.recipe.registries import WATCHERS
-from trainwright.run.group.elastic import Elastic
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes import Nodes, NodesLost
 from trainwright.run.observers.hooks import after_workers
@@ -22,11 +20,15 @@ from trainwright.run.shutdown.failure import (
     error_record,
     error_records,
     first_failure,
+    raise_failure,
     slot_records,
 )
 from trainwright.run.shutdown.stop import Stopping, StopWatcher
 from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers
+
+if TYPE_CHECKING:
+    from trainwright.run.launches import Elastic
 
 _LOOK_SECONDS = 0.05
 
@@ -113,13 +115,6 @@ def run_workers(
     else:
         failure = nodes.fail(logs, workers.exit_codes, records, out_of_memory)
     return EXIT_STOPPED if stopping.killed else _explained(failure, explanations)
-
-
-def raise_failure(failure: Failure) -> NoReturn:
-    """Raise a failure that ends the run."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h\r")  # a killed worker may have hidden the cursor for its progress bar
-    raise error_of(failure.exit_code, failure.message)
 
 
 def _explained(failure: Failure, explanations: Sequence[str]) -> Failure:

@@ -7,7 +7,6 @@ Workers are forked from a parent that has already imported the libraries, and fi
 from __future__ import annotations
 
 import faulthandler
-import functools
 import multiprocessing
 import os
 import signal
@@ -174,7 +173,8 @@ def _work(
     rank = int(os.environ["RANK"])
     enter_process(logs / f"rank-{rank}.log", parent=parent, keep_console=rank == 0)
     faulthandler.enable()
-    stop.follow_launcher(flags, functools.partial(_record_signal, rank, slot))
+    # Recorded like an exception: errors of other ranks about broken connections follow from it.
+    stop.follow_launcher(flags, lambda number: failure.record_exception(EndedBySignal(rank, number), slot))
     torch.set_num_threads(threads_allowed())
     try:
         code = failure.run_to_end(entry, rank)
@@ -186,8 +186,3 @@ def _work(
         os._exit(error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING)
     failure.set_done(slot, code)
     sys.exit(code)
-
-
-def _record_signal(rank: int, slot: Slot, number: signal.Signals) -> None:
-    """Record the reason like an exception: errors of other ranks about broken connections follow from it."""
-    failure.record_exception(EndedBySignal(failure.ended_from_outside(rank, number)), slot)

@@ -151,7 +151,7 @@ def _in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> N
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the trial ends its commands
-    signal_after_parent(signal.SIGTERM)
+    signal_after_parent(signal.SIGTERM, os.getppid())
     kind = KINDS[trial.kind]
     verdict, why, measures = HELD, "", {}
     try:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from trainwright import __version__
 from trainwright.errors import MachineError
+from trainwright.machine.machine import Machine
 from trainwright.run.group.environment import LaunchEnvironment
 
 
@@ -52,7 +53,7 @@ class DeviceSlot:
 
 
 def device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
-    """Return a place for every rank. Raises MachineError if the processes do not fit on their machines."""
+    """Return a slot for every rank. Raises MachineError if the processes do not fit on their machines."""
     _same_version(members)
     slots: dict[int, DeviceSlot] = {}
     for ranks in _machines(members):
@@ -156,8 +157,17 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _visible_at_start = os.environ.get(_VISIBLE)
 
 
-def show_answering_gpus() -> int:
-    """Show processes that are started from now on only the GPUs that answer; return their number."""
+def count_devices(machine: Machine) -> int | None:
+    """Return how many devices work now; None on a CPU, which has room for any number of processes.
+
+    Processes that are started from now on see only the GPUs that answer, as far as their library is asked: NVIDIA's.
+    """
+    if not machine.gpus:
+        return None
+    return _show_answering_gpus() if all(gpu.vendor == "NVIDIA" for gpu in machine.gpus) else len(machine.gpus)
+
+
+def _show_answering_gpus() -> int:
     answers = _answers()
     answering = [name for name in answers if name is not None]
     if len(answering) < len(answers):

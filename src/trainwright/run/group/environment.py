@@ -4,10 +4,8 @@ torchrun and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, 
 "torchrun"); srun sets SLURM_* (slurm.schedmd.com/srun.html, "output environment variables"); Open MPI's mpirun
 OMPI_COMM_WORLD_*; MPICH's and Intel's PMI_* and MPI_LOCAL*.
 
-Settings around `trainwright train` that it does not follow: reported, or rejected if they ask for more.
-
-`train` starts its processes itself, on this machine and those that --nodes names. It follows its recipe and its
-options; variables and files that mean another run must not be ignored silently.
+`trainwright train` starts its processes itself, on this machine and those that --nodes names. Variables and files that
+mean another run are reported, or refused.
 """
 
 from __future__ import annotations
@@ -23,10 +21,12 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.run.group.addresses import in_words, is_loopback
 from trainwright.utils.text import quoted
 
+RENDEZVOUS_SECONDS = 600.0  # for which processes and nodes wait for one another, unless the user says how long
 # Below the ephemeral port range (on Linux from 32768).
 _FIRST_PORT, _PORTS = 15000, 16000
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by accelerate launch
 _ZERO = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")
@@ -94,13 +94,19 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
         MachineError: variables that contradict each other or are not numbers, or a Slurm allocation of several tasks
             without srun.
     """
-    variables_given = Variables(os.environ if variables is None else variables)
-    environment = _launched(variables_given, os.getppid() if parent is None else parent)
+    env = Variables(variables)
+    environment = _launched(env, os.getppid() if parent is None else parent)
     if environment is None:
-        _refuse_bare_allocation(variables_given)
+        _refuse_bare_allocation(env)
         return LaunchEnvironment("python")
     _check(environment)
     return environment
+
+
+def rank_from_variables(variables: Mapping[str, str]) -> int:
+    """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
+    texts = (variables.get(name, "").strip() for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
 
 
 def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | None = None) -> None:
@@ -112,25 +118,24 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     Raises:
         RequestError: naming the launcher, the command to launch with it, and the variables that show it.
     """
-    variables_given = Variables(os.environ if variables is None else variables)
-    if (launcher := launcher_of(variables_given, nodes)) is None:
+    env = Variables(variables)
+    if (launcher := launcher_of(env, nodes)) is None:
         return
-    environment = _launched(variables_given, os.getppid())
-    start, variables_of_it = _WORKERS[launcher]
+    environment = _launched(env, os.getppid())
+    start, signs = _WORKERS[launcher]
     if launcher == "accelerate launch":
-        variables_of_it = " and ".join(accelerate_variables(variables_given))
+        signs = " and ".join(accelerate_variables(env))
     as_rank = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
         f"trainwright {command} starts its processes itself, but {launcher} started this one{as_rank}; {instead} "
-        f"trainwright {command} without it. If no launcher was meant, unset {variables_of_it}"
+        f"trainwright {command} without it. If no launcher was meant, unset {signs}"
     )
 
 
 def node_of_srun(nodes: int) -> tuple[int, str] | None:
     """Return the index of this node and the rendezvous, if srun has started one process on each of ``nodes`` nodes."""
-    variables = Variables(os.environ)
-    environment = _launched(variables, os.getppid())
+    environment = _launched(Variables(), os.getppid())
     if environment is None or environment.launcher != "srun" or (environment.size, environment.nodes) != (nodes, nodes):
         return None
     return environment.node, in_words(str(environment.address), int(environment.port or 0))
@@ -159,7 +164,7 @@ def _launched(variables: Variables, parent: int) -> LaunchEnvironment | None:
     if variables.has("RANK", "WORLD_SIZE"):
         return _torch(variables)
     if not variables.has(*_OPEN_MPI) and not in_slurm_step(variables) and not variables.has("PMI_RANK", "PMI_SIZE"):
-        _refuse_half_said(variables)
+        _refuse_partial(variables)
     if variables.has(*_OPEN_MPI):
         return _open_mpi(variables, parent)
     if in_slurm_step(variables) and not _hydra_inside_slurm(variables):
@@ -175,10 +180,10 @@ def expand_nodes(text: str) -> list[str]:
 
 
 class Variables:
-    """Environment variables as numbers, with errors that name them."""
+    """Environment variables, by default this process's, as numbers, with errors that name them."""
 
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, str] | None = None) -> None:
+        self._values = os.environ if values is None else values
 
     def has(self, *names: str) -> bool:
         """Return whether all of these variables are set."""
@@ -242,8 +247,10 @@ def _torch(variables: Variables) -> LaunchEnvironment:
     )
 
 
-def _refuse_half_said(variables: Variables) -> None:
-    """Raise if only one of RANK and WORLD_SIZE is set: several processes were meant, but this one would run alone."""
+def _refuse_partial(variables: Variables) -> None:
+    """Raise if only one of RANK and WORLD_SIZE is set: the launcher meant several processes, and this one would run
+    alone.
+    """
     for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
         if number_of(variables, name) >= least:
             value = variables.text(name)
@@ -455,7 +462,7 @@ class NodeRendezvous:
         if node_rank >= nodes:
             raise RequestError(f"--node-rank: nodes are counted from 0, so with {nodes} nodes the last is {nodes - 1}")
         host, port = parse_address(rendezvous)
-        return cls(nodes, node_rank, host, port, seconds or 600.0)
+        return cls(nodes, node_rank, host, port, seconds or RENDEZVOUS_SECONDS)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -468,9 +475,6 @@ def parse_address(text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
-_WORKER = "python -m trainwright.worker"
-
-
 def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Mapping[str, str] | None = None) -> None:
     """Reject a plain command line in a Slurm allocation of several nodes, because the other nodes would be idle.
 
@@ -481,7 +485,7 @@ def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Ma
     Raises:
         RequestError: with the command that uses all of them, and the option that excludes them on purpose.
     """
-    env = Variables(os.environ if variables is None else variables)
+    env = Variables(variables)
     there = number_of(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     if nodes is not None or there < 2 or in_slurm_step(env):
         return
@@ -497,7 +501,9 @@ def srun_line(env: Variables, nodes: int, arguments: Sequence[str]) -> str:
     each = number_of(env, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
     # srun sets the number of processes; one that was meant for this machine would contradict it.
     arguments = [word for word in arguments if not word.startswith("parallel.num_processes=")]
-    return f"srun --nodes={nodes} --ntasks-per-node={each} {_WORKER} {shlex.join(arguments)}".rstrip()
+    return (
+        f"srun --nodes={nodes} --ntasks-per-node={each} python -m trainwright.worker {shlex.join(arguments)}".rstrip()
+    )
 
 
 def ignored_settings(
@@ -508,7 +514,7 @@ def ignored_settings(
     Args:
         accelerate_file: Accelerate's default file, if it exists and no other was named.
     """
-    env = Variables(os.environ if variables is None else variables)
+    env = Variables(variables)
     if accelerate_file is not None:
         yield (
             f"{accelerate_file}, Accelerate's default file, is not used: --accelerate-config {quoted(accelerate_file)} "

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -47,7 +47,7 @@ class FailureReport:
     """Report this rank's failure, and react to the failure of another.
 
     Args:
-        tell: called with the exit code and the message of either.
+        report: called with the exit code and the message of either.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FailureReport:
         rank: int,
         terminal: TextIO,
         peers: Peers | None,
-        tell: Callable[[int, str], None] = lambda code, message: None,
+        report: Callable[[int, str], None] = lambda code, message: None,
     ) -> None:
         self.rank = rank
         self.heard = threading.Event()
@@ -63,7 +63,7 @@ class FailureReport:
         self._killed_for_memory = count_memory_kills()
         self.terminal = terminal
         self._peers = peers
-        self._report = tell
+        self.report = report
         self._logs: Path | None = None
         self._interrupt: Callable[[], None] | None = None
         if peers is not None:
@@ -92,9 +92,9 @@ class FailureReport:
         if is_follow_up(record) and self._peers is not None and self.heard.wait(_HEAR_SECONDS):
             return self.exit_code
         failure = describe_failure(self.rank, record, self._logs or Path("logs"))
-        self._report(failure.exit_code, failure.message)
+        self.report(failure.exit_code, failure.message)
         if self._logs is not None or self.rank == 0:
-            self._tell(failure.message, own=True)
+            self._print(failure.message, own=True)
         self._record(failure.message)
         if self._peers is not None:
             self._peers.send(_FAILED, text=failure.message, exit_code=failure.exit_code)
@@ -107,8 +107,8 @@ class FailureReport:
         self.exit_code = code if type(code) is int and 0 < code < 256 else self._code_of_gone()
         self.text = str(message.get("text") or self._gone(peer))
         if self._logs is not None:
-            self._tell(self.text, own=False)
-        self._report(self.exit_code, self.text)
+            self._print(self.text, own=False)
+        self.report(self.exit_code, self.text)
         self._record(self.text)
         self.heard.set()
         if self._interrupt is not None:
@@ -133,7 +133,7 @@ class FailureReport:
             f"rank {peer} is gone: it was killed, crashed in native code, called os._exit, or its machine was lost{log}"
         )
 
-    def _tell(self, text: str, *, own: bool) -> None:
+    def _print(self, text: str, *, own: bool) -> None:
         if self._logs is not None and not self._is_first(own):
             return
         if self.terminal.isatty():
@@ -159,11 +159,6 @@ def _end(code: int) -> None:
 
 
 _PREFIX = "trainwright-reported-"
-
-
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
 # How long to wait for rank 0 to report; and how long a report counts as one of this start.
 _WAIT_SECONDS, _VALID_SECONDS = 3.0, 20.0
 
@@ -194,12 +189,6 @@ def should_report(rank: int, what: str) -> bool:
     except OSError:
         return True
     return True
-
-
-def rank_from_variables(variables: Mapping[str, str]) -> int:
-    """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
-    texts = (variables.get(name, "").strip() for name in _RANKS)
-    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
 
 
 def _is_fresh(marker: Path) -> bool:

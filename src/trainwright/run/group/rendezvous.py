@@ -40,14 +40,12 @@ from trainwright.run.group.peers import (
     job_of,
 )
 from trainwright.run.group.trust import VARIABLE, Unproven, secret_of
-
-DEFAULT_TIMEOUT = 600.0  # seconds
+from trainwright.run.run_directory import RUNS
 
 _STORE_TIMEOUT = timedelta(minutes=15)
 POLL_SECONDS = 0.1
 
 _PREPARED = "prepared"
-SHARED = Path("runs")  # in the current directory
 
 
 class Rendezvous:
@@ -159,7 +157,7 @@ def meet(
     job: Job,
     fix: str,
     meanwhile: Callable[[], None] = lambda: None,
-    shared: Path = SHARED,
+    shared: Path = RUNS,
 ) -> Rendezvous:
     """Meet the other members. Strangers and members of other jobs are rejected before the store.
 
@@ -325,9 +323,9 @@ _Newest = Callable[[], tuple[str, int] | None]
 
 def meet_ranks(
     environment: LaunchEnvironment,
-    arguments: Sequence[str] = (),
-    seconds: float = DEFAULT_TIMEOUT,
-    shared: Path = SHARED,
+    arguments: Sequence[str],
+    seconds: float,
+    shared: Path,
 ) -> Rendezvous:
     """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
 

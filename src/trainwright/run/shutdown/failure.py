@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError, error_of
 from trainwright.machine.cgroups import groups
 from trainwright.run.shutdown.stop import START_METHOD
 from trainwright.utils.paths import write_file
@@ -52,7 +52,11 @@ FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG, Cause.NODE)
 
 
 class EndedBySignal(FaultError):
-    """A signal from outside ended a worker."""
+    """A signal from outside, not from its launcher, ended a worker."""
+
+    def __init__(self, rank: int, number: signal.Signals) -> None:
+        who = "from a user, a scheduler or another program"
+        super().__init__(f"rank {rank} was ended by an external {number.name}: {who}")
 
 
 class EndedEarly(TrainingError):
@@ -186,6 +190,13 @@ class Failure:
     cause: Cause | None = None
 
 
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise a failure that ends the run."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\r")  # a killed worker may have hidden the cursor for its progress bar
+    raise error_of(failure.exit_code, failure.message)
+
+
 def error_file(logs: Path, rank: int) -> Path:
     """Return the file to which the worker of this rank writes the exception that ends it."""
     return logs / f"rank-{rank}.error.json"
@@ -259,11 +270,6 @@ def _cut(rank: int, record: dict[str, Any], logs: Path) -> Failure:
         f"rank {rank} lost its connection to another rank, and no rank reports another error: {said}{advice(trace)}"
     )
     return Failure(message + _log(logs, rank), int(record["exit_code"]), cause=Cause.CONNECTION)
-
-
-def ended_from_outside(rank: int, number: signal.Signals) -> str:
-    """Return the message for a rank that was ended by a signal not from its launcher."""
-    return f"rank {rank} was ended by an external {number.name}: from a user, a scheduler or another program"
 
 
 def _ended(code: int, out_of_memory: bool) -> str:

@@ -35,7 +35,7 @@ _LAUNCHER_DECIDES_SECONDS = 1.0
 
 _SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish", "busybox"}
 
-# What a stopped launch has left behind.
+# What a stopped launch can be resumed from.
 CHECKPOINT, NEWEST, BEFORE_FIRST_STEP = "checkpoint", "newest", "before the first step"
 
 
@@ -120,7 +120,7 @@ class Stopping:
         self.flags = Flags()
         self.kill: Callable[[], None] = _interrupt
         self.killed = False
-        self.left = CHECKPOINT
+        self.resumes_from = CHECKPOINT
         self._notice = notice
         self._look: Callable[[], str | None] | None = None
         self._looked = self._first = 0.0
@@ -176,7 +176,7 @@ class Stopping:
 
     def end(self, resumes_from: str) -> None:
         """Kill the workers now. ``resumes_from``: what the run can be resumed from."""
-        self.killed, self.left = True, resumes_from
+        self.killed, self.resumes_from = True, resumes_from
         self.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -193,7 +193,7 @@ def describe_stop(run: Path, resumes_from: str = CHECKPOINT) -> str:
     """Return how a stopped run ended, and what it can be resumed from.
 
     Args:
-        resumes_from: what the launch says of its end, see ``Stopping.left``.
+        resumes_from: of ``Stopping``.
     """
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
 
@@ -257,7 +257,7 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
 def follow_signals() -> None:
     """Handle signals in a worker of another launcher (torchrun, srun): any stop signal requests a stop."""
     for number in heeded_signals():
-        signal.signal(number, _raise_flag)
+        signal.signal(number, lambda *_: request_stop())
 
 
 def restore_default_signals() -> None:
@@ -281,10 +281,6 @@ def _watch_termination(read: int, flags: Flags, ended: Callable[[signal.Signals]
             os._exit(128 + signal.SIGTERM)
 
 
-def _raise_flag(number: int, frame: FrameType | None) -> None:
-    request_stop()
-
-
 def _ignore(number: int, frame: FrameType | None) -> None:
     # A function, not SIG_IGN: SIG_IGN would be inherited by every program a worker starts.
     pass
@@ -295,12 +291,11 @@ def _interrupt() -> None:
 
 
 def _stop_with_shell() -> None:
-    """Have the kernel send SIGTERM when the job script's shell dies (prctl(2)): the run stops after a checkpoint."""
+    """Have the kernel send SIGTERM when the job script's shell dies: the run stops after a checkpoint."""
     parent = os.getppid()
     if not sys.platform.startswith("linux") or scheduler_job() is None or not is_shell(parent):
         return
-    signal_after_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it died between the two
+    if signal_after_parent(signal.SIGTERM, parent):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -399,7 +394,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
-def signal_after_parent(number: signal.Signals) -> None:
-    """Have the kernel send this signal to this process when its parent dies in any way; on Linux only."""
+def signal_after_parent(number: signal.Signals, parent: int) -> bool:
+    """Have the kernel send this signal to this process when its parent dies in any way (prctl(2)), on Linux only.
+
+    Returns:
+        Whether ``parent``, its pid, has died before that.
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    return os.getppid() != parent

@@ -12,7 +12,7 @@ import pytest
 from tests.support.commands import wait_for
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, EXIT_STOPPED, RequestError
 from trainwright.run.group.environment import NodeRendezvous
-from trainwright.run.node_launches import NodeLaunches
+from trainwright.run.launches import NodeLaunches
 from trainwright.run.nodes import LinkedStopping, NodeDropped, NodeFailed, NodeInfo, NodeRules, Nodes, NodesLost
 
 
