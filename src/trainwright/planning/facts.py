@@ -133,9 +133,10 @@ def facts_of(recipe: RecipeSchema) -> Facts:
 
 
 def _saved_width(model: ModelSection, configuration: Mapping[str, Any]) -> int:
-    """Return the bytes of an element of the saved model (models/load.py: dtype_to_save)."""
-    of_files = configuration.get("dtype") or configuration.get("torch_dtype")
-    return 2 if "16" in str(of_files if model.save_dtype == "auto" else model.save_dtype) else 4
+    """Return the bytes of an element of the saved model."""
+    from trainwright.models.resolve_model import saved_precision
+
+    return 4 if saved_precision(model, configuration) == "fp32" else 2
 
 
 def _of_own_model(recipe: RecipeSchema, model: TaskModel) -> Facts:

@@ -272,7 +272,7 @@ LAUNCHERS: Registry[Any] = Registry(
 # their precision, `facts(file)` its sha256 and precision, `export(directory, file, precision)` writes one.
 WEIGHT_FORMATS: Registry[Any] = Registry(
     "trainwright.weight_formats",
-    {"gguf": "trainwright.compatibility.gguf.export:Gguf"},
+    {"gguf": "trainwright.compatibility.gguf.format:Gguf"},
     kind="weight format",
     required=("convert", "facts", "export"),
 )

@@ -1,4 +1,4 @@
-"""GGUF as a format of weights (``recipe/registries.py``): export a model directory as one file, as llama.cpp reads it.
+"""Export a model directory as a GGUF file, as llama.cpp reads it.
 
 The names, keys and tensor conversions are the inverse of what transformers applies when it reads such a file
 (transformers.modeling_gguf_pytorch_utils), which is also used to verify the result.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.compatibility.gguf.reading import adds_space, convert_gguf, gguf_facts, query_scalar, write_converted
+from trainwright.compatibility.gguf.reading import adds_space, query_scalar, write_converted
 from trainwright.compatibility.gguf.rope import write_rope
 from trainwright.errors import MachineError, RequestError, TrainingError
 from trainwright.models.configuration import config_from
@@ -376,11 +376,3 @@ def _rotations(model: PreTrainedModel) -> dict[str, torch.Tensor]:
                 more = () if kind is None else (kind,)
                 rotations[f"{name} {kind}"] = torch.cat(module(torch.zeros(1), positions, *more))
     return rotations
-
-
-class Gguf:
-    """The functions that the core calls."""
-
-    convert = staticmethod(convert_gguf)
-    facts = staticmethod(gguf_facts)
-    export = staticmethod(export_gguf)

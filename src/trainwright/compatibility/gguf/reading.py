@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.compatibility.gguf.digests import digest_of, remembered
 from trainwright.compatibility.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
 from trainwright.errors import RequestError, TrainingError
-from trainwright.machine.cache import cache_in_words, cache_root, try_write
+from trainwright.machine.cache import cache_in_words, cache_root
 from trainwright.machine.sharing import build_once
 from trainwright.models.configuration import NOT_MADE
 from trainwright.models.supported import check_supported
@@ -53,58 +54,23 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
         return directory, build_once(directory, find, make)
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufFacts:
-    """The SHA-256 of a file's content, and the precision of its weights, such as Q4_K_M."""
-
-    sha256: str
-    precision: str
-
-
-def gguf_facts(file: Path) -> GgufFacts:
-    """Return the hash and the precision of ``file``; raise RequestError if it is damaged."""
-    digest = _remembered(file, cache_root() / "models", "sha256", lambda: _digest(file, "sha256"))
-    return GgufFacts(digest, _precision(file))
-
-
-def _precision(file: Path) -> str:
-    """Return llama.cpp's name of the file type or, without it, the type of most of its bytes."""
-    from gguf import GGMLQuantizationType, LlamaFileType
+def sizes_by_type(file: Path) -> dict[int, int]:
+    """Return the bytes of the tensors of each type; raise RequestError if ``file`` is damaged."""
     from transformers.integrations.gguf.reader import GgufHeader
 
-    kind = _metadata(file, "model.name").get("general.file_type")
-    if kind in set(LlamaFileType):
-        return LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    _metadata(file, "model.name")
     sizes: dict[int, int] = {}
     for tensor in GgufHeader.from_file(str(file)).tensors:
         sizes[tensor.ggml_type] = sizes.get(tensor.ggml_type, 0) + tensor.nbytes
-    return GGMLQuantizationType(max(sizes, key=lambda number: sizes[number])).name
+    return sizes
 
 
 def _fingerprint(file: Path, models: Path) -> str:
     def digest() -> str:
-        content = _digest(file, "blake2b")
+        content = digest_of(file, "blake2b")
         return hashlib.blake2b(f"{content}{CONVERTER}".encode(), digest_size=6).hexdigest()
 
-    return _remembered(file, models, CONVERTER, digest)
-
-
-def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) -> str:
-    """Return a digest of the file's content, cached by path, size and time: hashing takes a second per GB."""
-    stat = file.stat()
-    identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{what}"
-    memo = models / ".fingerprints" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-    try:
-        return memo.read_text(encoding="utf-8")
-    except OSError:  # not remembered, or stale
-        fingerprint = make()
-        try_write(memo, fingerprint)
-        return fingerprint
-
-
-def _digest(file: Path, name: str) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, name).hexdigest()
+    return remembered(file, models, CONVERTER, digest)
 
 
 def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None] = lambda line: None) -> None:

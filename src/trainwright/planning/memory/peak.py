@@ -116,7 +116,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     moment = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total).parts()
     parts = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
     temporary = max(phases[name] for name in _OF_STEPS) - between
-    extra = overhead(workload, cluster, model, walk, temporary, trace)
+    extra = overhead(workload, cluster, model, walk, between, temporary, trace)
     if not on_gpu:  # what steps have freed is used, or returned before the export
         extra[SLACK] = max(0, extra[SLACK] + between + temporary - max(phases.values()))
     return Memory(parts, phases, extra, host, trace.facts.failed)

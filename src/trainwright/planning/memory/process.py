@@ -4,6 +4,7 @@ unused. Imports no torch.
 
 from __future__ import annotations
 
+from trainwright.machine.allocator import most_kept
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_PRODUCTS, PADDED_SIZES, PRODUCT_BYTES
 from trainwright.planning.memory.strategies import StrategyMemory
@@ -27,6 +28,7 @@ _CUDA_SLACK = 0.04
 # Resident: Python, torch, transformers and the mapped code of both; torch's exchange between processes and its sharded
 # tensors; PEFT, which adapters need, and of whose code DeepSpeed needs most too. All measured.
 _PROCESS, _EXCHANGE, _SHARDED, _PEFT = 378 * _MIB, 8 * _MIB, 20 * _MIB, 60 * _MIB
+_HEAP = 160 * _MIB  # of the process, what is in use in the heap
 # Of a thread's arena, where the copies that gloo gathers into stay; larger ones are in the process's own (malloc(3)).
 _ARENA = 64 * _MIB
 _TRIMMED = 256 * _MIB  # of free memory at the end of the heap, what glibc does not return (run/process.py)
@@ -37,12 +39,19 @@ _SETTLED = 0.6
 
 
 def overhead(
-    workload: Workload, cluster: Cluster, model: StrategyMemory, walk: Walk, temporary: int, trace: SizedModel
+    workload: Workload,
+    cluster: Cluster,
+    model: StrategyMemory,
+    walk: Walk,
+    lasting: int,
+    temporary: int,
+    trace: SizedModel,
 ) -> dict[str, int]:
     """Return the overhead by name.
 
     Args:
-        temporary: the most bytes of tensors that do not last from step to step.
+        lasting: the bytes of tensors that last from step to step.
+        temporary: the most bytes of others.
         trace: of the largest micro-batch.
     """
     choice = model.choice
@@ -50,7 +59,7 @@ def overhead(
     if cluster.device != "cpu":
         return {**parts, SLACK: int(_CUDA_SLACK * temporary)}
     products = _code_of_products(workload, choice, trace) if choice.width == 2 and "bf16" in cluster.card.rates else 0
-    slack, copied = {SLACK: _unused(workload, model, walk, temporary)}, model.copied()
+    slack, copied = {SLACK: _unused(workload, model, walk, lasting, temporary)}, model.copied()
     others = {"copies of the exchange": copied if copied <= _ARENA else 0, "code of products": products}
     return {**parts, **slack, **{name: size for name, size in others.items() if size}}
 
@@ -74,12 +83,13 @@ def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str,
     }
 
 
-def _unused(workload: Workload, model: StrategyMemory, walk: Walk, temporary: int) -> int:
-    """Return the bytes of freed memory that a CPU process keeps (machine/allocator.py).
+def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int, temporary: int) -> int:
+    """Return the bytes of freed memory that a CPU process keeps.
 
     Small blocks that live on settle in what a pass has freed, so the blocks of the next one need as much again, until
     glibc returns the end of the heap. A block of the next size does not fit where the largest was; with gathered
-    parameters that happens twice in a step.
+    parameters that happens twice in a step. Of all that, a process keeps little before a model's block runs
+    (machine/allocator.py), unless blocks are compiled; what runs now may free more.
     """
     choice, inventory = model.choice, model.inventory
     shards = choice.spec.shards_parameters
@@ -89,7 +99,9 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, temporary: in
     rows_vary = not workload.packed and workload.mean_length < workload.longest
     recomputes = choice.activation_checkpointing not in ("none", "selective")
     varied = rows_vary or recomputes or choice.spec.hooks_modules
-    return unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
+    freed = unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
+    runs_now = max(largest, walk.backward.working_set)
+    return freed if choice.compile else min(freed, most_kept(_HEAP + lasting + temporary) + runs_now)
 
 
 def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:
