@@ -118,7 +118,7 @@ def test_a_model_in_blocks_has_the_losses_and_gradients_of_its_own_modules(
     kind: str, counts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "PART_TOKENS", 64)  # 160 tokens are two parts and a smaller one
-    model = model_of(kind).to(dtype)
+    model: Any = model_of(kind).to(dtype)
     parts = copy.deepcopy(model)
     assert tuple(compute_in_blocks(parts).values()) == (*counts, 0)
     tokens = torch.arange(160).remainder(11).view(2, 80)

@@ -12,11 +12,12 @@ from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
+from trainwright.machine.vendors import processor_of
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import least_of, memory_of
 from trainwright.planning.output import table
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
-from trainwright.planning.search import AS_FAST, Evaluator, search
+from trainwright.planning.search import AS_FAST, Candidate, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.trace.catalog import find_model
@@ -91,6 +92,20 @@ def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
     assert made.chosen.needed_interval[1] <= made.chosen.available_bytes == parse_machine("1xA100-80GB").usable_bytes
 
 
+def test_recomputation_is_not_looked_at_where_the_largest_micro_batches_fit_without() -> None:
+    """A model that is not known is then traced once."""
+    tried = []
+
+    class Noting(Evaluator):
+        def fit(self, choice: Choice) -> Candidate:
+            tried.append(choice.activation_checkpointing)
+            return super().fit(choice)
+
+    cluster = parse_machine("8xH100")
+    found = search(Noting(work(SMALL, 8, 512), cluster, rates_of(cluster)), Constraints({}))
+    assert found.best is not None and set(tried) == {"none"}
+
+
 PADDED = {"packed": False, "document_tokens": 90.0}
 
 
@@ -117,7 +132,7 @@ def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) ->
     if found.best is not None:
         seconds = [evaluator.seconds(choice) for choice in fitting]
         assert found.fastest == pytest.approx(min(seconds), rel=1e-9)
-        assert evaluator.seconds(found.best.choice) <= (1 + AS_FAST[cluster.device]) * found.fastest
+        assert evaluator.seconds(found.best.choice) <= (1 + AS_FAST[processor_of(cluster.device)]) * found.fastest
 
 
 def offloads(choice: Choice) -> bool:

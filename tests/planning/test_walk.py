@@ -161,6 +161,24 @@ def test_a_step_of_zero_ends_with_what_its_stage_keeps(strategy: str) -> None:
     assert memory.lasting()["optimizer state"] in (8 * held.trained // 2, 8 * -(-held.trained // 2))
 
 
+def test_zero3_reduces_a_block_larger_than_a_bucket_as_its_gradients_arrive() -> None:
+    """Also in the middle of a deep model, where the gradients of a block arrive all at once."""
+    names = [f"experts.{number}.weight" for number in range(8)]
+    large = UnitTrace(
+        tuple(TracedParameter(name, (100_000, 1_000), True, 4) for name in names),
+        passed(("", 1500, KEPT)),
+        passed(*((name, 700, 0) for name in names), ("", 10, -KEPT)),
+        passed(("", 800, 0)),
+    )
+    embedding, _, head = model().units
+    gradients = []
+    for blocks in (3, 20):
+        sized = ModelTrace((embedding, large, head), (0, *[1] * blocks, 2), FACTS)
+        flow = memory_of(ZeroMemory, "zero3", inventory(sized, 4)).flow()
+        gradients.append(walked(sized, flow).backward.parts()["gradients"])
+    assert gradients[0] == gradients[1] < 4 * 5 * 10**8
+
+
 def test_one_route_serves_batches_of_every_size() -> None:
     small, flow = model(), memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow()
     large = small.in_order()[1].backward._replace(

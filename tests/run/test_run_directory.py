@@ -144,8 +144,8 @@ def test_a_run_with_a_directory_in_the_place_of_a_file_is_refused_and_stays_as_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = a_run("tiny-20260101-000000")
-    monkeypatch.setattr("secrets.token_hex", lambda bytes: "0")
-    (run / ".recipe.yaml.0").mkdir()  # where the file is written that takes the place of the one there
+    monkeypatch.setattr("os.urandom", bytes)
+    (run / ".recipe.yaml.00000000").mkdir()  # where the file is written that takes the place of the one there
     with (
         pytest.raises(RequestError, match=f"{run}: a run cannot be written there: Is a directory"),
         run_directory.undone_on_error(run, created=False),

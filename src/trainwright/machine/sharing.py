@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import socket
 import time
@@ -246,7 +245,7 @@ def build_once(
         if existing is not None:
             return existing
         _remove_remnants(directory, alone=alone, keep=goes_on)
-        token = _KEPT if alone and goes_on else secrets.token_hex(4)
+        token = _KEPT if alone and goes_on else os.urandom(4).hex()
         scratch = directory.with_name(f"{_prefix(directory)}{token}")
         complete = False
         try:
@@ -279,7 +278,7 @@ def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]
             return existing
         if not os.path.lexists(directory):
             raise
-        damaged = directory.with_name(f"{_prefix(directory)}{secrets.token_hex(4)}")
+        damaged = directory.with_name(f"{_prefix(directory)}{os.urandom(4).hex()}")
         directory.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)  # before the rename, after which nobody looks for what is left
         scratch.rename(directory)

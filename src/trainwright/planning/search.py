@@ -345,6 +345,8 @@ def _with_threads(
         option: [choice_of(layout, processes, size, option, constraints, evaluator.cluster, threads) for size in sizes]
         for option in options
     }
+    if all(evaluator.fit(choice).fits for choice in rows[options[0]][:2]):  # as do smaller ones; see `_fitting`
+        options = options[:1]  # recomputation would only make these slower
     least = _least(evaluator, rows[options[-1]])
     if not least.fits and least.shortfall < _NEAR:
         least = min((_least(evaluator, rows[option]) for option in options), key=lambda one: one.shortfall)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import stat
 import sys
 import time
@@ -76,7 +75,7 @@ def run_path(path: str | os.PathLike[str]) -> Path:
 
 def write_file(file: Path, content: str | bytes) -> None:
     """Write ``file`` completely or not at all; text as UTF-8. Raises OSError."""
-    scratch = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    scratch = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
     try:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         scratch.replace(file)

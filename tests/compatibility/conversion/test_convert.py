@@ -630,3 +630,184 @@ def test_values_of_the_configuration_are_overrides(tmp_path: Path) -> None:
     }
     (failure,) = failures(of(tmp_path, files.AXOLOTL + "rope_scaling: linear\n"))
     assert "rope_scaling: is no mapping of keys" in failure
+
+
+def test_torchtune_without_a_maximum_length_has_the_models_positions(tmp_path: Path) -> None:
+    def length(text: str) -> Any:
+        return recipe(of(tmp_path, text, name="tune.yaml"), tmp_path)["data"]["max_length"]
+
+    text = files.TORCHTUNE.replace("max_seq_len: 256", "max_seq_len: null")
+    assert length(text) == 131_072
+    assert length(text.replace("llama3_2.lora_llama3_2_1b", "qwen2_5.lora_qwen2_5_7b_base")) == 131_072
+    assert length(text.replace("llama3_2.lora_llama3_2_1b", "qwen2_5.lora_qwen2_5_7b_instruct")) == 32_768
+    assert length(text.replace("packed: false", "packed: false\n  max_seq_len: 512")) == 512  # before torchtune 0.2
+    for changed in (text.replace("packed: false", "packed: true"), text.replace("torchtune.models.llama3_2", "mine")):
+        assert any("does not limit the length" in line for line in failures(of(tmp_path, changed, name="tune.yaml")))
+
+
+def test_torchtune_with_several_data_sets(tmp_path: Path) -> None:
+    start, end = files.TORCHTUNE.index("dataset:"), files.TORCHTUNE.index("optimizer:")
+    sets = """\
+dataset:
+  - _component_: torchtune.datasets.chat_dataset
+    source: json
+    data_files: chats.json
+    data_dir: rows
+    conversation_column: talk
+    conversation_style: openai
+    packed: true
+  - _component_: torchtune.datasets.instruct_dataset
+    source: owner/more
+    column_map: {input: ask, output: gold}
+    packed: true
+"""
+    text = files.TORCHTUNE[:start] + sets + files.TORCHTUNE[end:]
+    values = recipe(of(tmp_path, text, name="tune.yaml"), tmp_path)
+    assert values["data"]["train"] == [
+        {"source": "rows/chats.json", "columns": {"messages": "talk"}},
+        {"source": "owner/more", "prompt": "{ask}", "columns": {"answer": "gold"}},
+    ]
+    assert values["data"]["mixing"] == "concatenate" and values["data"]["targets"] == "answers"
+    assert values["train"]["batch_unit"] == "packs" and values["data"]["pack_length"] == 256
+    text = text.replace("conversation_style: openai", "conversation_style: openai\n    train_on_input: true")
+    assert any("contradicts" in failure for failure in failures(of(tmp_path, text, name="tune.yaml")))
+
+
+def test_the_reference_of_torchtune_is_the_model_itself(tmp_path: Path) -> None:
+    text = files.TORCHTUNE.replace("torchtune.modules.loss.LinearCrossEntropyLoss", "torchtune.rlhf.loss.DPOLoss")
+    text = text.replace(
+        "torchtune.datasets.alpaca_dataset", "torchtune.datasets.preference_dataset\n  source: owner/pairs"
+    )
+    reference = "ref_checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: %s}\n"
+    assert recipe(of(tmp_path, text + reference % "/models/small", name="tune.yaml"), tmp_path)["task"] == "dpo"
+    (failure,) = failures(of(tmp_path, text + reference % "/models/other", name="tune.yaml"))
+    assert "compares with another model" in failure
+
+
+def test_a_value_that_is_set_elsewhere_is_asked_for(tmp_path: Path) -> None:
+    text = files.TORCHTUNE.replace("/models/small", "${MODELS}/small")
+    conversion = of(tmp_path, text, name="tune.yaml")
+    (failure,) = failures(conversion)
+    assert "it is set elsewhere: ${MODELS}/small; pass checkpointer.checkpoint_dir=VALUE" in failure
+    assert conversion.kind == "computed"
+    conversion = of(tmp_path, text, "checkpointer.checkpoint_dir=owner/small", name="tune.yaml")
+    assert recipe(conversion, tmp_path)["model"]["name"] == "owner/small"
+
+
+def test_a_command_of_open_unlearning_is_composed_with_its_overrides(tmp_path: Path) -> None:
+    files.write_hydra(tmp_path)
+    (tmp_path / "scripts").mkdir()
+    command = (
+        "accelerate launch src/train.py --config-name=unlearn.yaml experiment=unlearn/mine.yaml trainer=NPO "
+        "forget_split={} trainer.args.learning_rate=3e-5 +trainer.args.weight_decay=0.1 task_name=${{name}}\n"
+    )
+    text = command.format("forget01")
+    values = recipe(of(tmp_path / "scripts", text, name="run.sh"), tmp_path)
+    assert values["data"]["forget"] == "owner/tofu:forget01:train" and values["unlearn"]["objective"] == "npo"
+    assert values["optimizer"]["learning_rate"] == 3e-5 and values["optimizer"]["weight_decay"] == 0.1
+    text = command.format("${split}").replace("trainer=NPO", "trainer=$trainer")
+    conversion = of(tmp_path / "scripts", text, name="run.sh")
+    assert [line.status for line in conversion.failures] == ["needs", "needs"]
+    assert "set elsewhere: ${shell.split}" in failures(conversion)[0]
+    assert "the script chooses it: ${trainer}; pass trainer=NAME" in failures(conversion)[1]
+    given = of(tmp_path / "scripts", text, "trainer=NPO", "forget_split=forget01", name="run.sh")
+    assert recipe(given, tmp_path) == values
+
+
+def test_scripts_that_train_on_what_follows_a_text(tmp_path: Path) -> None:
+    def targets(collator: str, text: str = files.UNSLOTH) -> Any:
+        return of(tmp_path, text.replace("trainer = SFT", f"{collator}\ntrainer = SFT"), name="unsloth.py")
+
+    last = targets("c = DataCollatorForCompletionOnlyLM(response_template='### A:', tokenizer=tokenizer)")
+    assert recipe(last, tmp_path)["data"]["targets"] == "last"
+    every = targets("c = DataCollatorForCompletionOnlyLM(response_template='A', instruction_template='Q')")
+    assert recipe(every, tmp_path)["data"]["targets"] == "answers"
+    plain = targets("c = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)")
+    assert recipe(plain, tmp_path)["data"]["targets"] == "all"
+    texts = files.UNSLOTH.replace("dataset = dataset.map(write, batched=True)", "")
+    texts = texts.replace("train_dataset=dataset,", "train_dataset=dataset, dataset_text_field='text',")
+    (failure, _) = failures(targets("c = DataCollatorForCompletionOnlyLM('### A:', tokenizer=tokenizer)", texts))
+    assert "trains on a part of each text" in failure
+
+
+def test_a_script_that_names_the_column_of_its_texts(tmp_path: Path) -> None:
+    """It is trained on although rows such as those of Alpaca have columns of instructions, too."""
+    named = files.UNSLOTH.replace("train_dataset=dataset,", "train_dataset=dataset, dataset_text_field='text',")
+    texts = named.replace("dataset = dataset.map(write, batched=True)", "")
+    assert recipe(of(tmp_path, texts, name="unsloth.py"), tmp_path)["data"]["format"] == "text"
+    assert "format" not in recipe(of(tmp_path, named, name="unsloth.py"), tmp_path)["data"]  # a function writes it
+
+
+def test_rows_that_a_script_evaluates_on(tmp_path: Path) -> None:
+    text = files.UNSLOTH.replace('load_dataset("owner/chats", split="train")', 'load_dataset("owner/chats")')
+    text = text.replace("train_dataset=dataset,", "train_dataset=dataset['train'], eval_dataset=held,")
+    split = text.replace("trainer = SFT", "held = dataset['test']\ntrainer = SFT")
+    assert recipe(of(tmp_path, split, name="unsloth.py"), tmp_path)["data"]["validation"] == "owner/chats:test"
+    made = of(tmp_path, text.replace("trainer = SFT", "held = other(dataset)\ntrainer = SFT"), name="unsloth.py")
+    assert recipe(made, tmp_path)["data"]["validation"] is None
+    assert any(line.differs and "evaluates on other(dataset)" in line.text for line in made.lines)
+
+
+def test_a_script_that_stops_early_or_skips_an_adapter(tmp_path: Path) -> None:
+    stops = (
+        "s = EarlyStoppingCallback(early_stopping_patience=4, early_stopping_threshold=0.01)\nheld = dataset['test']\n"
+    )
+    text = files.UNSLOTH.replace("trainer = SFT", f"{stops}trainer = SFT")
+    text = text.replace("train_dataset=dataset,", "train_dataset=dataset, eval_dataset=held, callbacks=[s],")
+    text = text.replace('split="train"', "").replace(
+        "seed=3407,\n        report", "eval_steps=5, eval_strategy='steps', report"
+    )
+    values = recipe(of(tmp_path, text, name="unsloth.py"), tmp_path)
+    assert values["evaluate"] == {"every": 5, "early_stopping": {"patience": 4, "min_delta": 0.01}}
+    text = files.UNSLOTH.replace("model = FastLanguageModel.get_peft", "if flag:\n  model = FastLanguageModel.get_peft")
+    skipped = of(tmp_path, "flag = False\n" + text, name="unsloth.py")
+    assert any(line.differs and line.text == "flag is False by default: no get_peft_model" for line in skipped.lines)
+
+
+def test_the_end_of_text_that_axolotl_sets_ends_rows_of_alpaca(tmp_path: Path) -> None:
+    tokens = "special_tokens:\n  eos_token: <|im_end|>\noptim_args: eps=1e-7,beta2=0.95\neval_per_epoch: 4\n"
+    conversion = of(tmp_path, files.AXOLOTL.replace("special_tokens:\n  pad_token: <pad>\n", tokens))
+    values = recipe(conversion, tmp_path)
+    assert "### Response:" in values["model"]["chat_template"] and "'<|im_end|>'" in values["model"]["chat_template"]
+    assert "eos_token" not in values["model"]["chat_template"]
+    assert values["model"]["added_tokens"] == {"special": ["<|im_end|>"]}
+    assert values["optimizer"]["eps"] == 1e-7 and values["optimizer"]["betas"] == [0.9, 0.95]
+    assert any(line.differs and "Axolotl, which has evals_per_epoch" in line.text for line in conversion.lines)
+    (failure,) = failures(of(tmp_path, files.AXOLOTL + "optim_args: {amsgrad: true}\n"))
+    assert "passes amsgrad: true to the optimizer" in failure
+
+
+def test_data_sets_of_the_hub_and_of_llama_factory_itself(tmp_path: Path) -> None:
+    text = files.LLAMA_FACTORY.replace("dataset: mine,chats", "dataset: identity")
+    own = of(tmp_path, text, name="factory.yaml")
+    values = recipe(own, tmp_path)
+    assert values["data"]["train"] == "data/identity.json" and values["data"]["columns"] == {"answer": "output"}
+    assert any(line.differs and "LLaMA-Factory's own dataset_info.json" in line.text for line in own.lines)
+    online = text.replace("identity", "owner/rows\ndataset_dir: ONLINE")
+    assert recipe(of(tmp_path, online, name="factory.yaml"), tmp_path)["data"]["train"] == "owner/rows"
+    offload = "{zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}"
+    inside = text.replace("ds_z2_offload_config.json", offload)
+    parallel = recipe(of(tmp_path, inside, name="factory.yaml"), tmp_path)["parallel"]
+    assert parallel == {"strategy": "zero2", "offload_optimizer": True}
+
+
+def test_a_script_of_its_own_on_the_trainer(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node 2 finetune.py --model_name owner/small --data_path rows.json --learning_rate 1e-5"
+    text += " --per_device_train_batch_size 2 --model_max_length 512 --save_strategy epoch\n"
+    conversion = of(tmp_path, text, name="run.sh")
+    values = recipe(conversion, tmp_path)
+    assert values["data"]["train"] == "rows.json" and values["data"]["targets"] == "answers"
+    assert values["train"]["activation_checkpointing"] == "none" and values["train"]["global_batch_size"] == 4
+    differing = [line.setting.key for line in conversion.lines if line.differs]
+    assert differing == ["data_path", "launcher.program", "save_strategy"]
+    (failure,) = failures(of(tmp_path, text.replace(" --model_max_length 512", ""), name="run.sh"))
+    assert "does not limit the length of examples: pass max_length=N" in failure
+    (failure,) = failures(of(tmp_path, files.TRL + "dataset_train_split: {part: one}\n", name="trl.yaml"))
+    assert '{"part": "one"} names no part of owner/chats' in failure
+
+
+def test_evaluations_without_a_number_of_steps_are_as_often_as_figures(tmp_path: Path) -> None:
+    text = files.TRL + "eval_strategy: steps\nlogging_steps: 30\n"
+    assert recipe(of(tmp_path, text, name="trl.yaml"), tmp_path)["evaluate"]["every"] == 30
+    text = files.TRL + "eval_strategy: epoch\n"
+    assert recipe(of(tmp_path, text, name="trl.yaml", rows=80), tmp_path)["evaluate"]["every"] == 10

@@ -195,3 +195,46 @@ def test_values_that_double_take_neither_time_nor_memory(tmp_path: Path, first: 
     assert values(tmp_path, script, "train.py")["learning_rate"] == "a80"
     shell = "\n".join(["A=xx", *["A=$A$A"] * 80, "python sft.py --learning_rate $A"])
     assert len(str(values(tmp_path, shell)["learning_rate"])) <= 20_000
+
+
+def test_a_quote_that_ends_nowhere_hides_no_command(tmp_path: Path) -> None:
+    text = 'A="not ended\nB=(1 2\npython train.py --learning_rate 1e-4\n' + 'C="neither\n' * 20_000
+    assert values(tmp_path, text)["learning_rate"] == 1e-4
+
+
+def test_values_of_variables_are_not_repeated_without_end(tmp_path: Path) -> None:
+    text = f"A={'x' * 9_000}\npython train.py --learning_rate 1e-4 --seed " + "$A" * 50_000
+    with pytest.raises(RequestError, match="no command that starts a training"):
+        values(tmp_path, text)
+
+
+def test_options_of_torchrun_in_a_command_of_torchtune(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("batch_size: 2\n")
+    text = "tune run --nproc_per_node 4 --nnodes=2 lora_finetune_distributed --config mine.yaml batch_size=3\n"
+    launcher = {"program": "lora_finetune_distributed", "nproc_per_node": 4, "nnodes": 2}
+    assert values(tmp_path, text) == {"batch_size": 3, "launcher": launcher}
+
+
+def test_a_program_that_a_variable_starts(tmp_path: Path) -> None:
+    assert values(tmp_path, "$PYTHON src/train.py --learning_rate 1e-4\n")["learning_rate"] == 1e-4
+
+
+def test_branches_that_are_not_run(tmp_path: Path) -> None:
+    text = """
+LORA = False
+rows = load_dataset("owner/rows", split="train")
+if LORA:
+    config = LoraConfig(r=8)
+else:
+    print("all weights")
+if path.endswith(".json"):
+    more = load_dataset("json", data_files=path)
+else:
+    more = load_dataset(path, split="train")
+args = SFTConfig(learning_rate=1e-4 if LORA else 1e-5)
+"""
+    found = values(tmp_path, text, "train.py")
+    assert found["learning_rate"] == 1e-5 and "LoraConfig" not in found
+    assert found["skipped_calls"] == {"line_5": "LORA is False by default: no LoraConfig"}
+    assert found["load_dataset_1"] == {"argument_0": "json", "data_files": Code("path")}
+    assert "load_dataset_2" not in found

@@ -14,7 +14,7 @@ from tests.compatibility.conversion.test_convert import failures, of, recipe
 from tests.data.test_row_settings import converted
 from tests.data.test_templates import CHATML, byte_level
 from trainwright.compatibility.conversion.unsloth import Unclear, settings_of
-from trainwright.data.rows.chat_templates import named_template
+from trainwright.data.rows.chat_templates import template_of
 
 HEAD = """\
 alpaca_prompt = '''Below is a task {{1}}.
@@ -32,6 +32,7 @@ ROW = {
     "output": "3 {three}",
     "text": "A text of its own.",
     "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}],
+    "dialogue": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}],
 }
 FUNCTIONS = {
     "a prompt of a batch": """
@@ -59,6 +60,46 @@ def write(examples, tokenizer=None):
     "a text with its end": """
 def write(examples):
     return {"text": [example + EOS_TOKEN for example in examples["text"]]}
+""",
+    "turns of ShareGPT by a loop": """
+def write(row):
+    messages = []
+    for turn in row["dialogue"]:
+        role = "user" if turn["from"] == "human" else "assistant"
+        messages.append({"role": role, "content": turn["value"]})
+    return {"text": tokenizer.apply_chat_template(messages, tokenize=False)}
+""",
+    "turns of ShareGPT by branches": """
+def turns_of(dialogue):
+    found = []
+    for turn in dialogue:
+        if turn["from"] == "human":
+            found.append({"role": "user", "content": turn["value"]})
+        elif turn["from"] == "gpt":
+            found.append({"role": "assistant", "content": turn["value"]})
+    return found
+def write(examples):
+    return {"text": [tokenizer.apply_chat_template(turns_of(one), tokenize=False) for one in examples["dialogue"]]}
+""",
+    "turns of ShareGPT by a list": """
+def write(row):
+    turns = [{"role": "user" if t["from"] == "human" else "assistant", "content": t["value"]} for t in row["dialogue"]]
+    return {"text": tokenizer.apply_chat_template(turns, tokenize=False)}
+""",
+    "a function of its own": """
+def rendered(row, tok, system=None):
+    turns = [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row.get("output", "")}]
+    return tok.apply_chat_template(turns, tokenize=False)
+def write(row):
+    return {"text": rendered(row, tokenizer)}
+""",
+    "an end after the answer": """
+def write(row):
+    return {"text": f"[INST] {row['instruction']} [/INST] {row['output']} </s>"}
+""",
+    "more after the answer": """
+def write(row):
+    return {"text": f"Q: {row['instruction']}\\nA: {row['output']}\\n---\\n" + EOS_TOKEN}
 """,
     "turns of a column": """
 def write(examples):
@@ -101,7 +142,7 @@ def test_rows_are_written_as_by_the_function_itself(name: str) -> None:
     if isinstance(example, str):
         assert text == example + "</s>"
         return
-    tokenizer.chat_template = CHATML if template is None else named_template(template)
+    tokenizer.chat_template = CHATML if template is None else template_of(template)
     assert tokenizer.apply_chat_template(example, tokenize=False) == text
 
 
@@ -114,7 +155,7 @@ def write(examples):
     return {"text": [tokenizer.apply_chat_template(c, tokenize=False).removeprefix("<s>") for c in convos]}
 """
     calls = "d = load().rename_column('answer', 'gold').map(turns)\nd = d.map(write, batched=True)\n"
-    assert settings_of(module(first, calls)) == {"columns.question": "task", "columns.answer": "answer"}
+    assert settings_of(module(first, calls)) == {"prompt": "{task}", "columns.answer": "answer"}
     by_trainer = "def f(row):\n    return f\"{row['a']}: {row['b']}\"\nt = SFTTrainer(model, formatting_func=f)\n"
     wanted = {"prompt": "{a}: ", "columns.answer": "b", "chat_template": "plain"}
     assert settings_of(ast.parse(by_trainer)) == wanted
@@ -123,13 +164,30 @@ def write(examples):
     }
 
 
+def test_the_beginning_of_a_text_and_the_turns_of_pairs() -> None:
+    text = "def write(row):\n    return {'text': f\"{tokenizer.bos_token}{row['a']}{tokenizer.eos_token}\"}\n"
+    assert settings_of(module(text)) == {"format": "text", "columns.text": "a"}
+    pairs = """
+def write(row):
+    return {
+        "prompt": [{"role": "user", "content": row["question"]}],
+        "chosen": [{"role": "assistant", "content": row["chosen"]}],
+        "rejected": [{"role": "assistant", "content": row["bad"]}],
+    }
+"""
+    columns = {"columns.prompt": "question", "columns.chosen": "chosen", "columns.rejected": "bad"}
+    assert settings_of(module(pairs)) == columns
+    with pytest.raises(Unclear):
+        settings_of(module(pairs.replace('"user"', '"system"')))
+
+
 @pytest.mark.parametrize(
     "body",
     [
         "return {'text': row['a'].upper()}",
         "return {'text': row['a'] if row['b'] else row['c']}",
         "return {'text': row['messages'][0]['content']}",
-        "return {'text': row['a'] + ': ' + row['b'] + ' (end)'}",
+        "return {'text': ': ' + row['a'] + row['b'] + tokenizer.bos_token}",
         "return {'text': row['a b'] + ': ' + row['c']}",
         "return {'text': tokenizer.apply_chat_template(row['messages'], tokenize=False, add_generation_prompt=True)}",
         "text = ''\n    for part in row['parts']:\n        text += part\n    return {'text': text}",
@@ -139,6 +197,11 @@ def write(examples):
         "return {'text': '{'.format(row['a'])}",
         "return {'text': '{} {}'.format(row['a'])}",
         "return {'text': str()}",
+        "return write(row)",
+        "m = []\n    for t in row['c']:\n        if t['from'] == 'system':\n            continue\n"
+        "        m.append({'role': t['from'], 'content': t['value']})\n    return {'messages': m}",
+        "m = []\n    for t in row['c']:\n        m.append({'role': t['from'], 'content': 'Say ' + t['value']})\n"
+        "    return {'messages': m}",
     ],
 )
 def test_what_no_setting_does_is_unclear(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

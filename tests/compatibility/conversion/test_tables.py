@@ -18,7 +18,7 @@ from trainwright.recipe.schema import recipe_model
 from trainwright.recipe.sections.data import SourceSection
 
 _TABLES = [*names(), "transformers", "peft", "launcher"]
-_OF_ITEMS = {"config", "split", "files", "fraction", *SourceSection.model_fields}
+_OF_ITEMS = {"config", "split", "files", "directory", "fraction", *SourceSection.model_fields}
 _USES = ("train", "validation", "forget", "retain")
 _ACTIONS = ("over", "drop", "refuse", "differs", "aside", "value", "note")
 

@@ -8,6 +8,7 @@ from typing import Any
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 from trainwright.compatibility.conversion.reading import shown
+from trainwright.data.rows.chat_templates import named_template
 
 _ALPACA = "{instruction}\n\n### Input:\n{input}"
 _TASK = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n"
@@ -102,7 +103,7 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         item |= {"prompt": _ALPACA, "prompt_without_input": "{instruction}"}
         if word == "gpteacher":
             item["columns.answer"] = "response"
-        conversion.take(setting, "model.chat_template", "alpaca")
+        conversion.take(setting, "model.chat_template", _with_end(conversion, "alpaca"))
     elif word in _TEXTS:
         _written_as_texts(conversion, setting, item, *_TEXTS[word])
     elif re.fullmatch(r"completion|pretrain", word):
@@ -127,6 +128,17 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
             item["columns.prompt"] = columns
     else:
         conversion.refuse(setting, "builds the prompts of the rows in a way of its own; write them as turns")
+
+
+def _with_end(conversion: Conversion, name: str) -> str:
+    """Return a template for rows that are written as texts, which end with the end of text that the file sets."""
+    end = _end_of(conversion)
+    return name if end in (None, *_USUAL_ENDS) else named_template(name).replace("eos_token", repr(str(end)))
+
+
+def _end_of(conversion: Conversion) -> Any:
+    tokens = conversion.value("special_tokens")
+    return tokens.get("eos_token") if isinstance(tokens, dict) else None
 
 
 def _ignore_template(conversion: Conversion) -> None:
@@ -154,7 +166,7 @@ def _written_as_texts(
     answer: str,
 ) -> None:
     item |= {"prompt": prompt, "prompt_without_input": without_input, "columns.input": column, "columns.answer": answer}
-    conversion.take(setting, "model.chat_template", "plain")
+    conversion.take(setting, "model.chat_template", _with_end(conversion, "plain"))
 
 
 def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -193,7 +205,7 @@ def _own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], 
     if names["input"]:
         item["columns.input"] = names["input"]
     item["columns.answer"] = kind.get("field_output") or "output"
-    conversion.take(setting, "model.chat_template", "plain")
+    conversion.take(setting, "model.chat_template", _with_end(conversion, "plain"))
 
 
 def messages(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -284,7 +296,8 @@ def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None
         if has_turns or end in _USUAL_ENDS:
             conversion.drop(setting, "the end of an answer is found in the template or the tokenizer", differs=True)
         else:
-            conversion.refuse(setting, f"ends an answer with {end}, not with the end of text of the tokenizer")
+            earlier = conversion.values.pop("model.added_tokens.special", ([], setting))[0]
+            conversion.take(setting, "model.added_tokens.special", [*earlier, *({str(end)} - set(earlier))])
     elif not added:
         conversion.drop(setting, "padding is not read")
 

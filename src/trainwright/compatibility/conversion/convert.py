@@ -51,6 +51,7 @@ class Rule:
         off: further values with which the key asks for nothing.
         over: keys of the tool that have no effect if this one has a value.
         note: what differs although training is the same.
+        differs: whether something does that ``drop`` says.
         aside: the kind of training or data that the key asks for, if that is not what we do.
         alias: another key of the tool, of which this is an older or a shorter name.
         needs: by another key of the tool, the values with one of which this key has an effect; ``*``: any value.
@@ -66,6 +67,7 @@ class Rule:
     off: tuple[Any, ...] = ()
     over: tuple[str, ...] = ()
     note: str | None = None
+    differs: bool = False
     aside: str | None = None
     alias: str | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
@@ -168,6 +170,7 @@ _AROUND = ("functions:read_launcher", "sources:set_sources")
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 _OFF_WORDS = ("none", "false", "no", "null", "off")
 _INDEX = re.compile(r"\[\d+\]")
+_UNRESOLVED = re.compile(r"\$\{[\w.:,/-]+\}")  # a variable of Hydra or of a shell
 
 
 class Setting(NamedTuple):
@@ -243,7 +246,7 @@ class Conversion:
 
     def has_effect(self, key: str) -> bool:
         """Return whether a key of the tool asks for anything, beside the keys that its rule needs."""
-        rule = self.tool.rule(key)
+        rule = self.tool.rule(_INDEX.sub("[]", key))
         return self.is_on(key) and rule is not None and all(_meets(self, *need) for need in rule.needs.items())
 
     @property
@@ -253,7 +256,7 @@ class Conversion:
 
     def take(self, setting: Setting, key: str, value: Any, note: str | None = None, *, computed: str = "") -> None:
         """Set our key; with ``@train.source`` and the like, a key of the item's source."""
-        if isinstance(value, Code):
+        if isinstance(value, Code) or (isinstance(value, str) and _UNRESOLVED.search(value)):
             self.need_value(setting)
             return
         if key.startswith("@"):
@@ -292,8 +295,9 @@ class Conversion:
         self.add("not possible", setting, reason, aside=aside)
 
     def need_value(self, setting: Setting) -> None:
-        """Say that only the script knows a value."""
-        self.need(setting, f"the script computes it: {shown(setting.value)}; pass {setting.key}=VALUE")
+        """Say that only the script, or whoever starts it, knows a value."""
+        why = "the script computes it" if isinstance(setting.value, Code) else "it is set elsewhere"
+        self.need(setting, f"{why}: {shown(setting.value)}; pass {setting.key}=VALUE")
 
     def need(self, setting: Setting, what: str) -> None:
         """Say which number is missing, and how to pass it."""
@@ -409,7 +413,7 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     elif rule.refuse is not None:
         conversion.refuse(setting, rule.refuse, rule.aside)
     elif rule.drop is not None:
-        conversion.drop(setting, rule.drop)
+        conversion.drop(setting, rule.drop, differs=rule.differs)
     elif isinstance(setting.value, Code):
         conversion.need_value(setting)
     elif rule.values and not rule.others:
@@ -419,14 +423,17 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
 
 
 def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> None:
-    values = [setting.value, *map(conversion.value, rule.arguments.values())]
-    if any(isinstance(value, Code) for value in values) and not by.startswith(_OF_CODE):
+    if isinstance(setting.value, Code) and not by.startswith(_OF_CODE):
         conversion.need_value(setting)
+        return
+    computed = [key for key in rule.arguments.values() if isinstance(conversion.value(key), Code)]
+    if computed and not by.startswith(_OF_CODE):
+        conversion.need(setting, f"counts with {computed[0]}, which the script computes; pass {computed[0]}=VALUE")
         return
     function = load(f"{_FUNCTIONS}.{by}", "a function of conversions")
     try:
         function(conversion, setting, rule, **rule.arguments)
-    except (TypeError, ValueError):  # a text where the tool has a number, and the like
+    except (TypeError, ValueError, ArithmeticError):  # a text where the tool has a number, and the like
         conversion.refuse(setting, f"has a value that {conversion.tool.name} does not take: {shown(setting.value)}")
 
 

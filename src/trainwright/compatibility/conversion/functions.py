@@ -14,12 +14,14 @@ from typing import Any
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, files_named
-from trainwright.compatibility.conversion.reading import LAUNCHER, Code, shown
+from trainwright.compatibility.conversion.reading import LAUNCHER, Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS
+from trainwright.recipe.yaml_text import parse_value
 from trainwright.utils.text import plural
 
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+_AS_SHOWN = "logging_steps"  # as often as figures are shown, without a number of steps
 _MACHINES = ("num_machines", "nnodes", "num_nodes")
 
 
@@ -45,11 +47,22 @@ def accelerate_file(conversion: Conversion, setting: Setting, rule: Rule | None 
     if path is None:
         conversion.drop(setting, "is not here: the plan decides how the model is distributed", differs=True)
         return None
-    return _translated(conversion, setting, lambda: interpret(read(path)))
+    return _translated(conversion, setting, lambda: interpret(_with_files(read(path), path)))
+
+
+def _with_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
+    """Return a configuration whose DeepSpeed file is looked for where the tool would be started, too."""
+    part = config.values.get("deepspeed_config")
+    name = str(part.get("deepspeed_config_file")) if isinstance(part, dict) else "None"
+    found = None if Path(name).is_absolute() or config.directory is None else near(name, path)
+    return config if found is None else replace(config, directory=Path(str(found).removesuffix(name) or "."))
 
 
 def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take what a DeepSpeed file sets; the stage is also known from the names of files that are not here."""
+    of_launcher = conversion.values.get("parallel.strategy")
+    if setting.is_on and of_launcher is not None and of_launcher[1].pattern.startswith(f"{LAUNCHER}."):
+        del conversion.values["parallel.strategy"]  # the argument counts, as in transformers' Trainer
     if isinstance(setting.value, dict):
         values = {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed_keys(setting.value)}
         _translated(conversion, setting, lambda: interpret(_config(setting, values)))
@@ -93,7 +106,10 @@ def fsdp(conversion: Conversion, setting: Setting, rule: Rule, options: str) -> 
 
 def _deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
-    return {"zero_stage": (zero if isinstance(zero, dict) else {}).get("stage", 0)}
+    zero = zero if isinstance(zero, dict) else {}
+    devices = {f"{key}_device": part.get("device") for key, part in zero.items() if isinstance(part, dict)}
+    kept = {key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)}
+    return {"zero_stage": zero.get("stage", 0), **kept}
 
 
 def _stage(path: Path) -> Any:
@@ -162,6 +178,14 @@ def divided(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     conversion.drop(setting, reason if is_on else "asks for nothing", differs=is_on)
 
 
+def max_length(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take the maximum length, which a recipe always has."""
+    if isinstance(setting.value, int) and setting.value > 0:
+        conversion.take(setting, str(rule.to), setting.value)
+    else:
+        conversion.need(setting, f"does not limit the length of examples: pass {setting.key}=N")
+
+
 def pack_length(conversion: Conversion, setting: Setting, rule: Rule, length: str) -> None:
     """Pack to the maximum length of an example."""
     if setting.is_on:
@@ -175,6 +199,10 @@ def interval(conversion: Conversion, setting: Setting, rule: Rule, strategy: str
         conversion.drop(setting, f"has no effect with {strategy}: no")
     elif wanted == "epoch":
         _every_part_of_epoch(conversion, conversion.settings[strategy], key, 1)
+    elif setting.value == _AS_SHOWN:
+        steps = conversion.value(setting.key.removesuffix("eval_steps") + _AS_SHOWN)
+        number = steps if isinstance(steps, int) and steps >= 1 else 500
+        conversion.take(setting, key, number, computed=f"as {_AS_SHOWN}")
     elif isinstance(setting.value, int) and setting.value >= 1:
         conversion.take(setting, key, setting.value)
     elif not setting.is_default and setting.is_on:
@@ -335,6 +363,25 @@ def target_parameters(conversion: Conversion, setting: Setting, rule: Rule, **mo
     conversion.take(setting, "model.adapter.target_parameters", names)
     if modules and not any(map(conversion.is_on, modules.values())):
         conversion.take(setting, "model.adapter.targets", [])
+
+
+_OF_OPTIMIZERS = {"eps": "optimizer.eps", "momentum": "optimizer.momentum", "beta1": "optimizer.betas[0]"}
+_OF_OPTIMIZERS |= {"beta2": "optimizer.betas[1]", "betas": "optimizer.betas"}
+
+
+def optimizer_arguments(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take arguments of the optimizer: a mapping, or words such as ``eps=1e-8,momentum=0.9``."""
+    values = setting.value
+    if isinstance(values, str):
+        pairs = [part.partition("=") for part in re.split(r"[,\s]+", values) if part]
+        values = {name: parse_value(text, "", ())[0] if text else None for name, _, text in pairs}
+    for name, value in (values or {}).items():
+        if name in _OF_OPTIMIZERS and (isinstance(value, list) or float(value) >= 0):
+            conversion.take(setting, _OF_OPTIMIZERS[name], value if isinstance(value, list) else float(value))
+        else:
+            conversion.refuse(setting, f"passes {name}: {shown(value)} to the optimizer")
+    if not values:
+        conversion.drop(setting, "asks for nothing")
 
 
 def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None:

@@ -13,6 +13,7 @@ import ast
 import json
 import re
 import shlex
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, parse_mapping, p
 SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".slurm", ".sbatch", ".bash", ".py", ".ipynb")
 LAUNCHER = "launcher"  # the key with the options of the launcher of a command
 
-_LARGEST = 16 * 2**20  # bytes; notebooks have pictures in them
+_LARGEST = {".ipynb": 16 * 2**20}  # bytes; notebooks have pictures in them
+_LARGEST_OTHER = 2**20
 _PROGRAMS = re.compile(
     r"(?:^|/)(?:trl|llamafactory-cli|lmf|axolotl|tune)$|\baxolotl\.cli\.train$|"
     r"(?:^|/)[\w.-]*(?:sft|dpo|kto|orpo|cpo|simpo|reward|grpo|run_|train|tun|lora|unsloth-cli)[\w.-]*\.py$"
@@ -35,13 +37,17 @@ _PROGRAMS = re.compile(
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3", "llamafactory-cli", "trl", "axolotl", "tune")
 _LOSSES = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "grpo")  # in names of programs
 _WORDS = ("train", "launch", "run", *_LOSSES)  # of programs' commands
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+(?:\[@\])?)(?::?-([^}]*))?\})")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+(?:\[@\])?)(?::?-([^}]{0,300}))?\})")
+_COMMENT = re.compile(r"(^|\s)#.*")
+_OF_SHELL, _FOR_HYDRA = re.compile(r"\$\{?(\w+)\}?"), r"${shell.\1}"
 _ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+|local\s+|export\s+)?(\w+)(\+?)=\((.*)$")
 _TEXT = re.compile(r"^\s*(?:local\s+|export\s+)?(\w+)=\"([^\"]*)$")  # that ends on another line
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
 _FILES = ("config", "config_file")
 # Of what a file may compute, so that no file takes long or much memory.
 _DEEPEST_NESTING, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
+_LONGEST_LINE = 100_000  # characters of a command, with the values of its variables
+_LONGEST_PATH = 4096
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _NO_COMMANDS = {"echo", "printf", "cat"}  # what follows these is text
 
@@ -57,7 +63,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     Raises:
         RequestError: the file is not readable, or has no keys.
     """
-    text = read_text(path, _LARGEST)
+    text = read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER))
     if (root := configuration_root(path)) is not None:
         return [compose(path, root, overrides)]
     if path.suffix == ".json":
@@ -67,16 +73,22 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
     else:
-        trees = _commands(text, path)
+        trees = _commands(text, path, overrides)
     for tree in trees:
         tree.file = path
-        for override in overrides:
-            key, equals, written = override.partition("=")
-            if not equals:
-                raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
-            put(tree, key, parse_value(written, f"argument {override!r}", ())[0], Origin(f"argument {override!r}"))
+        launcher = tree.values.get(LAUNCHER)
+        if not (isinstance(launcher, dict) and launcher.get("composed")):
+            _override(tree, overrides)
         resolve(tree)
     return trees
+
+
+def _override(tree: Tree, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, equals, written = override.partition("=")
+        if not equals:
+            raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
+        put(tree, key, parse_value(written, f"argument {override!r}", ())[0], Origin(f"argument {override!r}"))
 
 
 def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
@@ -90,9 +102,9 @@ def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
     tree.origins[(*above, last)] = origin
 
 
-def _commands(text: str, path: Path) -> list[Tree]:
+def _commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     """Return the options of each command of a shell script that starts a training."""
-    trees = [tree for line, words in _lines(text, 1) if (tree := _options(words, path, line)) is not None]
+    trees = [tree for line, words in _lines(text, 1) if (tree := _options(words, path, line, overrides)) is not None]
     if not trees:
         raise RequestError(f"{path}: has no command that starts a training of a known tool")
     return trees
@@ -102,36 +114,42 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the words of each command, with variables that the text itself sets."""
     variables: dict[str, str] = {}
 
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[2], match[3]
-        return variables.get(name, match[0] if default is None else default)
-
     def keep(name: str, text: str) -> None:
         variables.pop(name, None)
         if len(text) < _LONGEST_TEXT:
             variables[name] = text
 
     lines = text.splitlines()
+    plain = [_COMMENT.sub("", line).rstrip() for line in lines]
+    ends = {end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')}
     at = 0
     while at < len(lines):
-        start, line = at, lines[at]
-        while line.rstrip().endswith("\\") and at + 1 < len(lines):
+        start, parts = at, [lines[at]]
+        while parts[-1].rstrip().endswith("\\") and at + 1 < len(lines):
             at += 1
-            line = f"{line.rstrip()[:-1]} {lines[at].strip()}"
+            parts[-1:] = [parts[-1].rstrip()[:-1], lines[at].strip()]
+        line = " ".join(parts)
         at += 1
         if match := _ARRAY.match(line) or _TEXT.match(line):
-            *_, body = match.groups()
-            end = ")" if _ARRAY.match(line) else '"'
-            while not re.sub(r"(^|\s)#.*", "", body).rstrip().endswith(end) and at < len(lines):
-                body = " ".join((re.sub(r"(^|\s)#.*", "", body), lines[at].strip().removesuffix("\\")))
-                at += 1
-            body = _VARIABLE.sub(value, re.sub(r"(^|\s)#.*", "", body).rstrip().removesuffix(end))
-            name = f"{match[1]}[@]" if end == ")" else match[1]
+            is_array = _ARRAY.match(line) is not None
+            end = ")" if is_array else '"'
+            body = _COMMENT.sub("", match.groups()[-1]).rstrip()
+            if not body.endswith(end):
+                found = bisect_left(ends[end], at)
+                if found == len(ends[end]):
+                    continue  # it ends nowhere
+                last = ends[end][found]
+                body = " ".join((body, *(part.strip().removesuffix("\\") for part in plain[at : last + 1])))
+                at = last + 1
+            body = _substituted(body.removesuffix(end), variables)
+            name = f"{match[1]}[@]" if is_array else match[1]
             keep(name, f"{variables.get(name, '')} {body}" if match[2] == "+" else body)
             continue
-        line = _VARIABLE.sub(value, re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line))
+        line = _substituted(re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line), variables)
         if match := _ASSIGNMENT.match(line):
             keep(match[1], match[2].strip("\"'"))
+            continue
+        if len(line) > _LONGEST_LINE or not any(name in line for name in (*_LAUNCHERS, ".py")):
             continue
         devices = [f"{_DEVICES}={variables[_DEVICES]}"] if _DEVICES in variables else []
         try:
@@ -140,21 +158,48 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
             continue
 
 
-def _options(words: list[str], path: Path, line: int) -> Tree | None:
-    """Return the options of a command that starts a training; None if it does not."""
-    program = next((at for at, word in enumerate(words) if _PROGRAMS.search(word)), None)
+def _substituted(text: str, variables: Mapping[str, str]) -> str:
+    """Return a text with the values of variables, as long as they are not too much of it."""
+    added = 0
+
+    def value(match: re.Match[str]) -> str:
+        nonlocal added
+        name, default = match[1] or match[2], match[3]
+        known = variables.get(name, default)
+        added += len(known or "")
+        return match[0] if known is None or added > _LONGEST_LINE else known
+
+    return _VARIABLE.sub(value, text)
+
+
+def _is_program(word: str) -> bool:
+    return len(word) < _LONGEST_PATH and _PROGRAMS.search(word) is not None
+
+
+def _options(words: list[str], path: Path, line: int, overrides: Sequence[str]) -> Tree | None:
+    """Return the options of a command that starts a training; None if it does not. ``overrides``: of Hydra's groups."""
+    program = next((at for at, word in enumerate(words) if _is_program(word)), None)
     starts = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS), len(words))
+    if program and starts > program and words[program - 1].startswith("$"):
+        starts = program - 1  # as $PYTHON train.py
     if program is None or starts > program or _NO_COMMANDS & set(words[:starts]):
         return None
     if words[starts + 1 : starts + 2] in (["chat"], ["eval"], ["export"], ["api"], ["webui"], ["download"]):
         return None
     tree = Tree(file=path)
+    if words[program].endswith("tune") and words[program + 1 : program + 2] == ["run"]:
+        starts, program = program + 1, _recipe_of_torchtune(words, program + 2)
     launcher = dict(_pairs(words[starts + 1 : program]))
     devices = [word.partition("=")[2] for word in words[:starts] if word.startswith(f"{_DEVICES}=")]
     if words[starts].endswith("llamafactory-cli") and re.fullmatch(r"\d+(,\d+)*", "".join(devices[-1:])):
         launcher["num_processes"] = devices[-1].count(",") + 1  # it starts one for each device
     arguments = dict(_pairs(words[program + 1 :]))
     origin = Origin(str(path), line)
+    if any(
+        word.startswith("--config-name") for word in words
+    ):  # Hydra's; --config_name is one of transformers' scripts
+        tree = _composed(str(arguments["config_name"]), words[program + 1 :], path, line, overrides)
+        arguments = {}
     files = [arguments.pop(name) for name in _FILES if name in arguments]
     after = list(pairwise(words[program:]))
     files += [
@@ -176,7 +221,38 @@ def _options(words: list[str], path: Path, line: int) -> Tree | None:
     put(tree, f"{LAUNCHER}.program", named, origin)
     for name, value in launcher.items():
         put(tree, f"{LAUNCHER}.{name}", value, origin)
-    return tree if arguments or files else None
+    return tree if arguments or files or len(tree.values) > 1 else None
+
+
+def _recipe_of_torchtune(words: Sequence[str], at: int) -> int:
+    """Return the place of the recipe's name in ``tune run``, which follows the options of torchrun."""
+    while at < len(words) and words[at].startswith("-"):
+        at += 1 if "=" in words[at] or words[at] == "--standalone" else 2
+    return min(at, len(words) - 1)
+
+
+def _composed(name: str, words: Sequence[str], path: Path, line: int, overrides: Sequence[str]) -> Tree:
+    """Return the configuration of a command of Hydra, of the folder ``configs``, with the command's overrides.
+
+    A value that the script computes stays ``${shell.NAME}``; a group that it chooses is ``launcher.choice_GROUP``.
+    """
+    primary = near(f"configs/{name.removesuffix('.yaml')}.yaml", path)
+    if primary is None:
+        raise RequestError(f"{path}:{line}: configs/{name}, which the command reads, is not here")
+    written: dict[str, str] = {}
+    for word in (*words, *overrides):
+        key, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"[\w.+/@][\w.+/@-]*", key):
+            written[key] = value
+    root = primary.parent.absolute()
+    chosen = {key: text for key, text in written.items() if "$" in text and (root / key.lstrip("+")).is_dir()}
+    known = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in written.items() if key not in chosen]
+    tree = compose(primary, root, known)
+    tree.file = path
+    put(tree, f"{LAUNCHER}.composed", True, Origin(str(path), line))  # the overrides are in it
+    for key, text in chosen.items():
+        put(tree, f"{LAUNCHER}.choice_{key.lstrip('+')}", _OF_SHELL.sub(_FOR_HYDRA, text), Origin(str(path), line))
+    return tree
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -196,7 +272,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             at += 1
             if name.lstrip("-") in _FILES:
                 break
-        if any(_PROGRAMS.search(value) for value in values):
+        if any(map(_is_program, values)):
             values = []
         name = name.lstrip("-").replace("-", "_")
         yield name, True if not values else _value(values[0]) if len(values) == 1 else [_value(one) for one in values]
@@ -239,6 +315,10 @@ _CALLS = [
     "RewardTrainer",
     "GRPOTrainer",
     "PPOTrainer",
+    "DataCollatorForCompletionOnlyLM",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "EarlyStoppingCallback",
     "train_on_responses_only",
     "get_chat_template",
     "standardize_sharegpt",
@@ -259,6 +339,7 @@ _CALLS = [
     "from_generator",
     "from_list",
     "from_dict",
+    "from_pandas",
     "to_sharegpt",
 ]
 _SEVERAL = ("load_dataset", "map", "rename_column")  # each call has keys of its own: map, map_1, …
@@ -306,6 +387,11 @@ def _script(text: str, path: Path) -> list[Tree]:
         if isinstance(node, ast.Assign)
         for inner in ast.walk(node.value)
     }
+    for node, branch in _dead_branches(module):
+        calls = sorted({name for part in branch for one in ast.walk(part) if (name := _known_call(one))})
+        if calls and not _rows_loaded(branch) and not isinstance(node.test, ast.Constant):
+            why = f"{shown(ast.unparse(node.test))} is {bool(branch is node.orelse)} by default: no {', '.join(calls)}"
+            put(tree, f"skipped_calls.line_{branch[0].lineno}", why, Origin(str(path), branch[0].lineno))
     for name, call in calls_of(module):
         top = _OF_TRAINERS.fullmatch(name) is not None
         arguments: dict[str, Any] = {}
@@ -317,6 +403,8 @@ def _script(text: str, path: Path) -> list[Tree]:
                 arguments |= value
             elif top or name in _WITH_SETTINGS:
                 put(tree, "computed_arguments", f"{name}(**{ast.unparse(word.value)})", Origin(str(path), call.lineno))
+            if word.arg == "eval_dataset":
+                arguments["eval_dataset"] = Code(ast.unparse(constants.expression(word.value)))
         arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
         if not arguments and not top:
             arguments = {"called": True}
@@ -372,7 +460,7 @@ def script_of(path: Path) -> ast.Module:
     Raises:
         RequestError: the file is not readable or not Python.
     """
-    return _parsed(read_text(path, _LARGEST), path)
+    return _parsed(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path)
 
 
 def _parsed(text: str, path: Path) -> ast.Module:
@@ -395,20 +483,62 @@ def _parsed(text: str, path: Path) -> ast.Module:
 def calls_of(module: ast.Module) -> list[tuple[str, ast.Call]]:
     """Return the calls that say how to train and on what, with their names, in the order in which they end.
 
-    What comes after the training, as loading what was saved, says nothing about it.
+    What comes after the training, as loading what was saved, says nothing about it, nor does a branch that is not run.
     """
-    calls = [node for node in _run_nodes(module) if isinstance(node, ast.Call)]
+    return [(name, call) for call in _run_calls(module) if (name := _called(call))]
+
+
+def _run_calls(module: ast.Module) -> list[ast.Call]:
+    """Return the calls up to that of the training, in the order in which they end."""
+    off = {id(statement) for _, branch in _dead_branches(module) for statement in branch}
+    calls = [node for node in _nodes_without(module, off) if isinstance(node, ast.Call)]
     calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
     trains = [at for at, call in enumerate(calls) if re.fullmatch(r"\w*trainer\w*\.train", ast.unparse(call.func))]
-    return [(name, call) for call in calls[: trains[0] if trains else None] if (name := _called(call))]
+    return calls[: trains[0] if trains else None]
 
 
-def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all inside it, without what follows ``if False:``."""
+def _nodes_without(node: ast.AST, off: set[int]) -> Iterator[ast.AST]:
     yield node
-    is_off = isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
-    for inner in node.orelse if is_off and isinstance(node, ast.If) else ast.iter_child_nodes(node):
-        yield from _run_nodes(inner)
+    for inner in ast.iter_child_nodes(node):
+        if id(inner) not in off:
+            yield from _nodes_without(inner, off)
+
+
+def _dead_branches(module: ast.Module) -> list[tuple[ast.If, list[ast.stmt]]]:
+    """Return the branches that are not run with the values that the script sets, each with its ``if``.
+
+    One that loads the same rows in another way as the branch before it counts as not run, too.
+    """
+    constants = _Constants(module)
+    dead: list[tuple[ast.If, list[ast.stmt]]] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.If):
+            value = constants.value(node.test)
+            if not isinstance(value, Code):
+                dead.append((node, node.orelse if value else node.body))
+            elif _rows_loaded(node.body) and _rows_loaded(node.body) == _rows_loaded(node.orelse):
+                dead.append((node, node.orelse))
+    return dead
+
+
+def _rows_loaded(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
+    """Return the names that statements give to rows they load, each with what they load; none if they do more."""
+    loaded: list[tuple[str, str]] = []
+    for statement in statements:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _called(call) == "load_dataset":
+                words = {word.arg: word.value for word in call.keywords}
+                source = words.get("data_files", words.get("path", call.args[0] if call.args else call))
+                loaded.append((name, ast.unparse(source)))
+            case ast.Expr(value=ast.Call()):  # as print and logger.info
+                pass
+            case _:
+                return []
+    return loaded
+
+
+def _known_call(node: ast.AST) -> str | None:
+    return _called(node) if isinstance(node, ast.Call) else None
 
 
 def _called(call: ast.Call) -> str | None:
@@ -483,6 +613,9 @@ class _Constants:
                 return self.value(defaults[0]) if defaults else Code(ast.unparse(node))
             case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
                 return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
+            case ast.IfExp(test=test, body=body, orelse=other):
+                choice = self.value(test)
+                return Code(ast.unparse(node)) if isinstance(choice, Code) else self.value(body if choice else other)
             case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
                 value = self.value(operand)
                 if isinstance(value, int | float):
@@ -490,6 +623,15 @@ class _Constants:
             case ast.BinOp(left=left, op=operator, right=right):
                 return self._computed(self.value(left), operator, self.value(right), node)
         return Code(ast.unparse(node))
+
+    def expression(self, node: ast.expr) -> ast.expr:
+        """Return the expression that a name is set to, if it is set once."""
+        for _ in range(_LONGEST_CHAIN):
+            nodes = self._nodes.get(node.id, []) if isinstance(node, ast.Name) else []
+            if len(nodes) != 1 or nodes[0] is None:
+                break
+            node = nodes[0]
+        return node
 
     def _smallest(self, bound: ast.expr) -> Any:
         """Return a bound; of ``min(n, len(rows))`` n, as there is no row after the last."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, read_document
 from trainwright.compatibility.conversion.reading import Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
@@ -18,7 +18,7 @@ from trainwright.recipe.yaml_text import Origin
 # datasets' names of kinds of files, whose files are in another key.
 _FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
 # Keys of an item that make up the name of its source, and those that are of its setting only.
-_OF_NAME = ("source", "config", "split", "files", "setting", "fraction")
+_OF_NAME = ("source", "config", "split", "files", "directory", "setting", "fraction")
 _USES = {"train": "data.train", "validation": "data.validation", "forget": "data.forget", "retain": "data.retain"}
 
 
@@ -26,7 +26,7 @@ def set_sources(conversion: Conversion) -> None:
     """Set the sections' sources from the items that keys have described, and check what depends on them."""
     for use, items in conversion.sources.items():
         items = dict(_parts_of(items))
-        named = [item for item in items.values() if item.get("source") or item.get("files")]
+        named = [item for item in items.values() if item.get("source") or item.get("files") or item.get("directory")]
         if not named:
             continue
         sources = [source for item in named if (source := _source(conversion, item, use)) is not None]
@@ -116,6 +116,11 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     if isinstance(files, dict) or (files and re.search(r"[*?\[]", str(files))):
         conversion.refuse(setting, f"reads the files {shown(files)}; put them in a directory of their own")
         return None
+    if (directory := item.get("directory")) is not None:
+        if not files and name not in (None, *_FILE_KINDS):
+            conversion.refuse(setting, f"reads the directory {directory} of {shown(name)}; download and name it")
+            return None
+        name, files = (str(directory), None) if not files else (name, str(Path(str(directory)) / str(files)))
     if files and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not Path(str(name)).is_dir():
         name = f"{name}:{files}"  # a file of a dataset of the Hub
     elif files:
@@ -123,7 +128,10 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     if isinstance(name, Code) or not isinstance(name, str):
         conversion.refuse(setting, f"the script makes the rows: {shown(name)}; write them to a file and name it")
         return None
-    split = "train" if split is None else str(split)
+    if wrong := [part for part in (config, split) if part is not None and not isinstance(part, str)]:
+        conversion.refuse(setting, f"{shown(wrong[0])} names no part of {name}")
+        return None
+    split = "train" if split is None else split
     plain, rows = re.fullmatch(r"([^\[]*)((?:\[.*\])?)", split).groups()  # type: ignore[union-attr]
     is_file = Path(name).suffix in (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz", ".zst")
     parts = [name]
@@ -149,27 +157,37 @@ def llamafactory_datasets(
     """Read the data sets by their names in dataset_info.json (LLaMA-Factory, data/README.md)."""
     use = str(rule.to)
     names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
-    file = near(str(Path(str(conversion.value(folder) or "data")) / "dataset_info.json"), conversion.file)
+    directory = str(conversion.value(folder) or "data")
+    file = near(str(Path(directory) / "dataset_info.json"), conversion.file)
+    own = read_document("llamafactory")["data_sets"]
     try:
-        infos = read_json(file) if file is not None else {}
+        infos = read_json(file) if file is not None else own
     except RequestError as error:
         conversion.refuse(setting, str(error))
         return
     for name in filter(None, (str(name).strip() for name in names)):
-        info = infos.get(name)
+        is_online = directory == "ONLINE" or (file is None and "/" in name and conversion.is_on("messages"))
+        info = _online(conversion, name) if is_online else infos.get(name)
         if info is None:
             where = "dataset_info.json is not here" if file is None else f"{file} does not have it"
             conversion.need(setting, f"{name}: {where}; run the command beside it, or pass {folder}=DIRECTORY")
             continue
         item = conversion.sources.setdefault(use, {}).setdefault(name, {"setting": setting})
-        _llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path())
+        _llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path(directory))
         if limit and conversion.is_on(limit) and use == "train":
             item["limit"] = conversion.value(limit)
         if use == "train":
-            drawn = ", the first rows, not drawn ones" if item.get("fraction") else ""
+            note = ", the first rows, not drawn ones" if item.get("fraction") else ""
+            note += "" if file is not None or is_online else ", as LLaMA-Factory's own dataset_info.json has it"
             conversion.add(
-                "taken", setting, f"data.train: {name}, {shown(item.get('source'))}{drawn}", differs=bool(drawn)
+                "taken", setting, f"data.train: {name}, {shown(item.get('source'))}{note}", differs=bool(note)
             )
+
+
+def _online(conversion: Conversion, name: str) -> dict[str, Any]:
+    """Return a data set of the Hub, with the columns that forks have in the file itself."""
+    columns = {"messages": conversion.value("messages")} if conversion.is_on("messages") else {}
+    return {"hf_hub_url": name, "formatting": conversion.value("formatting") or "alpaca", "columns": columns}
 
 
 def _llamafactory_item(
@@ -287,7 +305,7 @@ _OF_ALPACA = (
 )
 
 
-def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule, targets: str) -> None:
+def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Set the rows of a data set of torchtune (torchtune/datasets), and what is trained on."""
     use, name = str(rule.to), str(setting.value).rpartition(".")[2]
     item = conversion.source(use, setting)
@@ -311,10 +329,10 @@ def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule, targ
         item["format"] = "text"
     if use == "train":
         conversion.add("taken", setting, f"data.train: {shown(item.get('source') or name)}")
-        written = conversion.value(targets)
+        written = conversion.value(setting.key.removesuffix("_component_") + "train_on_input")
         on_input = written if written is not None else kind == "alpaca"
         if kind != "text" and "preference" not in name and kind != "preference":
-            conversion.values["data.targets"] = ("all" if on_input else "answers", setting)
+            conversion.take(setting, "data.targets", "all" if on_input else "answers")
 
 
 def json_text(value: Any) -> Any:

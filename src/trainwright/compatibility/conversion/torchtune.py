@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 
 _MODULES = {"output_proj": "o_proj"}
@@ -32,9 +33,9 @@ def targets(conversion: Conversion, setting: Setting, rule: Rule, mlp: str, outp
 
 def tokenizer(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Set the chat template that the tokenizer writes."""
-    if conversion.is_on("tokenizer.prompt_template") or str(conversion.value("dataset._component_")).endswith(
-        "text_completion_dataset"
-    ):
+    if any(map(conversion.is_on, ("tokenizer.prompt_template", "dataset.chat_format"))) or str(
+        conversion.value("dataset._component_")
+    ).endswith("text_completion_dataset"):
         return
     name = str(setting.value).rpartition(".")[2]
     template = next((ours for word, ours in _TEMPLATES.items() if name.startswith(word)), "plain")
@@ -45,6 +46,7 @@ def prompt_template(conversion: Conversion, setting: Setting, rule: Rule) -> Non
     """Take the template that is named."""
     name = str(setting.value).rpartition(".")[2].lower()
     named = {"chatmltemplate": "chatml", "llama2chattemplate": "llama2", "mistralchattemplate": "mistral"}
+    named |= {name.replace("template", "format"): ours for name, ours in named.items()}  # before torchtune 0.2
     if not setting.is_on:
         conversion.drop(setting, "asks for nothing")
     elif name in named:
@@ -53,12 +55,48 @@ def prompt_template(conversion: Conversion, setting: Setting, rule: Rule) -> Non
         conversion.refuse(setting, "writes marks of its own around the turns")
 
 
-def max_length(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Take the maximum length, which a recipe always has."""
-    if isinstance(setting.value, int):
-        conversion.take(setting, "data.max_length", setting.value)
+# Positions of models (torchtune/models/*/_model_builders.py), by module, and of those with _base in their names.
+_POSITIONS = {
+    **{"llama2": 4096, "llama3": 8192, "llama3_1": 131_072, "llama3_2": 131_072, "llama3_3": 131_072},
+    **{"mistral": 32_768, "gemma": 8192, "gemma2": 8192, "phi3": 4096, "phi4": 16_384},
+    **{"qwen2": 32_768, "qwen2_5": 32_768, "qwen3": 40_960},
+}
+_POSITIONS_OF_BASES = {"qwen2_5": 131_072, "qwen3": 32_768}
+
+
+def max_length(conversion: Conversion, setting: Setting, rule: Rule, rows: str, positions: str, model: str) -> None:
+    """Take the maximum length, which a recipe always has: without one, as many tokens as the model has positions."""
+    older = conversion.value(rows)  # of torchtune before 0.2
+    parts = str(conversion.value(model)).split(".")
+    family = parts[2] if len(parts) == 4 else ""
+    known = _POSITIONS_OF_BASES.get(family) if parts[-1].endswith("_base") else None
+    known = conversion.value(positions) or known or _POSITIONS.get(family)
+    if isinstance(setting.value, int) or isinstance(older, int):
+        conversion.take(setting, "data.max_length", setting.value if isinstance(setting.value, int) else older)
+    elif isinstance(known, int) and not _packed(conversion):
+        why = f"the model's positions, as rows are not cut: pass {setting.key}=N to cut them"
+        conversion.take(setting, "data.max_length", known, computed=why)
     else:
-        conversion.need(setting, "does not limit the length of examples: pass tokenizer.max_seq_len=N")
+        conversion.need(setting, f"does not limit the length of examples: pass {setting.key}=N")
+
+
+def _packed(conversion: Conversion) -> str:
+    """Return the key that asks for packs, or ""."""
+    keys = ("dataset.packed", "dataset[].packed")
+    return next((one.key for one in conversion.settings.values() if one.pattern in keys and one.is_on), "")
+
+
+def global_batch_size(conversion: Conversion, setting: Setting, rule: Rule, micro: str, **sharing: str) -> None:
+    """Compute the examples or packs of a step."""
+    functions.global_batch_size(conversion, setting, rule, micro, packing=_packed(conversion), **sharing)
+
+
+def reference(conversion: Conversion, setting: Setting, rule: Rule, model: str) -> None:
+    """Accept a reference that is the model itself."""
+    if setting.value == conversion.value(model):
+        conversion.drop(setting, "the reference is the model that training starts from")
+    else:
+        conversion.refuse(setting, "compares with another model than the one that training starts from")
 
 
 def steps_per_epoch(conversion: Conversion, setting: Setting, rule: Rule, epochs: str) -> None:
@@ -89,7 +127,8 @@ def column_map(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 def conversations(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the column of the turns."""
-    field = "messages" if conversion.value("dataset.conversation_style") == "openai" else "conversations"
+    style = conversion.value(setting.key.removesuffix("column") + "style")
+    field = "messages" if style == "openai" else "conversations"
     conversion.take(setting, f"@train.columns.{field}", setting.value)
 
 

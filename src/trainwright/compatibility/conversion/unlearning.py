@@ -63,3 +63,9 @@ def column(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.drop(setting, "is found")
     else:
         conversion.take(setting, f"data.columns.{field}", setting.value)
+
+
+def choice(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Say that only the script knows which file of a group counts."""
+    group = setting.key.rpartition("choice_")[2]
+    conversion.need(setting, f"the script chooses it: {str(setting.value).replace('shell.', '')}; pass {group}=NAME")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from string import Formatter
@@ -98,12 +99,16 @@ def packing(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 def text_field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Take the column of the texts, unless a function of the script writes it."""
-    if any(key.partition(".")[0] == "map" for key in conversion.settings):
-        conversion.drop(setting, "is read with map")
+    """Take the column of the texts, which counts before all others, unless a function of the script writes it."""
+    if _makes_rows(conversion):
+        conversion.drop(setting, "is read with the function that makes the rows")
     else:
         conversion.take(setting, "@train.columns.text", setting.value)
         conversion.take(setting, "@train.format", "text")
+
+
+def _makes_rows(conversion: Conversion) -> bool:
+    return any(key.partition(".")[0] == "map" or key.endswith("formatting_func") for key in conversion.settings)
 
 
 def model(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -116,6 +121,59 @@ def responses(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train on answers alone."""
     conversion.values.pop("data.targets", None)
     conversion.take(setting, "data.targets", "answers")
+
+
+_COLLATOR = "DataCollatorForCompletionOnlyLM"
+_FIELDS = ("dataset_text_field", "SFTTrainer.dataset_text_field")
+
+
+def completions(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Train on what follows the beginning of an answer: of all answers if the collator knows questions, too."""
+    if any(map(conversion.is_on, _FIELDS)) and not _makes_rows(conversion):
+        conversion.refuse(setting, "trains on a part of each text; write rows with a prompt and a completion")
+        return
+    conversion.values.pop("data.targets", None)
+    of_all = any(conversion.is_on(f"{_COLLATOR}.{name}") for name in ("instruction_template", "argument_1"))
+    conversion.take(setting, "data.targets", "answers" if of_all else "last")
+
+
+def evaluation_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Evaluate on another split of the data set that is loaded; parts that are held out are known."""
+    split = re.fullmatch(r"\w+\[['\"](\w+)['\"]\]", str(setting.value))
+    is_held_out = any(key.startswith("train_test_split") for key in conversion.settings)
+    is_loaded = any(key.startswith("load_dataset_validation") for key in conversion.settings)
+    values = {name: conversion.value(f"load_dataset.{name}") for name in ("argument_0", "path", "argument_1", "name")}
+    files = conversion.value("load_dataset.data_files")
+    if str(setting.value) == "None" or is_held_out or is_loaded:
+        conversion.drop(setting, "is what the other calls have made")
+    elif split is None or conversion.is_on("load_dataset.split") or (files and not isinstance(files, dict)):
+        conversion.drop(
+            setting, f"evaluates on {shown(setting.value)}: name these rows in data.validation", differs=True
+        )
+    else:
+        item = conversion.source("validation", setting)
+        item["source"] = values["argument_0"] or values["path"]
+        item["config"], item["split"] = values["argument_1"] or values["name"], split[1]
+        if isinstance(files, dict):
+            item["files"], item["split"] = files.get(split[1]), None
+        conversion.add("taken", setting, f"data.validation: the split {split[1]}")
+
+
+def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Stop as the callback of transformers does, whose patience is one evaluation."""
+    values = {name: conversion.value(f"EarlyStoppingCallback.{name}") for name in ("argument_0", *_OF_STOPPING)}
+    patience = values["argument_0"] or values["early_stopping_patience"] or 1
+    threshold = values["early_stopping_threshold"] or 0.0
+    value = {"patience": int(patience), **({"min_delta": float(threshold)} if threshold else {})}
+    conversion.take(setting, "evaluate.early_stopping", value)
+
+
+_OF_STOPPING = ("early_stopping_patience", "early_stopping_threshold")
+
+
+def skipped(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Say which calls the script does not make with the values that it sets."""
+    conversion.drop(setting, str(setting.value), differs=True)
 
 
 def files(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -148,7 +206,9 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def selection(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the first rows, or a range of them."""
     chosen = re.fullmatch(r"range\((?:(\d+), )?(\d+)\)", str(setting.value))
-    if chosen is None:
+    if re.fullmatch(r"range\([A-Za-z_][\w.]*\)", str(setting.value)):
+        conversion.need(setting, f"the script computes how many: {setting.value}; pass {setting.key}='range(N)'")
+    elif chosen is None:
         conversion.refuse(setting, "chooses rows by what the script computes; write them to a file")
     elif chosen[1] in (None, "0"):
         conversion.take(setting, "@train.limit", int(chosen[2]), "the first rows of the file, not of shuffled ones")
@@ -189,11 +249,17 @@ class EndOfText(NamedTuple):
     """The end-of-text token."""
 
 
+class BeginningOfText(NamedTuple):
+    """The beginning-of-text token, which a text has once whether it is written or not."""
+
+    is_first: bool = True  # two empty tuples would be equal
+
+
 @dataclass(frozen=True)
 class Joined:
     """A text of constants, columns and end-of-text tokens."""
 
-    parts: tuple[str | ColumnValue | EndOfText, ...]
+    parts: tuple[str | ColumnValue | EndOfText | BeginningOfText, ...]
 
 
 @dataclass(frozen=True)
@@ -269,10 +335,22 @@ def _settings(row: _ReadRow, text: Any) -> dict[str, Any]:
 
 
 def _renamed(row: _ReadRow) -> dict[str, Any]:
-    columns = {f"columns.{field}": value.name for field, value in row.items() if isinstance(value, ColumnValue)}
+    values = {field: _of_single_turn(field, value) for field, value in row.items()}
+    columns = {f"columns.{field}": value.name for field, value in values.items() if isinstance(value, ColumnValue)}
     if len(columns) < len(row):
         raise Unclear(f"makes the columns {', '.join(row)}")
     return columns
+
+
+_ROLES_OF_PAIRS = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+
+
+def _of_single_turn(field: str, value: Any) -> Any:
+    """Return the column that is the only turn of a part of a pair, which is read as this turn."""
+    match value:
+        case [{"role": role, "content": ColumnValue() as column}] if role == _ROLES_OF_PAIRS.get(field):
+            return column
+    return value
 
 
 def _of_turns(turns: Any) -> dict[str, Any]:
@@ -299,26 +377,38 @@ def _of_system(parts: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _of_question(parts: tuple[Any, ...]) -> dict[str, Any]:
-    if len(parts) == 1 and isinstance(parts[0], ColumnValue):
+    if len(parts) == 1 and isinstance(parts[0], ColumnValue) and not parts[0].name.isidentifier():
         return {"columns.question": parts[0].name}
     return {"prompt": _prompt(parts)}
 
 
 def _of_text(parts: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the settings for a text that ends with a column: the answer, if there is anything before it."""
-    if parts[-1:] == (EndOfText(),):
-        parts = parts[:-1]
+    """Return the settings for a text: the last column is the answer, if there is anything before it."""
+    ended = parts[-1:] == (EndOfText(),)
+    parts = parts[1:] if parts[:1] == (BeginningOfText(),) else parts
+    parts = parts[:-1] if ended else parts
     if not parts:
         raise Unclear("writes a text without columns")
-    *before, last = parts
-    if not before:
+    after = parts[-1] if isinstance(parts[-1], str) else ""
+    *before, last = parts[:-1] if after else parts
+    if not before and not after:
         return {"format": "text", "columns.text": _only_column((last,))}
-    settings = {"prompt": _prompt(tuple(before)), "columns.answer": _only_column((last,))}
-    return {**settings, "chat_template": "plain"}
+    has_end = not ended and _ENDS.search(after) is not None
+    template = "plain" if not after else _PLAIN.format(repr(after), "" if has_end else "{{ eos_token }}")
+    prompt = _prompt(tuple(before))
+    return {"prompt": prompt, "columns.answer": _only_column((last,)), "chat_template": template}
+
+
+# The template plain with more after an answer.
+_PLAIN = (
+    "{{% for message in messages %}}{{{{ message['content'] }}}}"
+    "{{% if message['role'] == 'assistant' %}}{{{{ {} }}}}{}{{% endif %}}{{% endfor %}}"
+)
+_ENDS = re.compile(r"(?:</s>|<\|(?:im_end|endoftext|eot_id|end_of_text|end|eot)\|>|<end_of_turn>|<eos>)\s*$")
 
 
 def _prompt(parts: tuple[Any, ...]) -> str:
-    if not any(isinstance(part, ColumnValue) for part in parts) or EndOfText() in parts:
+    if not any(isinstance(part, ColumnValue) for part in parts) or {EndOfText(), BeginningOfText()} & set(parts):
         raise Unclear("writes a prompt without columns, or an end of text inside")
     if names := [part.name for part in parts if isinstance(part, ColumnValue) and not part.name.isidentifier()]:
         raise Unclear(f"reads the column {names[0]!r}, which a prompt cannot name")
@@ -337,7 +427,7 @@ def _only_column(parts: tuple[Any, ...]) -> str:
 def _joined(value: Any) -> Joined:
     if isinstance(value, Joined):
         return value
-    if isinstance(value, str | ColumnValue | EndOfText):
+    if isinstance(value, str | ColumnValue | EndOfText | BeginningOfText):
         return Joined((value,))
     raise Unclear("makes something else than a text")
 
@@ -350,6 +440,53 @@ def _plus(left: Any, right: Any) -> Joined:
         elif part != "":
             parts.append(part)
     return Joined(tuple(parts))
+
+
+# Texts in statements that write turns of ShareGPT as those of OpenAI.
+_WORDS_OF_TURNS = {
+    "role",
+    "content",
+    "from",
+    "value",
+    "",
+    "human",
+    "user",
+    "gpt",
+    "assistant",
+    "system",
+    "model",
+    "bot",
+}
+
+
+def _is_turn(node: ast.AST, name: str | None) -> bool:
+    """Return whether a mapping is a turn, made of the turn of that name; None: of any."""
+    match node:
+        case ast.Dict(keys=[ast.Constant(value="role"), ast.Constant(value="content")]):
+            return name is None or any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
+    return False
+
+
+def _turns_appended(loop: ast.For, name: str) -> str | None:
+    """Return the list to which a loop over turns appends each of them; None if the loop does something else."""
+    lists = set()
+    for node in ast.walk(loop):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="append"), args=[turn]) if _is_turn(
+                turn, name
+            ):
+                lists.add(of)
+            case ast.Call(func=ast.Attribute(attr="append")):
+                return None
+    return lists.pop() if len(lists) == 1 else None
+
+
+_DEEPEST_CALL = 5
+
+
+def _is_empty(nodes: list[ast.expr]) -> bool:
+    """Return whether a default is the empty text, or none is given."""
+    return all(isinstance(node, ast.Constant) and node.value in ("", None) for node in nodes)
 
 
 def _argument(call: ast.Call, name: str, at: int = 0) -> ast.expr:
@@ -368,8 +505,8 @@ def _constant(node: ast.expr) -> str:
 class _Function:
     """One function of a script, followed with ``row`` as its argument."""
 
-    def __init__(self, module: ast.Module, row: _ReadRow) -> None:
-        self._module, self._row = module, row
+    def __init__(self, module: ast.Module, row: _ReadRow, depth: int = 0) -> None:
+        self._module, self._row, self._depth = module, row, depth
         self._names: dict[str, Any] = {}
         self._outside: frozenset[str] = frozenset()  # names that were set before the loop
         self._following: list[str] = []  # names of the module whose values are being looked for
@@ -399,6 +536,8 @@ class _Function:
                     self._names[name] = self._value(value)
                 case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if name not in self._outside:
                     self._names[name] = _plus(self._names.get(name), self._value(value))
+                case ast.For(target=ast.Name(id=name), iter=iterated) if appended := _turns_appended(statement, name):
+                    self._names[appended] = self._turns(statement.body, self._value(iterated))
                 case ast.For(target=target, iter=iterated, body=inner, orelse=[]):
                     self._outside = frozenset(self._names)
                     self._bind(target, self._value(iterated))
@@ -413,6 +552,17 @@ class _Function:
                 case _:
                     raise Unclear(ast.unparse(statement).partition("\n")[0])
         return None
+
+    @staticmethod
+    def _turns(written: Sequence[ast.AST], column: Any) -> Any:
+        """Return the column whose turns are written again with the roles that they are read with in any case."""
+        nodes = [node for part in written for node in ast.walk(part)]
+        words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        others = (ast.Pass, ast.Continue, ast.Break, ast.BinOp, ast.JoinedStr, ast.Dict)
+        is_more = sum(isinstance(node, others) for node in nodes) > sum(_is_turn(node, None) for node in nodes)
+        if is_more or not words <= _WORDS_OF_TURNS or not isinstance(column, ColumnValue):
+            raise Unclear(ast.unparse(written[0]).partition("\n")[0])
+        return column
 
     def _bind(self, target: ast.expr, value: Any) -> None:
         names = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -432,6 +582,8 @@ class _Function:
                 return self._names[name] if name in self._names else self._of_module(name)
             case ast.Attribute(attr="eos_token"):
                 return EndOfText()
+            case ast.Attribute(attr="bos_token"):
+                return BeginningOfText()
             case ast.JoinedStr(values=values):
                 return self._sum(values)
             case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
@@ -446,6 +598,10 @@ class _Function:
                 return self._value(turns)  # of a batch of one
             case ast.List(elts=items):
                 return [self._value(item) for item in items]
+            case ast.ListComp(
+                elt=ast.Dict() as turn, generators=[ast.comprehension(target=ast.Name(id=name), iter=iterated, ifs=[])]
+            ) if _is_turn(turn, name):
+                return self._turns([turn], self._value(iterated))
             case ast.ListComp(elt=element, generators=[ast.comprehension(target=target, iter=iterated, ifs=[])]):
                 self._bind(target, self._value(iterated))
                 return self._value(element)
@@ -492,6 +648,10 @@ class _Function:
                 return _Index()
             case ast.Name(id="str") if len(call.args) == 1:
                 return self._value(call.args[0])
+            case ast.Name(id=name) if call.args and name in self._functions():
+                return self._of_function(self._functions()[name], call)
+            case ast.Attribute(value=ast.Name(id=name), attr="get") if self._names.get(name) is self._row:
+                return self._row[_constant(call.args[0])] if _is_empty(call.args[1:]) else self._unclear(call)
             case ast.Attribute(attr="apply_chat_template"):
                 return self._rendered(call)
             case ast.Attribute(value=text, attr="format"):
@@ -501,6 +661,31 @@ class _Function:
                 if isinstance(value, Rendered) or (name == "strip" and isinstance(value, ColumnValue)):
                     return value
         raise Unclear(ast.unparse(call))
+
+    def _functions(self) -> dict[str, ast.FunctionDef]:
+        """Return the functions of the script by their names, without those that it defines twice."""
+        found = [node for node in ast.walk(self._module) if isinstance(node, ast.FunctionDef)]
+        counts = Counter(node.name for node in found)
+        return {node.name: node for node in found if counts[node.name] == 1}
+
+    def _of_function(self, function: ast.FunctionDef, call: ast.Call) -> Any:
+        """Return what a function of the script returns for the arguments of a call."""
+        if self._depth == _DEEPEST_CALL or function.args.vararg or function.args.kwarg:
+            raise Unclear(ast.unparse(call))
+        inner = _Function(self._module, self._row, self._depth + 1)
+        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        passed = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords if word.arg)]
+        inner._names = dict.fromkeys(names, _TokenizerValue())
+        for name, node in passed:
+            try:
+                inner._names[name] = self._value(node)
+            except Unclear:
+                inner._names[name] = _TokenizerValue()
+        return inner._run(function.body)
+
+    @staticmethod
+    def _unclear(node: ast.expr) -> Any:
+        raise Unclear(ast.unparse(node))
 
     def _rendered(self, call: ast.Call) -> Rendered:
         turns = self._value(_argument(call, "conversation"))

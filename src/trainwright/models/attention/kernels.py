@@ -373,7 +373,7 @@ def _impossible(needs: AttentionNeeds, platform: Platform) -> str:
 
 
 def _against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> str | None:
-    """Return the first reason why a kernel cannot compute ``needs`` on ``platform``, ; None if it can."""
+    """Return the first reason why a kernel cannot compute ``needs`` on ``platform``; None if it can."""
     if kernel.packed != needs.packed:
         return "is for packs, see data.pack_length" if kernel.packed else "is for padded rows"
     if platform.vendor not in kernel.vendors:

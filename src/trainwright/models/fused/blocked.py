@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from trainwright.parallel.constants import PART_TOKENS
 
+
 def _parts(tokens: int, rows: int = 1) -> Iterator[slice]:
     """Yield slices of tokens of each row; their number changes no result, as every token is computed by itself."""
     size = max(1, PART_TOKENS * torch.get_num_threads() // rows)
@@ -107,24 +108,31 @@ def _norm_backward(
     of_inputs, of_squared = _like(inputs), _like(inputs, inputs.dtype == torch.float32)
     factors = _factors(weight, offset, rounded)
     normal = rows.new_empty(rows.shape if of_weight else 0, dtype=factors.dtype)
-    outs = _rows(of_inputs), _rows(of_squared) if len(of_squared) else None, normal if of_weight else None
+    squared_rows = _rows(of_squared) if len(of_squared) else None
     for part in _parts(len(rows)):
-        _differentiate(of_rows[part], rows[part], factors, inverses[part], *(x if x is None else x[part] for x in outs))
+        _differentiate(
+            (of_rows[part], rows[part], factors, inverses[part]),
+            _rows(of_inputs)[part],
+            None if squared_rows is None else squared_rows[part],
+            normal[part] if of_weight else None,
+        )
     if of_weight:  # as a whole, since the order of the sum depends on the strides
         normal = (gradient.to(factors.dtype) * normal.view_as(gradient)).sum(tuple(range(gradient.dim() - 1)))
     return of_inputs, of_squared, normal.to(weight.dtype)
 
 
 def _differentiate(
-    gradient: torch.Tensor,
-    inputs: torch.Tensor,
-    factors: torch.Tensor,
-    inverse: torch.Tensor,
+    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     of_inputs: torch.Tensor,
     of_squared: torch.Tensor | None,
     normal: torch.Tensor | None,
 ) -> None:
-    """Write the gradients of some tokens, and the normalized inputs, as ``_norm_backward`` returns or needs them."""
+    """Write the gradients of some tokens, and the normalized inputs, as ``_norm_backward`` returns or needs them.
+
+    Args:
+        numbers: the gradient of the results, the inputs, what they are multiplied by, and the inverses.
+    """
+    gradient, inputs, factors, inverse = numbers
     wide = inputs.float()
     if normal is not None:
         normal.copy_(wide * inverse)
@@ -177,9 +185,7 @@ def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients_of_norm(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     wanted = ctx.needs_input_grad[2]
-    of_inputs, of_squared, of_weight = _norm_backward(
-        gradient, *ctx.saved_tensors, ctx.offset, ctx.rounded, wanted
-    )
+    of_inputs, of_squared, of_weight = _norm_backward(gradient, *ctx.saved_tensors, ctx.offset, ctx.rounded, wanted)
     return of_inputs, of_squared if len(of_squared) else None, of_weight if wanted else None, None, None, None
 
 

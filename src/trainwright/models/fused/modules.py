@@ -92,9 +92,7 @@ def _norm_formula(module: nn.Module, eps: float, in_blocks: bool) -> tuple[bool,
     small: Any = copy.deepcopy(module).to_empty(device="cpu")
     inputs = _numbers_like(small)
     for formula in ((False, True), (False, False), (True, False), (True, True)):
-        if all(
-            _same_norm(small.to(dtype), inputs.to(dtype), (eps, *formula), exactly=in_blocks) for dtype in _DTYPES
-        ):
+        if all(_same_norm(small.to(dtype), inputs.to(dtype), (eps, *formula), exactly=in_blocks) for dtype in _DTYPES):
             return formula
     return None
 
@@ -118,7 +116,7 @@ def _same_norm(norm: Any, inputs: torch.Tensor, formula: tuple[float, bool, bool
     """Return whether a norm computes a formula, ``exactly`` as blocks do, with its gradients."""
     if exactly:
         weight: nn.Parameter = norm.weight
-        return _same_bits(lambda x, _: norm(x), lambda *of: blocked.rms_norm(*of, *formula)[0], inputs, weight)
+        return _same_bits(lambda x, _: norm(x), lambda x, w: blocked.rms_norm(x, w, *formula)[0], inputs, weight)
     with torch.no_grad():
         try:
             out = norm(inputs)
@@ -232,7 +230,7 @@ def _gated_formula(module: nn.Module, in_blocks: bool) -> bool | None:
 
     def own(gate: torch.Tensor, up: torch.Tensor) -> Any:
         results = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
-        return type(module).forward(SimpleNamespace(**results, act_fn=module.act_fn), gate)  # type: ignore[arg-type]
+        return type(module).forward(SimpleNamespace(**results, act_fn=module.act_fn), gate)
 
     for silu in (True, False):
         if in_blocks:

@@ -229,14 +229,22 @@ class Stage3Flow(Flow):
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a parameter in the backward pass and return the most memory that was held."""
+        if not name and numel > self._bucket:  # a whole block, reduced as its gradients arrive
+            self._gradients, self._filled, highest = 0, numel % self._bucket, self.allocated
+        else:
+            highest = self._into_bucket(numel)
+        released = self._sharded.get((unit, name), 0) if name else self._units[unit]
+        self._gathered = max(0, self._gathered - self._width * released)
+        return highest
+
+    def _into_bucket(self, numel: int) -> Allocated:
+        """Add a gradient to the buffer, which is reduced first if it is full."""
         highest = Allocated(self._gradients + self._width * numel, self._gathered + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
             highest = largest(highest, self._reduce())
         if numel > self._bucket:
             self._gradients += self._width * numel
         self._filled += numel
-        released = self._sharded.get((unit, name), 0) if name else self._units[unit]
-        self._gathered = max(0, self._gathered - self._width * released)
         return highest
 
     def end(self) -> Allocated:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -118,9 +118,7 @@ def _sample(
     targets = tokens if regime.every else int(targets * scale) - pads
     chunk = int(_CHUNK[number] * scale) - pads if regime.chunked else targets
     block = int(_BLOCK[number] * scale)
-    return BatchSample(
-        rows, lengths, targets, chunk, 3 if regime.chunked else 1, block, pads=pads, part=_PARTS[number]
-    )
+    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, block, pads=pads, part=_PARTS[number])
 
 
 class Built(NamedTuple):
@@ -193,6 +191,7 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
     configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     given = json.loads(wanted.configuration)
     fields = {key: value for key, value in without_ignored(given).items() if key != "source_sha256"}
@@ -211,8 +210,12 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
                 setattr(part, name, window)
         if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
             part.pad_token_id = 0
-    with making(config), torch.device("meta"):
+    # Random numbers for nothing would take most of the time; code of a user's own may need what these functions return.
+    own = config.model_type == OWN
+    with making(config), torch.device("meta"), nullcontext() if own else no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if not own:
+        model.tie_weights()
     if wanted.adapter:
         section = AdapterSection(**json.loads(wanted.adapter))
         if section.quantization != "none":
