@@ -190,7 +190,7 @@ def step_of(case: Case, measured: int | None) -> dict[str, Any]:
     if case.adapter:
         model = model.adapted(AdapterSection(**case.adapter))
     dtype: Any = "fp32" if case.precision == "no" else "bf16"
-    request = TraceRequest(model, Device("cpu"), dtype, rows_of(shape), case.recompute)
+    request = TraceRequest(model, Device("cpu", fused=True), dtype, rows_of(shape), case.recompute)
     try:
         measured = measured or real_step.peak_of(real_step.real_model(request), batch)
     except Exception as error:  # code of any model

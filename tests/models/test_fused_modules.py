@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.support.interpreted import needs_interpreter
 from tests.support.operations import Operations
 from tests.support.slow import slow_but
-from trainwright.models.fused.modules import fuse
+from trainwright.models.fused import blocked
+from trainwright.models.fused.modules import compute_in_blocks, fuse
 from trainwright.models.recompute import save_activation_memory
 
 _SIZES = {
@@ -107,3 +108,71 @@ def test_a_block_that_adds_otherwise_keeps_its_own_code() -> None:
             return added
 
     assert fuse(nn.Sequential(Half(model_of("llama").model.layers[0])))["residuals"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("llama", (5, 2, 2)), ("qwen3", (9, 2, 2)), ("gemma2", (9, 2, 2)), ("olmo2", (9, 2, 2))]
+)
+def test_a_model_in_blocks_has_the_losses_and_gradients_of_its_own_modules(
+    kind: str, counts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "PART_TOKENS", 64)  # 160 tokens are two parts and a smaller one
+    model: Any = model_of(kind).to(dtype)
+    parts = copy.deepcopy(model)
+    assert tuple(compute_in_blocks(parts).values()) == (*counts, 0)
+    tokens = torch.arange(160).remainder(11).view(2, 80)
+    kept = []
+    for one in (model, parts):
+        saved: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(_sizes_into(saved), lambda x: x):
+            loss = one(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        kept.append((loss, sum(saved.values())))
+    (loss, all_saved), (other_loss, saved_of_parts) = kept
+    assert torch.equal(loss, other_loss)
+    assert saved_of_parts < 0.97 * all_saved
+    for (name, own), other in zip(model.named_parameters(), parts.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None
+        assert torch.equal(own.grad, other.grad), name
+
+
+def _sizes_into(sizes: dict[int, int]) -> Any:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    return pack
+
+
+def test_passes_without_gradients_and_compiled_ones_have_the_modules_own_operations() -> None:
+    model = model_of("llama")
+    compute_in_blocks(model)
+    tokens = torch.arange(7)[None]
+
+    def names() -> list[str]:
+        with Operations() as operations:
+            model(input_ids=tokens)
+        return [name for name in operations.names if name.startswith("blocked")]
+
+    assert len(names()) == 5 + 2 + 2
+    with torch.no_grad():
+        assert names() == []
+    graph = torch.export.export(model, (tokens,), {"use_cache": False}, strict=False).graph
+    assert "blocked" not in str(graph)
+
+
+def test_a_norm_that_rounds_otherwise_keeps_its_own_code() -> None:
+    class Norm(nn.Module):  # multiplies by the weight first, which is the same but for the last bits
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = x.float()
+            normal = (wide * self.weight.float()) * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            return normal.to(x.dtype)
+
+    assert compute_in_blocks(nn.Sequential(Norm()))["norms"] == 0

@@ -122,6 +122,6 @@ def test_the_plan_has_the_loss_of_every_layer() -> None:
     batch = real_step.batch_of((128, 320, 576), True, configuration["vocab_size"])
     shape = real_step.shape_of(batch)
     model = replace(TracedModel.of(configuration), router_loss=True)
-    request = TraceRequest(model, Device("cpu"), "fp32", rows_of(shape), "full")
+    request = TraceRequest(model, Device("cpu", fused=True), "fp32", rows_of(shape), "full")
     plan, real = real_step.planned(sized(request, shape)), real_step.measured(real_step.real_model(request), batch)
     assert plan["step"] == pytest.approx(real["step"], rel=0.01)

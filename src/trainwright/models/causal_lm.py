@@ -22,7 +22,7 @@ from trainwright.models.attention.kernels import CPU, AttentionNeeds, choose
 from trainwright.models.attention.packs import UnpackableError, register
 from trainwright.models.attention.sequences import Sequences
 from trainwright.models.fused.choice import Kernels, is_fused
-from trainwright.models.fused.modules import fuse
+from trainwright.models.fused.modules import compute_in_blocks, fuse
 from trainwright.models.linear_losses import (
     Head,
     Terms,
@@ -83,6 +83,8 @@ class CausalLM(nn.Module):
         self._head = {**_head_settings(model), "fused": is_fused(kernels)}
         if is_fused(kernels):
             fuse(model)
+        elif kernels == "auto" and next(model.parameters()).device.type in ("cpu", "meta"):
+            compute_in_blocks(model)
         self._terms = Terms(z_loss, label_smoothing)
         self._router_loss = router_loss
         self.embedding_noise = 0.0

@@ -18,6 +18,9 @@ USABLE = 0.8
 SHARD_BYTES = 5 * 10**9
 # Bytes of the fp32 logits that a CPU processes at a time.
 BLOCK_BYTES = 2 * 2**20
+# Tokens that each thread of a CPU takes at a time in operations in blocks (models/fused/blocked.py). A multiple of the
+# numbers in two of its registers: torch computes those left over by another formula, with other last bits.
+PART_TOKENS = 128
 # Measured on AVX-512 with bf16 units: below this length the backward pass of the CPU's bf16 flash kernel is slower than
 # converting the pack to fp32 (100 tokens: 2.1 ms against 0.9; 1,024 tokens: 38 against 45).
 BF16_FROM_LENGTH = 512

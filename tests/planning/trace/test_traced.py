@@ -41,7 +41,7 @@ def compared(case: Case, **sizes: int) -> tuple[dict[str, int], dict[str, int]]:
     shape, model = shape_of(batch), replace(TracedModel.of(configuration), float8=case.float8)
     if case.adapter is not None:
         model = model.adapted(AdapterSection(**case.adapter))
-    request = TraceRequest(model, Device("cpu"), case.dtype, rows_of(shape), case.recompute)
+    request = TraceRequest(model, Device("cpu", fused=True), case.dtype, rows_of(shape), case.recompute)
     return planned(sized(request, shape)), measured(real_model(request), batch)
 
 

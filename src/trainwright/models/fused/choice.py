@@ -25,7 +25,7 @@ def refuse_missing(requested: Kernels, vendor: str, capability: tuple[int, int],
 def is_fused(requested: Kernels) -> bool:
     """Return whether a run has the fused kernels.
 
-    ``auto`` has plain operations: no run on a GPU has measured the fused ones yet.
+    ``auto`` has none, since no run on a GPU has measured them yet; on a CPU it computes in blocks (fused/blocked.py).
     """
     return requested == "triton"
 

@@ -1,21 +1,22 @@
-"""Let the modules of a model use the fused kernels, where their formula is the kernel's.
+"""Let the modules of a model use the fused kernels, or the operations in blocks of a CPU, where their formula is theirs.
 
 No table names architectures: a module's own ``forward`` is run on a few numbers and compared with the formula of the
-kernel, so one that computes anything else keeps its own.
+kernel, so one that computes anything else keeps its own. Operations in blocks have to give the same bits, and the same
+gradients.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainwright.models.fused import operators
+from trainwright.models.fused import blocked, operators
 
 _ROTARY = "apply_rotary_pos_emb"  # the function of modules of transformers
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -23,26 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def fuse(model: nn.Module) -> dict[str, int]:
     """Let the modules of ``model`` use the fused kernels in place; return how many of each kind do."""
-    counts = {"norms": 0, "gated activations": 0, "rotary positions": 0, "residuals": 0}
-    norms: dict[Any, tuple[bool, bool] | None] = {}
-    for module in model.modules():
-        if (eps := _eps_of(module)) is not None:
-            key = type(module), eps
-            if key not in norms:
-                norms[key] = _norm_formula(module, eps)
-            if (formula := norms[key]) is not None:
-                module.forward = MethodType(_norm(eps, *formula, type(module).forward), module)
-                counts["norms"] += 1
-        elif (silu := _gated_formula(module)) is not None:
-            module.forward = MethodType(_gated(silu), module)
-            counts["gated activations"] += 1
-        elif _rotates(module):
-            own: Any = type(module).forward
-            names = {**own.__globals__, _ROTARY: _rotary(own.__globals__[_ROTARY])}
-            copied = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-            copied.__kwdefaults__ = own.__kwdefaults__
-            module.forward = MethodType(copied, module)
-            counts["rotary positions"] += 1
+    counts, norms = _replace(model, in_blocks=False)
     block: Any
     kind: Any
     for block in list(model.modules()):
@@ -54,6 +36,48 @@ def fuse(model: nn.Module) -> dict[str, int]:
     return counts
 
 
+def compute_in_blocks(model: nn.Module) -> dict[str, int]:
+    """Let the modules of ``model`` compute in blocks in passes with gradients on a CPU; return how many of each kind do.
+
+    A compiler gets their own operations, which it fuses with others.
+    """
+    return _replace(model, in_blocks=True)[0]
+
+
+_Norms = dict[Any, tuple[bool, bool] | None]
+
+
+def _replace(model: nn.Module, in_blocks: bool) -> tuple[dict[str, int], _Norms]:
+    """Replace the ``forward`` of modules; return how many of each kind, and the formulas of norms by class and eps."""
+    counts = {"norms": 0, "gated activations": 0, "rotary positions": 0, "residuals": 0}
+    norms: _Norms = {}
+    for module in model.modules():
+        if (eps := _eps_of(module)) is not None:
+            key = type(module), eps
+            if key not in norms:
+                norms[key] = _norm_formula(module, eps, in_blocks)
+            if (formula := norms[key]) is not None:
+                module.forward = MethodType(_norm(eps, *formula, type(module).forward, in_blocks), module)
+                counts["norms"] += 1
+        elif (silu := _gated_formula(module, in_blocks)) is not None:
+            module.forward = MethodType(_gated(silu, type(module).forward, in_blocks), module)
+            counts["gated activations"] += 1
+        elif _rotates(module, in_blocks):
+            own: Any = type(module).forward
+            names = {**own.__globals__, _ROTARY: _rotary(own.__globals__[_ROTARY], in_blocks)}
+            copied = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            copied.__kwdefaults__ = own.__kwdefaults__
+            module.forward = MethodType(copied, module)
+            counts["rotary positions"] += 1
+    return counts, norms
+
+
+def _keeps_own(tensor: torch.Tensor, in_blocks: bool) -> bool:
+    """Return whether a module computes ``tensor`` with its own operations."""
+    fits = not in_blocks or (tensor.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling())
+    return not fits or tensor.dtype == torch.float64
+
+
 def _eps_of(module: nn.Module) -> float | None:
     """Return the constant of a module that may be a root-mean-square norm: its only tensor is a weight [H]."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
@@ -63,15 +87,14 @@ def _eps_of(module: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
-def _norm_formula(module: nn.Module, eps: float) -> tuple[bool, bool] | None:
+def _norm_formula(module: nn.Module, eps: float, in_blocks: bool) -> tuple[bool, bool] | None:
     """Return whether a norm adds 1 to its weight, and rounds before it multiplies; None if it is no such norm."""
-    small = copy.deepcopy(module).to_empty(device="cpu")
-    width = _numbers_like(small)
-    matches = []
+    small: Any = copy.deepcopy(module).to_empty(device="cpu")
+    inputs = _numbers_like(small)
     for formula in ((False, True), (False, False), (True, False), (True, True)):
-        if all(_same(small.to(dtype), _plain_norm, (width.to(dtype), eps, *formula)) for dtype in _DTYPES):
-            matches.append(formula)
-    return matches[0] if matches else None
+        if all(_same_norm(small.to(dtype), inputs.to(dtype), (eps, *formula), exactly=in_blocks) for dtype in _DTYPES):
+            return formula
+    return None
 
 
 def _numbers_like(norm: nn.Module) -> torch.Tensor:
@@ -89,27 +112,52 @@ def _plain_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float, offset: 
     return ((normal.to(inputs.dtype).float() if rounded else normal) * factors).to(inputs.dtype)
 
 
-def _same(norm: nn.Module, plain: Callable[..., torch.Tensor], arguments: tuple[Any, ...]) -> bool:
-    inputs, *rest = arguments
+def _same_norm(norm: Any, inputs: torch.Tensor, formula: tuple[float, bool, bool], *, exactly: bool) -> bool:
+    """Return whether a norm computes a formula, ``exactly`` as blocks do, with its gradients."""
+    if exactly:
+        weight: nn.Parameter = norm.weight
+        return _same_bits(lambda x, _: norm(x), lambda x, w: blocked.rms_norm(x, w, *formula)[0], inputs, weight)
     with torch.no_grad():
         try:
             out = norm(inputs)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
+        except _NO_SUCH_MODULE:
             return False
-        expected = plain(inputs, norm.weight, *rest)
+        expected = _plain_norm(inputs, norm.weight, *formula)
     if not isinstance(out, torch.Tensor) or out.dtype != expected.dtype:
         return False
     # In bf16 the order of roundings shows in some numbers of a row, unless it is the same.
     return torch.allclose(out, expected, rtol=1e-6, atol=0)
 
 
-def _norm(eps: float, offset: bool, rounded: bool, own: Any) -> Callable[..., torch.Tensor]:
+_NO_SUCH_MODULE = (RuntimeError, TypeError, ValueError, AttributeError)
+
+
+@torch.enable_grad()
+def _same_bits(own: Callable[..., Any], other: Callable[..., Any], *inputs: torch.Tensor) -> bool:
+    """Return whether two functions of some tensors have the same results and gradients."""
+    for each in inputs:
+        each.requires_grad_()
+    try:
+        results = [_with_gradients(function(*inputs), inputs) for function in (own, other)]
+    except _NO_SUCH_MODULE:
+        return False
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _with_gradients(outs: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    return [*outs, *torch.autograd.grad(outs, inputs, [out.detach().cos() for out in outs])]
+
+
+def _norm(eps: float, offset: bool, rounded: bool, own: Any, in_blocks: bool) -> Callable[..., torch.Tensor]:
+    norm = blocked.rms_norm if in_blocks else operators.rms_norm
+
     def forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         weight: Any = self.weight
-        if weight.dtype != hidden_states.dtype or hidden_states.dtype == torch.float64:
+        if weight.dtype != hidden_states.dtype or _keeps_own(hidden_states, in_blocks):
             result: torch.Tensor = own(self, hidden_states)
             return result
-        return operators.rms_norm(hidden_states, weight, eps, offset, rounded)[0]
+        return norm(hidden_states, weight, eps, offset, rounded)[0]
 
     return forward
 
@@ -170,7 +218,7 @@ def _adding(block: Any, eps: float, offset: bool, rounded: bool) -> type[nn.Modu
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _gated_formula(module: nn.Module) -> bool | None:
+def _gated_formula(module: nn.Module, in_blocks: bool) -> bool | None:
     """Return whether a gated MLP has SiLU, False for GELU by its tanh formula; None if it is neither.
 
     Its class's ``forward`` is called with an object that has its activation, and projections of known results.
@@ -178,48 +226,77 @@ def _gated_formula(module: nn.Module) -> bool | None:
     if "forward" in vars(module) or not all(hasattr(module, name) for name in (*_PROJECTIONS, "act_fn")):
         return None
     generator = torch.Generator().manual_seed(0)
-    gate, up = (3 * torch.randn(64, generator=generator) for _ in range(2))
-    results = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
-    stand_in = SimpleNamespace(**results, act_fn=module.act_fn)
-    try:
-        with torch.no_grad():
-            out = type(module).forward(stand_in, gate)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return None
-    if not isinstance(out, torch.Tensor) or out.shape != gate.shape:
-        return None
-    for silu, active in ((True, nn.functional.silu(gate)), (False, nn.functional.gelu(gate, approximate="tanh"))):
-        if torch.allclose(out, active * up, rtol=1e-5, atol=1e-6):
+    numbers = [3 * torch.randn(64, generator=generator) for _ in range(2)]
+
+    def own(gate: torch.Tensor, up: torch.Tensor) -> Any:
+        results = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
+        return type(module).forward(SimpleNamespace(**results, act_fn=module.act_fn), gate)
+
+    for silu in (True, False):
+        if in_blocks:
+            formula = partial(blocked.gated, silu=silu)
+            if all(_same_bits(own, formula, *(each.to(dtype) for each in numbers)) for dtype in _DTYPES):
+                return silu
+        elif _near(own, partial(_plain_gated, silu=silu), numbers):
             return silu
     return None
 
 
-def _gated(silu: bool) -> Callable[..., torch.Tensor]:
+def _plain_gated(gate: torch.Tensor, up: torch.Tensor, silu: bool) -> torch.Tensor:
+    return (nn.functional.silu(gate) if silu else nn.functional.gelu(gate, approximate="tanh")) * up
+
+
+@torch.no_grad()
+def _near(own: Callable[..., Any], formula: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    try:
+        out = own(*inputs)
+    except _NO_SUCH_MODULE:
+        return False
+    expected = formula(*inputs)
+    fits = isinstance(out, torch.Tensor) and out.shape == expected.shape
+    return fits and torch.allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def _gated(silu: bool, own: Any, in_blocks: bool) -> Callable[..., torch.Tensor]:
+    product = blocked.gated if in_blocks else operators.gated
+
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(operators.gated(self.gate_proj(x), self.up_proj(x), silu))
+        if in_blocks and _keeps_own(x, in_blocks):
+            result: torch.Tensor = own(self, x)
+            return result
+        out: torch.Tensor = self.down_proj(product(self.gate_proj(x), self.up_proj(x), silu))
         return out
 
     return forward
 
 
-def _rotates(module: nn.Module) -> bool:
+def _rotates(module: nn.Module, in_blocks: bool) -> bool:
     """Return whether a module's ``forward`` calls a function of its file that is the kernel's formula."""
     own: Any = type(module).forward
     if "forward" in vars(module) or _ROTARY not in getattr(getattr(own, "__code__", None), "co_names", ()):
         return False
-    return _is_rotary(own.__globals__.get(_ROTARY))
+    return _is_rotary(own.__globals__.get(_ROTARY), in_blocks)
 
 
 @cache
-def _is_rotary(function: Any) -> bool:
+def _is_rotary(function: Any, in_blocks: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
+    heads = [torch.randn(1, count, 3, 8, generator=generator) for count in (4, 2)]
     cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
+    if in_blocks:
+        return all(
+            _same_bits(
+                lambda q, k, c=cos.to(dtype), s=sin.to(dtype): function(q, k, c, s),
+                lambda q, k, c=cos.to(dtype), s=sin.to(dtype): blocked.rotary(q, k, c, s, False),
+                *(each.to(dtype) for each in heads),
+            )
+            for dtype in _DTYPES
+        )
     try:
-        out = function(query, key, cos, sin)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
+        out = function(*heads, cos, sin)
+    except _NO_SUCH_MODULE:
         return False
-    expected = [_plain_rotary(x, cos, sin) for x in (query, key)]
+    expected = [_plain_rotary(x, cos, sin) for x in heads]
     return len(out) == 2 and all(map(torch.allclose, out, expected))
 
 
@@ -228,14 +305,14 @@ def _plain_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     return heads * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
-def _rotary(own: Callable[..., Any]) -> Callable[..., Any]:
+def _rotary(own: Callable[..., Any], in_blocks: bool) -> Callable[..., Any]:
+    rotary = blocked.rotary if in_blocks else operators.rotary
+
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        fits = q.dtype == k.dtype == cos.dtype == sin.dtype != torch.float64 and cos.dim() == 3
+        fits = q.dtype == k.dtype == cos.dtype == sin.dtype and not _keeps_own(q, in_blocks) and cos.dim() == 3
         fits = fits and q.shape[-1] == k.shape[-1] == cos.shape[-1] and q.stride(-1) == k.stride(-1) == 1
         return (
-            operators.rotary(q, k, cos, sin, False)
-            if fits and not args and not kwargs
-            else own(q, k, cos, sin, *args, **kwargs)
+            rotary(q, k, cos, sin, False) if fits and not args and not kwargs else own(q, k, cos, sin, *args, **kwargs)
         )
 
     return apply

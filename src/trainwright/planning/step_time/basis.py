@@ -126,7 +126,7 @@ def block_passes(model: TracedModel, sequences: int, length: int) -> Passes:
     for precision in MIXED:
         batch = packed_batch((length,) * sequences)
         dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
-        trace = sized(TraceRequest(model, Device("cpu"), dtype), batch)
+        trace = sized(TraceRequest(model, Device("cpu", fused=True), dtype), batch)
         block = trace.in_order()[1]
         for direction, operations in (("forward", block.forward.operations), ("backward", block.backward.operations)):
             passes[f"{precision}/{direction}"] = [
@@ -226,7 +226,7 @@ def with_measured_blocks(
 def on_cpu(model: TracedModel, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[SizedModel, Pricing]:
     """Return the passes of a model on a CPU, and what predicts their time."""
     dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
-    trace = sized(TraceRequest(model, Device("cpu"), dtype, rows_of(batch)), batch, setting.threads or 1)
+    trace = sized(TraceRequest(model, Device("cpu", fused=True), dtype, rows_of(batch)), batch, setting.threads or 1)
     vocabulary = trace.facts.vocabulary
     return trace, Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=vocabulary)
 

@@ -50,7 +50,8 @@ class BatchSample:
     """The shape of a traced batch.
 
     ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
-    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``padded_size``.
+    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``padded_size``. ``part``: tokens that
+    operations in blocks take at a time.
     """
 
     rows: Rows
@@ -61,6 +62,7 @@ class BatchSample:
     block: int
     blocks: int = 2
     pads: bool = False
+    part: int = 1
 
     def basis(self) -> tuple[int, ...]:
         """Return the values of ``BASIS`` for fitting."""
@@ -69,7 +71,7 @@ class BatchSample:
         sequences = tuple((length, 1) for length in self.lengths)
         shape = BatchShape(rows, length, sequences, self.targets, packed, self.rows == "masked")
         values = dict(zip(BASIS, basis(shape, 1, 1, 1), strict=True))
-        values |= {"chunk": self.chunk, "chunks": 0, "block": self.block, "blocks": 0}
+        values |= {"chunk": self.chunk, "chunks": 0, "block": self.block, "blocks": 0, "part": self.part}
         if self.rows != "packed":
             values |= {"second": 0, "second²": 0}
         if self.chunks == 1:
@@ -102,6 +104,7 @@ _LENGTHS: dict[tuple[bool, bool], tuple[tuple[int, ...], ...]] = {
     (False, False): ((192,) * 2, (256,) * 2, (320,) * 3),
 }
 _TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (96, 112, 64), (16, 48, 32)
+_PARTS = (40, 24, 88)
 
 
 def _sample(
@@ -115,7 +118,7 @@ def _sample(
     targets = tokens if regime.every else int(targets * scale) - pads
     chunk = int(_CHUNK[number] * scale) - pads if regime.chunked else targets
     block = int(_BLOCK[number] * scale)
-    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, block, pads=pads)
+    return BatchSample(rows, lengths, targets, chunk, 3 if regime.chunked else 1, block, pads=pads, part=_PARTS[number])
 
 
 class Built(NamedTuple):
@@ -136,7 +139,9 @@ def build(request: TraceRequest, regime: Regime) -> Built:
     if wanted.adapter and not request.hooked:
         join_adapters(model)
     packed, attention = request.rows in ("packed", "equal"), request.device.limits.attention
-    kernels: Kernels = "triton" if request.device.fused else "eager"
+    kernels: Kernels = "eager"
+    if request.device.fused:
+        kernels = "triton" if request.device.is_gpu else "auto"
     lm = (
         CausalLM(
             model,

@@ -26,9 +26,9 @@ Rows = Literal["packed", "equal", "masked", "plain"]  # "equal": a pack of seque
 class Device:
     """The device that runs the kernels.
 
-    ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes that it computes in. ``deterministic``: it
-    uses deterministic kernels only. ``attention``: of the recipe's model, on a CPU; a GPU's platform has it. ``fused``:
-    it runs the fused kernels of ``models.fused``.
+        ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes that it computes in. ``deterministic``: it
+    uses deterministic kernels only. ``attention``: of the recipe's model, on a CPU; a GPU's platform has it.
+    ``fused``: it runs the kernels of ``models.fused``, on a CPU operations in blocks.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -41,6 +41,11 @@ class Device:
     def dtype(self, width: int) -> Dtype:
         """Return the dtype of ``width`` bytes."""
         return "fp32" if width == 4 else self.half
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss with its gradient is one kernel."""
+        return self.fused and self.is_gpu
 
     @property
     def limits(self) -> Platform:
@@ -219,7 +224,7 @@ def device_of(
 ) -> Device:
     """Return the device that a process of ``choice`` computes on. ``attention``, ``kernels``: of the recipe's model."""
     if cluster.device == "cpu":
-        return Device("cpu", attention=attention)
+        return Device("cpu", attention=attention, fused=kernels == "auto" and not choice.compile)
     vendor: Vendor = VENDORS[cluster.card.vendor].name
     missing = missing_kernels() if cluster.is_here else ASSUMED.missing
     platform = Platform(vendor, cluster.card.capability, missing, attention)

@@ -23,7 +23,7 @@ def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedMo
     regime = Regime(
         windows=0 < facts.window < batch.longest,
         long=batch.longest >= BF16_FROM_LENGTH or not _converts(request),
-        chunked=batch.targets > chunk or request.device.fused,  # which compute one chunk as the first of several
+        chunked=batch.targets > chunk or request.device.fuses_loss,  # which compute one chunk as the first of several
         every=batch.targets >= batch.tokens,
     )
     if isinstance(request.recompute, int) and request.recompute > 1:
@@ -175,7 +175,7 @@ def _kernels(request: TraceRequest, device: Device, longest: int) -> list[Attent
 def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
     """Return the facts of a request's model, with those that depend on the device."""
     facts = model_facts(request.model) if facts is None else facts
-    chunk = FUSED_CHUNK_BYTES if request.device.fused else CHUNK_BYTES
+    chunk = FUSED_CHUNK_BYTES if request.device.fuses_loss else CHUNK_BYTES
     limits: dict[str, Any] = {"chunk_logits": chunk // request.width, "block_logits": BLOCK_BYTES // 4}
     on_cpu = not request.device.is_gpu
     return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models import linear_losses
+from trainwright.models.fused import blocked
 from trainwright.models.linear_losses import linear_cross_entropy, token_statistics
 from trainwright.planning.trace.build import (
     LONG,
@@ -93,7 +94,7 @@ def _traced(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: recorders[-1].gradient(p))
         for sample, batch in zip(shapes, batches, strict=True):
-            recorders.append(Recorder(built.lm, built.names, _workspace(request), most))
+            recorders.append(Recorder(built.lm, built.names, _workspace(request, sample.part), most))
             division.recorder = recorders[-1]
             _run(request, built, recorders[-1], division, sample, batch)
     merged = [_by_unit(recorder.segments) for recorder in recorders]
@@ -175,7 +176,7 @@ def _loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
     return cast(torch.Tensor, lm(batch))
 
 
-def _workspace(request: TraceRequest) -> Any:
+def _workspace(request: TraceRequest, part: int) -> Any:
     if request.device.is_gpu:
         return workspace_on_gpu
 
@@ -192,7 +193,7 @@ def _workspace(request: TraceRequest) -> Any:
             first, second, result = 4 * m * k, 4 * k * n, 6 * m * n
             scaled = first, first, -first, second, second, -second
             return k * n, *scaled, result, -result, -second, -first, -k * n
-        return ()
+        return blocked.workspace(name, args, part)
 
     return extra
 

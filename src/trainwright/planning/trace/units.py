@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from trainwright.parallel.constants import padded_size
+from trainwright.parallel.constants import PART_TOKENS, padded_size
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ class BatchShape:
 # of a pack's longest sequence; second: of its second longest. Pairs: the sum of the squares of the sequences' lengths.
 # The loss takes the targets in ``chunks`` of ``chunk`` rows, and these in ``blocks`` (of all chunks) of ``block`` rows.
 # Some models compare all tokens of a pack, and mask those of other sequences: ``tokens²``, 0 for padded rows.
+# Operations in blocks of a CPU take a ``part`` of the tokens.
 # The CPU's flash attention takes a ``tile`` of scores for each thread, a ``strip`` of queries high.
 BASIS = (
     *("1", "rows", "length", "tokens", "length²", "pairs", "targets"),
-    *("chunk", "chunks", "block", "blocks", "second", "second²", "tile", "strip", "tokens²"),
+    *("chunk", "chunks", "block", "blocks", "second", "second²", "tile", "strip", "tokens²", "part"),
 )
 
 
@@ -86,7 +87,8 @@ def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool
     strip = threads * min(256 if length >= 768 else 64 if length >= 192 else 32, length)
     tile = strip * min(512, length)
     squared = batch.tokens**2 * batch.packed
-    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip, squared)
+    part = min(batch.tokens, PART_TOKENS * threads)
+    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip, squared, part)
 
 
 def _parts(count: int, limit: int) -> tuple[int, int]:
