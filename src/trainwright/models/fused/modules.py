@@ -1,4 +1,4 @@
-"""Let the modules of a model use the fused kernels, or the operations in blocks of a CPU, where their formula is theirs.
+"""Let the modules of a model use the fused kernels, or operations in blocks on a CPU, where their formula is the same.
 
 No table names architectures: a module's own ``forward`` is run on a few numbers and compared with the formula of the
 kernel, so one that computes anything else keeps its own. Operations in blocks have to give the same bits, and the same
@@ -37,7 +37,7 @@ def fuse(model: nn.Module) -> dict[str, int]:
 
 
 def compute_in_blocks(model: nn.Module) -> dict[str, int]:
-    """Let the modules of ``model`` compute in blocks in passes with gradients on a CPU; return how many of each kind do.
+    """Let modules of ``model`` compute in blocks in passes with gradients on a CPU; return how many of each kind do.
 
     A compiler gets their own operations, which it fuses with others.
     """
@@ -284,20 +284,18 @@ def _is_rotary(function: Any, in_blocks: bool) -> bool:
     heads = [torch.randn(1, count, 3, 8, generator=generator) for count in (4, 2)]
     cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
     if in_blocks:
-        return all(
-            _same_bits(
-                lambda q, k, c=cos.to(dtype), s=sin.to(dtype): function(q, k, c, s),
-                lambda q, k, c=cos.to(dtype), s=sin.to(dtype): blocked.rotary(q, k, c, s, False),
-                *(each.to(dtype) for each in heads),
-            )
-            for dtype in _DTYPES
-        )
+        numbers = [[each.to(dtype) for each in (*heads, cos, sin)] for dtype in _DTYPES]
+        return all(_rotate_alike(function, *each) for each in numbers)
     try:
         out = function(*heads, cos, sin)
     except _NO_SUCH_MODULE:
         return False
     expected = [_plain_rotary(x, cos, sin) for x in heads]
     return len(out) == 2 and all(map(torch.allclose, out, expected))
+
+
+def _rotate_alike(function: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    return _same_bits(lambda q, k: function(q, k, cos, sin), lambda q, k: blocked.rotary(q, k, cos, sin, False), q, k)
 
 
 def _plain_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

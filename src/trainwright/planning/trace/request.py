@@ -26,7 +26,7 @@ Rows = Literal["packed", "equal", "masked", "plain"]  # "equal": a pack of seque
 class Device:
     """The device that runs the kernels.
 
-        ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes that it computes in. ``deterministic``: it
+    ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes that it computes in. ``deterministic``: it
     uses deterministic kernels only. ``attention``: of the recipe's model, on a CPU; a GPU's platform has it.
     ``fused``: it runs the kernels of ``models.fused``, on a CPU operations in blocks.
     """
