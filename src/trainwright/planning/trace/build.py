@@ -50,8 +50,8 @@ class BatchSample:
     """The shape of a traced batch.
 
     ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
-    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``padded_size``. ``part``: tokens that
-    operations in blocks take at a time.
+    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``padded_size``. ``part``: tokens
+    that operations in blocks take at a time.
     """
 
     rows: Rows
