@@ -111,16 +111,14 @@ def test_a_block_that_adds_otherwise_keeps_its_own_code() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("kind", "counts"), [("llama", (5, 2, 2)), ("qwen3", (9, 2, 2)), ("gemma2", (9, 2, 2)), ("olmo2", (9, 2, 2))]
-)
+@pytest.mark.parametrize(("kind", "norms"), [("llama", 5), ("qwen3", 9), ("gemma2", 9), ("olmo2", 9)])
 def test_a_model_in_blocks_has_the_losses_and_gradients_of_its_own_modules(
-    kind: str, counts: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, norms: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "PART_TOKENS", 64)  # 160 tokens are two parts and a smaller one
     model: Any = model_of(kind).to(dtype)
     parts = copy.deepcopy(model)
-    assert tuple(compute_in_blocks(parts).values()) == (*counts, 0)
+    assert tuple(compute_in_blocks(parts).values()) == (norms, 0, 2, 0)
     tokens = torch.arange(160).remainder(11).view(2, 80)
     kept = []
     for one in (model, parts):
@@ -131,7 +129,7 @@ def test_a_model_in_blocks_has_the_losses_and_gradients_of_its_own_modules(
         kept.append((loss, sum(saved.values())))
     (loss, all_saved), (other_loss, saved_of_parts) = kept
     assert torch.equal(loss, other_loss)
-    assert saved_of_parts < 0.97 * all_saved
+    assert saved_of_parts < 0.97 * all_saved if dtype == torch.bfloat16 else saved_of_parts == all_saved
     for (name, own), other in zip(model.named_parameters(), parts.parameters(), strict=True):
         assert own.grad is not None and other.grad is not None
         assert torch.equal(own.grad, other.grad), name
@@ -147,7 +145,7 @@ def _sizes_into(sizes: dict[int, int]) -> Any:
 
 
 def test_passes_without_gradients_and_compiled_ones_have_the_modules_own_operations() -> None:
-    model = model_of("llama")
+    model = model_of("llama").bfloat16()
     compute_in_blocks(model)
     tokens = torch.arange(7)[None]
 
@@ -156,7 +154,7 @@ def test_passes_without_gradients_and_compiled_ones_have_the_modules_own_operati
             model(input_ids=tokens)
         return [name for name in operations.names if name.startswith("blocked")]
 
-    assert len(names()) == 5 + 2 + 2
+    assert len(names()) == 5 + 2
     with torch.no_grad():
         assert names() == []
     graph = torch.export.export(model, (tokens,), {"use_cache": False}, strict=False).graph

@@ -1,18 +1,18 @@
-"""Norms, gated activations and rotary positions on a CPU, with the results of the plain operations to the bit.
+"""Norms and rotary positions on a CPU, with the results of the plain operations to the bit.
 
-Each is the same operations of torch on a few rows at a time, whose intermediate results stay in the processor's cache,
-and its backward pass computes them again from the inputs, so that only these are kept. Plans see fake implementations.
+Each is the same operations of torch on some tokens at a time, whose intermediate results stay in the processor's cache.
+The backward pass of a norm computes them again from its inputs, so that only these are kept. Measured on SmolLM2-135M:
+in bf16 a step takes 6 % less time and 12 % less memory. Norms in fp32, whose numbers are not converted, and gated
+activations take more time in parts than as a whole. Plans see fake implementations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.library import custom_op
-from torch.nn import functional
 
 from trainwright.parallel.constants import PART_TOKENS
 
@@ -40,9 +40,7 @@ def workspace(operator: str, args: Sequence[Any], part: int) -> tuple[int, ...]:
         size = part * first.shape[1] * first.shape[-1] * width // 2
         return size, -size
     size = part * first.shape[2:].numel() if first.dim() > 2 else part * first.shape[-1]
-    if operator.startswith("blocked_gated"):
-        return size * width, -size * width
-    size *= 12 if width == 2 else 8
+    size *= 12
     if not backward:
         return size, -size
     changes = [] if _is_viewed(first) else [first.nbytes]
@@ -55,23 +53,11 @@ def workspace(operator: str, args: Sequence[Any], part: int) -> tuple[int, ...]:
     return (*changes, -sum(changes))
 
 
+@custom_op("trainwright::blocked_norm", mutates_args=())
 def rms_norm(
     inputs: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``operators.rms_norm`` does for inputs [..., H]; the inverses are [N, 1]."""
-    out: tuple[torch.Tensor, torch.Tensor] = _norm(inputs, inputs, weight, eps, offset, rounded)
-    return out
-
-
-@custom_op("trainwright::blocked_norm", mutates_args=())
-def _norm(
-    inputs: torch.Tensor, squared: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, rounded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the norm. ``squared`` are the inputs once more: their part of the gradient is separate in fp32.
-
-    The plain operations add both parts to the other gradients of the inputs one after the other, in half precision
-    only their sum, after it is rounded.
-    """
+    """Return what ``operators.rms_norm`` does for inputs [..., H] of two bytes; the inverses are [tokens, ..., 1]."""
     rows, out = _rows(inputs), _like(inputs)
     inverses = _inverses(inputs)
     factors = _factors(weight, offset, rounded)
@@ -83,7 +69,7 @@ def _norm(
     return out, inverses
 
 
-@_norm.register_fake
+@rms_norm.register_fake
 def _(inputs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _like(inputs), _inverses(inputs)
 
@@ -102,54 +88,39 @@ def _norm_backward(
     offset: bool,
     rounded: bool,
     of_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of the inputs, of ``squared``, empty in half precision, and of the weight, if wanted."""
-    rows, of_rows = _rows(inputs), _rows(gradient)
-    of_inputs, of_squared = _like(inputs), _like(inputs, inputs.dtype == torch.float32)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the inputs and, if wanted, of the weight, by the operations that autograd would run."""
+    rows, of_rows, of_inputs = _rows(inputs), _rows(gradient), _like(inputs)
     factors = _factors(weight, offset, rounded)
     normal = rows.new_empty(rows.shape if of_weight else 0, dtype=factors.dtype)
-    squared_rows = _rows(of_squared) if len(of_squared) else None
     for part in _parts(len(rows)):
-        _differentiate(
-            (of_rows[part], rows[part], factors, inverses[part]),
-            _rows(of_inputs)[part],
-            None if squared_rows is None else squared_rows[part],
-            normal[part] if of_weight else None,
-        )
+        out = normal[part] if of_weight else None
+        _rows(of_inputs)[part] = _gradient_of_part(of_rows[part], rows[part], factors, inverses[part], out)
     if of_weight:  # as a whole, since the order of the sum depends on the strides
         normal = (gradient.to(factors.dtype) * normal.view_as(gradient)).sum(tuple(range(gradient.dim() - 1)))
-    return of_inputs, of_squared, normal.to(weight.dtype)
+    return of_inputs, normal.to(weight.dtype)
 
 
-def _differentiate(
-    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    of_inputs: torch.Tensor,
-    of_squared: torch.Tensor | None,
+def _gradient_of_part(
+    gradient: torch.Tensor,
+    inputs: torch.Tensor,
+    factors: torch.Tensor,
+    inverse: torch.Tensor,
     normal: torch.Tensor | None,
-) -> None:
-    """Write the gradients of some tokens, and the normalized inputs, as ``_norm_backward`` returns or needs them.
-
-    Args:
-        numbers: the gradient of the results, the inputs, what they are multiplied by, and the inverses.
-    """
-    gradient, inputs, factors, inverse = numbers
+) -> torch.Tensor:
+    """Return the gradient of the inputs of some tokens, fp32; write the normalized inputs to ``normal``."""
     wide = inputs.float()
     if normal is not None:
         normal.copy_(wide * inverse)
     of_normal = (gradient.to(factors.dtype) * factors).float()
     of_inverse = (of_normal * wide).sum(-1, keepdim=True)
     of_mean = -0.5 * of_inverse * inverse.pow(3) / inputs.shape[-1]
-    through_inverse = (2 * wide).mul_(of_mean)
-    if of_squared is None:
-        of_inputs.copy_(of_normal.mul_(inverse).add_(through_inverse))
-    else:
-        torch.mul(of_normal, inverse, out=of_inputs)
-        of_squared.copy_(through_inverse)
+    return of_normal.mul_(inverse).add_(wide.mul_(2).mul_(of_mean))
 
 
 @_norm_backward.register_fake
 def _(gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    return _like(inputs), _like(inputs, inputs.dtype == torch.float32), _like(weight, rest[-1])
+    return _like(inputs), _like(weight, rest[-1])
 
 
 def _like(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
@@ -177,74 +148,19 @@ def _factors(weight: torch.Tensor, offset: bool, rounded: bool) -> torch.Tensor:
 
 
 def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    numbers, _, weight, _, ctx.offset, ctx.rounded = inputs
+    numbers, weight, _, ctx.offset, ctx.rounded = inputs
     ctx.save_for_backward(numbers, weight, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _gradients_of_norm(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    wanted = ctx.needs_input_grad[2]
-    of_inputs, of_squared, of_weight = _norm_backward(gradient, *ctx.saved_tensors, ctx.offset, ctx.rounded, wanted)
-    return of_inputs, of_squared if len(of_squared) else None, of_weight if wanted else None, None, None, None
+    wanted = ctx.needs_input_grad[1]
+    of_inputs, of_weight = _norm_backward(gradient, *ctx.saved_tensors, ctx.offset, ctx.rounded, wanted)
+    return of_inputs, of_weight if wanted else None, None, None, None
 
 
-_norm.register_autograd(_gradients_of_norm, setup_context=_keep_norm)
-
-
-@custom_op("trainwright::blocked_gated", mutates_args=())
-def gated(gate: torch.Tensor, up: torch.Tensor, silu: bool) -> torch.Tensor:
-    """Return ``act(gate) * up``, where act is SiLU, or GELU by its tanh formula."""
-    out = _like(gate)
-    gate, up, rows = _rows(gate), _rows(up), _rows(out)
-    for part in _parts(len(gate)):
-        torch.mul(_active(gate[part], silu), up[part], out=rows[part])
-    return out
-
-
-@gated.register_fake
-def _(gate: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _like(gate)
-
-
-@custom_op("trainwright::blocked_gated_backward", mutates_args=())
-def gated_backward(
-    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, silu: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of gate and up."""
-    outs = _like(gate), _like(gate)
-    of_gate, of_up = map(_rows, outs)
-    gradient, gate, up = map(_rows, (gradient, gate, up))
-    aten = torch.ops.aten
-    for part in _parts(len(gate)):
-        torch.mul(gradient[part], _active(gate[part], silu), out=of_up[part])
-        if silu:
-            aten.silu_backward.grad_input(gradient[part] * up[part], gate[part], grad_input=of_gate[part])
-        else:
-            backward = partial(aten.gelu_backward.grad_input, approximate="tanh")
-            backward(gradient[part] * up[part], gate[part], grad_input=of_gate[part])
-    return outs
-
-
-@gated_backward.register_fake
-def _(gradient: torch.Tensor, gate: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like(gate), _like(gate)
-
-
-def _active(gate: torch.Tensor, silu: bool) -> torch.Tensor:
-    return functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
-
-
-def _keep_gated(ctx: Any, inputs: Any, output: Any) -> None:
-    gate, up, ctx.silu = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _gated_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*gated_backward(gradient, *ctx.saved_tensors, ctx.silu), None)
-
-
-gated.register_autograd(_gated_backward, setup_context=_keep_gated)
+rms_norm.register_autograd(_gradients_of_norm, setup_context=_keep_norm)
 
 
 @custom_op("trainwright::blocked_rotary", mutates_args=())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -59,8 +59,8 @@ def _replace(model: nn.Module, in_blocks: bool) -> tuple[dict[str, int], _Norms]
             if (formula := norms[key]) is not None:
                 module.forward = MethodType(_norm(eps, *formula, type(module).forward, in_blocks), module)
                 counts["norms"] += 1
-        elif (silu := _gated_formula(module, in_blocks)) is not None:
-            module.forward = MethodType(_gated(silu, type(module).forward, in_blocks), module)
+        elif not in_blocks and (silu := _gated_formula(module)) is not None:
+            module.forward = MethodType(_gated(silu), module)
             counts["gated activations"] += 1
         elif _rotates(module, in_blocks):
             own: Any = type(module).forward
@@ -154,7 +154,8 @@ def _norm(eps: float, offset: bool, rounded: bool, own: Any, in_blocks: bool) ->
 
     def forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         weight: Any = self.weight
-        if weight.dtype != hidden_states.dtype or _keeps_own(hidden_states, in_blocks):
+        wide = in_blocks and hidden_states.element_size() > 2  # whose parts take more time than the whole
+        if weight.dtype != hidden_states.dtype or wide or _keeps_own(hidden_states, in_blocks):
             result: torch.Tensor = own(self, hidden_states)
             return result
         return norm(hidden_states, weight, eps, offset, rounded)[0]
@@ -218,7 +219,7 @@ def _adding(block: Any, eps: float, offset: bool, rounded: bool) -> type[nn.Modu
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _gated_formula(module: nn.Module, in_blocks: bool) -> bool | None:
+def _gated_formula(module: nn.Module) -> bool | None:
     """Return whether a gated MLP has SiLU, False for GELU by its tanh formula; None if it is neither.
 
     Its class's ``forward`` is called with an object that has its activation, and projections of known results.
@@ -226,45 +227,25 @@ def _gated_formula(module: nn.Module, in_blocks: bool) -> bool | None:
     if "forward" in vars(module) or not all(hasattr(module, name) for name in (*_PROJECTIONS, "act_fn")):
         return None
     generator = torch.Generator().manual_seed(0)
-    numbers = [3 * torch.randn(64, generator=generator) for _ in range(2)]
-
-    def own(gate: torch.Tensor, up: torch.Tensor) -> Any:
-        results = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
-        return type(module).forward(SimpleNamespace(**results, act_fn=module.act_fn), gate)
-
-    for silu in (True, False):
-        if in_blocks:
-            formula = partial(blocked.gated, silu=silu)
-            if all(_same_bits(own, formula, *(each.to(dtype) for each in numbers)) for dtype in _DTYPES):
-                return silu
-        elif _near(own, partial(_plain_gated, silu=silu), numbers):
+    gate, up = (3 * torch.randn(64, generator=generator) for _ in range(2))
+    results = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
+    stand_in = SimpleNamespace(**results, act_fn=module.act_fn)
+    try:
+        with torch.no_grad():
+            out = type(module).forward(stand_in, gate)
+    except _NO_SUCH_MODULE:
+        return None
+    if not isinstance(out, torch.Tensor) or out.shape != gate.shape:
+        return None
+    for silu, active in ((True, nn.functional.silu(gate)), (False, nn.functional.gelu(gate, approximate="tanh"))):
+        if torch.allclose(out, active * up, rtol=1e-5, atol=1e-6):
             return silu
     return None
 
 
-def _plain_gated(gate: torch.Tensor, up: torch.Tensor, silu: bool) -> torch.Tensor:
-    return (nn.functional.silu(gate) if silu else nn.functional.gelu(gate, approximate="tanh")) * up
-
-
-@torch.no_grad()
-def _near(own: Callable[..., Any], formula: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
-    try:
-        out = own(*inputs)
-    except _NO_SUCH_MODULE:
-        return False
-    expected = formula(*inputs)
-    fits = isinstance(out, torch.Tensor) and out.shape == expected.shape
-    return fits and torch.allclose(out, expected, rtol=1e-5, atol=1e-6)
-
-
-def _gated(silu: bool, own: Any, in_blocks: bool) -> Callable[..., torch.Tensor]:
-    product = blocked.gated if in_blocks else operators.gated
-
+def _gated(silu: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if in_blocks and _keeps_own(x, in_blocks):
-            result: torch.Tensor = own(self, x)
-            return result
-        out: torch.Tensor = self.down_proj(product(self.gate_proj(x), self.up_proj(x), silu))
+        out: torch.Tensor = self.down_proj(operators.gated(self.gate_proj(x), self.up_proj(x), silu))
         return out
 
     return forward

@@ -195,7 +195,7 @@ _OF_OURS: dict[Any, Callable[..., Any]] = {
 }
 # Operations in blocks (models/fused/blocked.py) take as long as elementwise ones of so many times their bytes, as they
 # are limited by the processor and not by its memory: measured.
-_PASSES = {"blocked_norm": 5, "blocked_gated": 2, "blocked_rotary": 4}
+_PASSES = {"blocked_norm": 5, "blocked_rotary": 4}
 _REDUCTIONS = {"softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm", "cumsum", "topk", "sort"}
 _COPIES = {
     "copy_",
