@@ -248,8 +248,8 @@ class ModelSection(Section):
         description="Kernels of the other operations in training. triton: on an NVIDIA GPU the loss with its gradient "
         "is one kernel, and so are root-mean-square norms, rotary positions and gated activations whose formula is "
         "the kernel's. eager: plain operations. auto: on a CPU without train.compile, rotary positions and, in bf16 "
-        "and fp16, root-mean-square norms take some tokens at a time, and norms keep only their inputs for the backward "
-        "pass, with the results of eager to the bit; on a GPU eager, as the kernels are not measured on GPUs yet.",
+        "and fp16, root-mean-square norms take some tokens at a time, with the results of eager to the bit; on a GPU "
+        "eager, as the kernels are not measured on GPUs yet.",
     )
     tokenizer: Text | None = Field(
         None,
