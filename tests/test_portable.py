@@ -64,6 +64,7 @@ _MEASURING = {
     "engine/policies/stragglers.py": "whether a slow rank computes with fewer threads than the others",
     "engine/out_of_memory.py": "what was free when memory ran out",
     "engine/checkpoints/background.py": "whether training leaves a core to the thread that writes",
+    "models/fused/blocked.py": "the threads that compute a part of the tokens together",
     "planning/trace/traced.py": "gives back the threads that it computes without",
     "parallel/openmp.py": "the threads that wait for one another",
     "run/group/device_slots.py": "whether members of one job share cores",
