@@ -69,13 +69,13 @@ def max_length(conversion: Conversion, setting: Setting, rule: Rule, rows: str, 
     older = conversion.value(rows)  # of torchtune before 0.2
     parts = str(conversion.value(model)).split(".")
     family = parts[2] if len(parts) == 4 else ""
-    known = _POSITIONS_OF_BASES.get(family) if parts[-1].endswith("_base") else None
-    known = conversion.value(positions) or known or _POSITIONS.get(family)
+    of_base = _POSITIONS_OF_BASES.get(family) if parts[-1].endswith("_base") else None
+    of_model = conversion.value(positions) or of_base or _POSITIONS.get(family)
     if isinstance(setting.value, int) or isinstance(older, int):
         conversion.take(setting, "data.max_length", setting.value if isinstance(setting.value, int) else older)
-    elif isinstance(known, int) and not _packed(conversion):
+    elif isinstance(of_model, int) and not _packed(conversion):
         why = f"the model's positions, as rows are not cut: pass {setting.key}=N to cut them"
-        conversion.take(setting, "data.max_length", known, computed=why)
+        conversion.take(setting, "data.max_length", of_model, computed=why)
     else:
         conversion.need(setting, f"does not limit the length of examples: pass {setting.key}=N")
 

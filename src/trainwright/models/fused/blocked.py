@@ -40,7 +40,7 @@ def workspace(operator: str, args: Sequence[Any], part: int) -> tuple[int, ...]:
         size = part * first.shape[1] * first.shape[-1] * width // 2
         return size, -size
     size = part * first.shape[2:].numel() if first.dim() > 2 else part * first.shape[-1]
-    size *= 12
+    size *= 12  # three tensors in fp32
     if not backward:
         return size, -size
     changes = [] if _is_viewed(first) else [first.nbytes]
@@ -89,7 +89,7 @@ def _norm_backward(
     rounded: bool,
     of_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the inputs and, if wanted, of the weight, by the operations that autograd would run."""
+    """Return the gradients of the inputs and, with ``of_weight``, of the weight, as autograd would compute them."""
     rows, of_rows, of_inputs = _rows(inputs), _rows(gradient), _like(inputs)
     factors = _factors(weight, offset, rounded)
     normal = rows.new_empty(rows.shape if of_weight else 0, dtype=factors.dtype)
@@ -120,13 +120,11 @@ def _gradient_of_part(
 
 @_norm_backward.register_fake
 def _(gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    return _like(inputs), _like(weight, rest[-1])
+    return _like(inputs), weight.new_empty(weight.shape if rest[-1] else 0)
 
 
-def _like(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-    """Return memory for a tensor like this one, empty if it is not wanted."""
-    if not wanted:
-        return tensor.new_empty(0)
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return contiguous memory for a tensor like this one."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
@@ -155,9 +153,9 @@ def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradients_of_norm(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    wanted = ctx.needs_input_grad[1]
-    of_inputs, of_weight = _norm_backward(gradient, *ctx.saved_tensors, ctx.offset, ctx.rounded, wanted)
-    return of_inputs, of_weight if wanted else None, None, None, None
+    trains_weight = ctx.needs_input_grad[1]
+    of_inputs, of_weight = _norm_backward(gradient, *ctx.saved_tensors, ctx.offset, ctx.rounded, trains_weight)
+    return of_inputs, of_weight if trains_weight else None, None, None, None
 
 
 rms_norm.register_autograd(_gradients_of_norm, setup_context=_keep_norm)
