@@ -117,13 +117,14 @@ class StepPasses:
     _resident: ResidentMemory = field(default_factory=ResidentMemory, init=False)
 
     def __post_init__(self) -> None:
-        training = self.training
-        if training.world.device.type == "cpu" and training.recipe.train.compile is not True:
+        training, train = self.training, self.training.recipe.train
+        recomputes = train.activation_checkpointing not in ("none", "selective")
+        if training.world.device.type == "cpu" and recomputes and train.compile is not True:
             for block in training.task.blocks():
                 block.register_forward_pre_hook(self._bound_memory, with_kwargs=True)
 
     def _bound_memory(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Bound what the allocator keeps before a block runs, and after its backward pass."""
+        """Bound what the allocator keeps before a block that is recomputed runs, and after its backward pass."""
         self._resident.bound()
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
         if hidden is not None and hidden.requires_grad:
@@ -164,7 +165,7 @@ class StepPasses:
             self.requests(step),
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
-        peak, resident = peak_memory(world.device), self._resident.bound()
+        peak, resident = peak_memory(world.device), self._resident.after_passes()
         values = [stop, peak, shortage is not None, save, step, written, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)
         row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])

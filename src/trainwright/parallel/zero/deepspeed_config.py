@@ -36,7 +36,6 @@ _PASSED = {
 }
 _PASSED_SIZES = {
     "allgather_bucket_size",
-    "parameter_alignment",
     "prefetch_bucket_size",
     "param_persistence_threshold",
     "model_persistence_threshold",
@@ -60,6 +59,7 @@ _PASSED_SWITCHES = {
     "log_trace_cache_warnings",
     "memory_efficient_linear",
     "overlap_comm",
+    "parameter_alignment",
     "reduce_scatter",
     "round_robin_gradients",
     "stage3_allgather_sequential",
