@@ -7,6 +7,7 @@ touched. The other process does not import the script, so no ``if __name__ == "_
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -148,6 +149,7 @@ def serve(call: str, answer_file: str, parent: str) -> None:
     except (Exception, KeyboardInterrupt) as raised:
         error = raised
     answer(result, error)
+    gc.freeze()  # as Python ends it looks for cycles in what is left, which takes a second after torch was imported
 
 
 # Ranks meet only at the end, and one may have much more to do than another.
