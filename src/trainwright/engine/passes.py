@@ -28,9 +28,10 @@ from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import own_seconds
 from trainwright.engine.task import CollatesAhead, ForwardOnly, LossSum
-from trainwright.machine.allocator import ResidentMemory
+from trainwright.machine.allocator import ResidentMemory, is_bounded
 from trainwright.parallel.strategy import Independent
 from trainwright.recipe.schema import OptimizerSection
+from trainwright.recipe.strategy_spec import spec_of
 from trainwright.utils import heartbeat
 
 # AdamW, and Muon with updates scaled to those of AdamW, use up to some 1e-3 for large models and 6e-3 for tiny ones.
@@ -118,13 +119,14 @@ class StepPasses:
 
     def __post_init__(self) -> None:
         training, train = self.training, self.training.recipe.train
-        recomputes = train.activation_checkpointing not in ("none", "selective")
-        if training.world.device.type == "cpu" and recomputes and train.compile is not True:
+        gathers = spec_of(training.recipe.parallel.strategy).shards_parameters
+        bounds = is_bounded(train.activation_checkpointing, gathers=gathers, compiles=train.compile is True)
+        if training.world.device.type == "cpu" and bounds:
             for block in training.task.blocks():
                 block.register_forward_pre_hook(self._bound_memory, with_kwargs=True)
 
     def _bound_memory(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Bound what the allocator keeps before a block that is recomputed runs, and after its backward pass."""
+        """Bound what the allocator keeps before a block runs, and after its backward pass."""
         self._resident.bound()
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
         if hidden is not None and hidden.requires_grad:

@@ -41,10 +41,10 @@ class ResidentMemory:
     def bound(self) -> None:
         """Return free memory to the system if more is resident than the most that was in use and what may be kept.
 
-        For blocks that are recomputed: glibc needs more bytes than an aligned block has (_int_memalign of malloc.c), so
-        what a tensor leaves between tensors in use serves no other of its size. With each block more is left, and
-        resident memory would become a multiple of what is in use. Memory that is returned takes time to have again: a
-        step without recomputation takes an eighth longer if it is bounded so.
+        For blocks that are recomputed or gathered: glibc needs more bytes than an aligned block has (_int_memalign of
+        malloc.c), so what a tensor leaves between tensors in use serves no other of its size. With each block more is
+        left, and resident memory would become a multiple of what is in use. Memory that is returned takes time to have
+        again: the steps of other runs take an eighth longer if they are bounded so.
         """
         resident = self._resident()
         if resident <= self._enough or (used := _in_use()) is None:
@@ -58,6 +58,17 @@ class ResidentMemory:
 
     def _resident(self) -> int:
         return int(self._process.memory_info().rss)
+
+
+def is_bounded(recompute: str | int, *, gathers: bool, compiles: bool) -> bool:
+    """Return whether freed memory is bounded with every block of a run on a CPU.
+
+    Args:
+        recompute: ``train.activation_checkpointing``.
+        gathers: whether the parameters of blocks are gathered.
+        compiles: whether blocks are compiled, which then call nothing in between.
+    """
+    return not compiles and (gathers or recompute not in ("none", "selective"))
 
 
 def most_kept(used: int) -> int:
