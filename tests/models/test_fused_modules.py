@@ -55,6 +55,24 @@ def test_modules_whose_formula_is_a_kernels_are_recognized(kind: str, counts: tu
     assert tuple(fuse(model_of(kind)).values()) == counts
 
 
+@pytest.mark.parametrize("replace", [fuse, compute_in_blocks])
+def test_a_norm_that_gets_a_gate_uses_it(replace: Any) -> None:
+    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
+
+    norm: Any = GraniteMoeHybridRMSNormGated(8, group_size=8)
+    inputs, gate = torch.randn(2, 3, 8)
+    assert replace(nn.Sequential(norm))["norms"] == 1
+    assert torch.equal(norm(inputs, gate), type(norm).forward(norm, inputs, gate))
+    assert not torch.equal(norm(inputs, gate), norm(inputs))
+
+
+@pytest.mark.parametrize("replace", [fuse, compute_in_blocks])
+def test_formulas_are_found_where_a_run_is_simulated(replace: Any) -> None:
+    with FakeTensorMode():
+        counts = replace(model_of("llama"))
+    assert (counts["norms"], counts["rotary positions"]) == (5, 2)
+
+
 def test_a_norm_that_differs_in_little_is_left_as_it_is() -> None:
     class Norm(nn.Module):
         def __init__(self) -> None:

@@ -20,7 +20,7 @@ from gguf.constants import MODEL_ARCH
 from transformers import LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.support.commands import PATIENCE, wait_for
+from tests.support.commands import PATIENCE
 from trainwright.compatibility.gguf.reading import convert_gguf
 from trainwright.errors import RequestError
 from trainwright.models.load import load_config, load_model, load_tokenizer
@@ -35,6 +35,17 @@ import sys
 from pathlib import Path
 from trainwright.compatibility.gguf.reading import convert_gguf
 print(convert_gguf(Path(sys.argv[1]), "model.name", lambda line: print("NOTICE", line, flush=True))[0])
+"""
+KILLED = """
+import os
+import signal
+import sys
+
+def kill(event, arguments):  # when the first file of the converted model is opened
+    if event == "open" and ".tmp-" in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
 """
 
 
@@ -142,18 +153,15 @@ def test_killed_conversion_leaves_nothing_that_counts(tmp_path: Path, cache: Pat
     file = tmp_path / "small.gguf"
     write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
     command = [sys.executable, "-c", CONVERT, str(file)]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None and "converting" in first.stdout.readline()
-    wait_for(lambda: list(cache.glob(".small-*.tmp-*")) or first.poll() is not None, every=0.001)
-    first.send_signal(signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", KILLED + CONVERT, str(file)]).returncode == -signal.SIGKILL
+    assert list(cache.glob("*.tmp-*"))
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=PATIENCE)[0].split("\n") for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sum(line.startswith("NOTICE") for lines in outputs for line in lines) <= 2
     assert outputs[0][-2] == outputs[1][-2]
     assert json.loads((Path(outputs[0][-2]) / "config.json").read_text())["model_type"] == "llama"
-    assert not list(cache.glob(".small-*"))
+    assert not list(cache.glob("*.tmp-*"))
 
 
 def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:

@@ -2,7 +2,7 @@
 
 No table names architectures: a module's own ``forward`` is run on a few numbers and compared with the formula of the
 kernel, so one that computes anything else keeps its own. Operations in blocks have to give the same bits, and the same
-gradients.
+gradients. The numbers are real ones also where a run is simulated: modes such as that of fake tensors are left meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.models.fused import blocked, operators
 
@@ -22,6 +23,7 @@ _ROTARY = "apply_rotary_pos_emb"  # the function of modules of transformers
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
+@_disable_current_modes()
 def fuse(model: nn.Module) -> dict[str, int]:
     """Let the modules of ``model`` use the fused kernels in place; return how many of each kind do."""
     counts, norms = _replace(model, in_blocks=False)
@@ -36,6 +38,7 @@ def fuse(model: nn.Module) -> dict[str, int]:
     return counts
 
 
+@_disable_current_modes()
 def compute_in_blocks(model: nn.Module) -> dict[str, int]:
     """Let modules of ``model`` compute in blocks in passes with gradients on a CPU; return how many of each kind do.
 
@@ -63,11 +66,7 @@ def _replace(model: nn.Module, in_blocks: bool) -> tuple[dict[str, int], _Norms]
             module.forward = MethodType(_gated(silu), module)
             counts["gated activations"] += 1
         elif _rotates(module, in_blocks):
-            own: Any = type(module).forward
-            names = {**own.__globals__, _ROTARY: _rotary(own.__globals__[_ROTARY], in_blocks)}
-            copied = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-            copied.__kwdefaults__ = own.__kwdefaults__
-            module.forward = MethodType(copied, module)
+            module.forward = MethodType(_rotating(type(module).forward, in_blocks), module)
             counts["rotary positions"] += 1
     return counts, norms
 
@@ -89,7 +88,8 @@ def _eps_of(module: nn.Module) -> float | None:
 
 def _norm_formula(module: nn.Module, eps: float, in_blocks: bool) -> tuple[bool, bool] | None:
     """Return whether a norm adds 1 to its weight, and rounds before it multiplies; None if it is no such norm."""
-    small: Any = copy.deepcopy(module).to_empty(device="cpu")
+    weight: Any = module.weight
+    small: Any = copy.deepcopy(module, {id(weight): nn.Parameter(torch.empty(weight.shape))})
     inputs = _numbers_like(small)
     for formula in ((False, True), (False, False), (True, False), (True, True)):
         if all(_same_norm(small.to(dtype), inputs.to(dtype), (eps, *formula), exactly=in_blocks) for dtype in _DTYPES):
@@ -152,11 +152,12 @@ def _with_gradients(outs: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
 def _norm(eps: float, offset: bool, rounded: bool, own: Any, in_blocks: bool) -> Callable[..., torch.Tensor]:
     norm = blocked.rms_norm if in_blocks else operators.rms_norm
 
-    def forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self: nn.Module, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         weight: Any = self.weight
         wide = in_blocks and hidden_states.element_size() > 2  # whose parts take more time than the whole
-        if weight.dtype != hidden_states.dtype or wide or _keeps_own(hidden_states, in_blocks):
-            result: torch.Tensor = own(self, hidden_states)
+        more = others or named  # such as a gate, which recurrent blocks give their norms
+        if more or weight.dtype != hidden_states.dtype or wide or _keeps_own(hidden_states, in_blocks):
+            result: torch.Tensor = own(self, hidden_states, *others, **named)
             return result
         return norm(hidden_states, weight, eps, offset, rounded)[0]
 
@@ -282,6 +283,19 @@ def _rotate_alike(function: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Te
 def _plain_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = heads.chunk(2, -1)
     return heads * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
+@cache
+def _rotating(own: Any, in_blocks: bool) -> Callable[..., Any]:
+    """Return the ``forward`` of a class with other rotary positions.
+
+    It is one function for all modules of the class, with a code object of its own: the compiler keeps what it has
+    compiled with the code object, and finds it by a name among the globals of the function.
+    """
+    names = {**own.__globals__, _ROTARY: _rotary(own.__globals__[_ROTARY], in_blocks)}
+    rotating = FunctionType(own.__code__.replace(), names, own.__name__, own.__defaults__, own.__closure__)
+    rotating.__kwdefaults__ = own.__kwdefaults__
+    return rotating
 
 
 def _rotary(own: Callable[..., Any], in_blocks: bool) -> Callable[..., Any]:
