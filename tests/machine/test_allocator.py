@@ -31,7 +31,7 @@ for step in range(160):
     kept.append(block(2**18))  # settles in the gap that the last one has left
     libc.free(large)
     if bounded:
-        memory.after_passes()
+        memory.bound()
     sizes.append(resident().rss)
 print(min(sizes[-20:]))  # memory is returned every few steps
 """

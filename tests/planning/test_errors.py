@@ -40,12 +40,12 @@ def with_memory(size: float) -> Cluster:
     return replace(H100, card=replace(H100.card, memory_bytes=int(size)))
 
 
-def test_an_interval_has_nine_of_ten_further_runs_and_what_was_predicted() -> None:
-    found = interval_of(1.05**step for step in range(-19, 20))
+def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:
+    found = interval_of(1.05**step for step in range(-5, 6))
     assert found is not None
-    assert (math.log(found.low, 1.05), math.log(found.high, 1.05)) == (pytest.approx(-18), pytest.approx(18))
+    assert (math.log(found.low, 1.05), math.log(found.high, 1.05)) == (pytest.approx(-4), pytest.approx(4))
     above = interval_of([1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
-    assert above is not None and above.low == 1.0 and above.high == pytest.approx(1.6)
+    assert above is not None and above.low == 1.0 and above.high == pytest.approx(1.55, abs=0.01)
     assert interval_of([1.0] * 3) is None
 
 
@@ -115,7 +115,7 @@ def test_what_is_close_is_taken_only_where_nothing_fits_for_sure() -> None:
     least = planned(H100, strategy="single", micro_batch_size=1, activation_checkpointing="full").chosen.needed_bytes
     close = planned(with_memory(1.1 * least), errors, strategy="single")
     assert close.fits and close.is_close
-    assert "close: 9 of 10 runs of this kind (dense) take" in "\n".join(words(close))
+    assert "close: 8 of 10 runs of this kind (dense) take" in "\n".join(words(close))
     assert "which is close" in summary(close)
 
 
@@ -131,7 +131,7 @@ def test_intervals_are_shown_beside_memory_and_speed() -> None:
     said = "\n".join([*table(plan), *words(plan), summary(plan)])
     for value in (0.9 * time.tokens_per_second, 1.2 * time.tokens_per_second):
         assert f"{value:,.0f}" in said
-    assert "9 of 10 such runs" in said
+    assert "8 of 10 such runs" in said
 
 
 def test_intervals_need_no_torch() -> None:

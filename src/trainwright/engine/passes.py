@@ -28,10 +28,9 @@ from trainwright.engine.policies.micro_batch_halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import own_seconds
 from trainwright.engine.task import CollatesAhead, ForwardOnly, LossSum
-from trainwright.machine.allocator import ResidentMemory, is_bounded
+from trainwright.machine.allocator import ResidentMemory
 from trainwright.parallel.strategy import Independent
 from trainwright.recipe.schema import OptimizerSection
-from trainwright.recipe.strategy_spec import spec_of
 from trainwright.utils import heartbeat
 
 # AdamW, and Muon with updates scaled to those of AdamW, use up to some 1e-3 for large models and 6e-3 for tiny ones.
@@ -118,10 +117,8 @@ class StepPasses:
     _resident: ResidentMemory = field(default_factory=ResidentMemory, init=False)
 
     def __post_init__(self) -> None:
-        training, train = self.training, self.training.recipe.train
-        gathers = spec_of(training.recipe.parallel.strategy).shards_parameters
-        bounds = is_bounded(train.activation_checkpointing, gathers=gathers, compiles=train.compile is True)
-        if training.world.device.type == "cpu" and bounds:
+        training = self.training
+        if training.world.device.type == "cpu" and training.recipe.train.compile is not True:
             for block in training.task.blocks():
                 block.register_forward_pre_hook(self._bound_memory, with_kwargs=True)
 
@@ -167,7 +164,7 @@ class StepPasses:
             self.requests(step),
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
-        peak, resident = peak_memory(world.device), self._resident.after_passes()
+        peak, resident = peak_memory(world.device), self._resident.bound()
         values = [stop, peak, shortage is not None, save, step, written, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)
         row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])

@@ -9,71 +9,50 @@ import sys
 import psutil
 
 _PAGEOUT = 21  # MADV_PAGEOUT of linux/mman.h
-_GROWTH = 1.05  # of resident memory, from which on free memory is returned
-# Of freed memory, what is kept for the next tensors: as much as a part of the memory in use, within these bounds.
-_KEPT_PART, _KEPT_LEAST, _KEPT_MOST = 8, 64 * 2**20, 256 * 2**20
+# Of freed memory, what is kept for the next tensors: as much as a part of the memory in use, and at least so much.
+_KEPT_PART, _KEPT_LEAST = 4, 64 * 2**20
 
 
 class ResidentMemory:
-    """The resident memory of this process, and bounds on what the allocator keeps of freed memory.
+    """The resident memory of this process, and the bound on what the allocator keeps of freed memory.
 
-    Memory of freed tensors is kept for the next ones, which is fast. Where their sizes vary, small blocks settle in the
-    gaps, and the next large block needs new memory: resident memory grows though no more is in use.
+    Memory of freed tensors is kept for the next ones, which is fast. But glibc needs more bytes than an aligned block
+    has (_int_memalign of malloc.c), so what a tensor leaves between tensors in use serves no other of its size, and
+    small blocks settle in it. Where blocks are recomputed, resident memory would become a multiple of what is in use.
+    Memory that is returned takes time to have again: if an eighth was kept, at most 256 MiB, and not a quarter, a step
+    of a 135M-parameter model took an eighth longer.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._base = 0  # resident bytes in the first step since memory was returned; 0 before it
         self._others: int | None = None  # resident bytes outside of the heap
         self._most = 0  # bytes that were in use in the heap
         self._enough = 0  # resident bytes up to which no more is kept than may be
 
-    def after_passes(self) -> int:
-        """Return the resident bytes in this step; if they have grown by a twentieth, free memory is returned."""
-        resident = self._resident()
-        if not self._base:
-            self._base = resident
-        elif resident > _GROWTH * self._base:
-            return_freed_memory()
-            self._base = 0
-        return resident
-
-    def bound(self) -> None:
+    def bound(self) -> int:
         """Return free memory to the system if more is resident than the most that was in use and what may be kept.
 
-        For blocks that are recomputed or gathered: glibc needs more bytes than an aligned block has (_int_memalign of
-        malloc.c), so what a tensor leaves between tensors in use serves no other of its size. With each block more is
-        left, and resident memory would become a multiple of what is in use. Memory that is returned takes time to have
-        again: the steps of other runs take an eighth longer if they are bounded so.
+        Returns:
+            The bytes that were resident before.
         """
         resident = self._resident()
         if resident <= self._enough or (used := _in_use()) is None:
-            return
+            return resident
         self._most = max(self._most, used)
         kept = most_kept(self._most)
         if self._others is None or resident - self._others > self._most + kept:
             return_freed_memory()
             self._others = self._resident() - used
         self._enough = self._others + self._most + kept
+        return resident
 
     def _resident(self) -> int:
         return int(self._process.memory_info().rss)
 
 
-def is_bounded(recompute: str | int, *, gathers: bool, compiles: bool) -> bool:
-    """Return whether freed memory is bounded with every block of a run on a CPU.
-
-    Args:
-        recompute: ``train.activation_checkpointing``.
-        gathers: whether the parameters of blocks are gathered.
-        compiles: whether blocks are compiled, which then call nothing in between.
-    """
-    return not compiles and (gathers or recompute not in ("none", "selective"))
-
-
 def most_kept(used: int) -> int:
     """Return how many bytes of freed memory a process keeps that has ``used`` bytes in use."""
-    return min(_KEPT_MOST, max(_KEPT_LEAST, used // _KEPT_PART))
+    return max(_KEPT_LEAST, used // _KEPT_PART)
 
 
 class _HeapState(ctypes.Structure):

@@ -19,7 +19,7 @@ from trainwright.planning.workload import Choice, Workload
 
 FILE = Path(__file__).with_name("class_errors.json")
 # Share of the runs that lie in the interval, with equal shares above and below.
-SHARE = 0.9
+SHARE = 0.8
 # With fewer runs no quantile is given.
 FEWEST = 4
 _LONG = 16_384
@@ -56,9 +56,7 @@ class Errors:
 def interval_of(ratios: Iterable[float]) -> Interval | None:
     """Return the interval of ratios of measured to predicted; None for fewer than ``FEWEST``.
 
-    It is the interval of the next run, by the order of the known ones: of n runs, number k of their order is exceeded
-    by the next with probability 1 - k / (n + 1), so with fewer than 19 the interval has all of them. Quantiles between
-    two runs are interpolated in logarithms.
+    Quantiles between two runs are interpolated in logarithms.
     """
     logarithms = sorted(math.log(ratio) for ratio in ratios)
     if len(logarithms) < FEWEST:
@@ -112,7 +110,7 @@ def _read() -> dict[str, Any]:
 
 
 def _quantile(values: list[float], part: float) -> float:
-    position = min(max(part * (len(values) + 1) - 1, 0), len(values) - 1)
+    position = part * (len(values) - 1)
     below = int(position)
     above = min(below + 1, len(values) - 1)
     return values[below] + (values[above] - values[below]) * (position - below)

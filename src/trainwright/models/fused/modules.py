@@ -2,7 +2,7 @@
 
 No table names architectures: a module's own ``forward`` is run on a few numbers and compared with the formula of the
 kernel, so one that computes anything else keeps its own. Operations in blocks have to give the same bits, and the same
-gradients. The numbers are real ones also where a run is simulated: modes such as that of fake tensors are left meanwhile.
+gradients. The numbers are real also where a run is simulated: modes such as that of fake tensors are left meanwhile.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ unused. Imports no torch.
 
 from __future__ import annotations
 
-from trainwright.machine.allocator import is_bounded, most_kept
+from trainwright.machine.allocator import most_kept
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_PRODUCTS, PADDED_SIZES, PRODUCT_BYTES
 from trainwright.planning.memory.strategies import StrategyMemory
@@ -88,8 +88,8 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int,
 
     Small blocks that live on settle in what a pass has freed, so the blocks of the next one need as much again, until
     glibc returns the end of the heap. A block of the next size does not fit where the largest was; with gathered
-    parameters that happens twice in a step. Of all that, a process keeps little before a block that is recomputed or
-    gathered runs (machine/allocator.py), unless it is compiled; what runs now may free more.
+    parameters that happens twice in a step. Of all that, a process keeps little before a model's block runs
+    (machine/allocator.py), unless blocks are compiled; what runs now may free more.
     """
     choice, inventory = model.choice, model.inventory
     shards = choice.spec.shards_parameters
@@ -101,8 +101,7 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int,
     varied = rows_vary or recomputes or choice.spec.hooks_modules
     freed = unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
     runs_now = max(largest, walk.backward.working_set)
-    bounds = is_bounded(choice.activation_checkpointing, gathers=shards, compiles=choice.compile)
-    return min(freed, most_kept(_HEAP + lasting + temporary) + runs_now) if bounds else freed
+    return freed if choice.compile else min(freed, most_kept(_HEAP + lasting + temporary) + runs_now)
 
 
 def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:
