@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache, lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -46,8 +47,12 @@ def key_of(what: Any) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of what is traced."""
-    return {"format": str(_FORMAT), **{name: version(name) for name in ("torch", "transformers", "peft")}}
+    """Return the versions of what is traced: of the libraries that are installed, as PEFT need not be."""
+    libraries = {}
+    for name in ("torch", "transformers", "peft"):
+        with suppress(PackageNotFoundError):
+            libraries[name] = version(name)
+    return {"format": str(_FORMAT), **libraries}
 
 
 @cache
@@ -116,7 +121,7 @@ def _shipped() -> frozenset[str] | None:
     """Return the names in the shipped archive; None if it is of other versions of the libraries."""
     if not SHIPPED.is_file():
         return None
-    if json.loads(_opened().read(_VERSIONS)) != versions():
+    if not versions().items() <= json.loads(_opened().read(_VERSIONS)).items():
         return None
     return frozenset(_opened().namelist())
 

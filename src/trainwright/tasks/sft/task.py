@@ -48,7 +48,8 @@ class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
     def _label_smoothing(self) -> float:
-        return self._recipe.own(SftSection).label_smoothing
+        section = getattr(self._recipe, self._recipe.spec.name)  # of another kind in a task that builds on this one
+        return section.label_smoothing if isinstance(section, SftSection) else 0.0
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed loss of one micro-batch and the weight of its targets."""
