@@ -26,8 +26,21 @@ CONFIGURATION = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 
 SHAPE = BatchShape(2, 128, ((128, 2),), 254, False, False)
 
 
-def test_a_shipped_trace_is_read_without_torch() -> None:
+WITHOUT_PEFT = """
+import importlib.metadata as metadata
+installed = metadata.version
+def version(name):
+    if name == "peft":
+        raise metadata.PackageNotFoundError(name)
+    return installed(name)
+metadata.version = version
+"""
+
+
+@pytest.mark.parametrize("begin", ["", WITHOUT_PEFT], ids=["", "without PEFT"])
+def test_a_shipped_trace_is_read_without_torch(begin: str) -> None:
     program = f"""
+{begin}
 import sys
 from trainwright.planning.trace.catalog import known_model
 from trainwright.planning.trace.units import BatchShape
