@@ -73,6 +73,15 @@ def test_formulas_are_found_where_a_run_is_simulated(replace: Any) -> None:
     assert (counts["norms"], counts["rotary positions"]) == (5, 2)
 
 
+@pytest.mark.parametrize("replace", [fuse, compute_in_blocks])
+def test_modules_of_a_class_share_a_function_with_a_code_object_of_its_own(replace: Any) -> None:
+    model = model_of("llama")
+    replace(model)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    assert first.forward.__func__ is second.forward.__func__
+    assert first.forward.__func__.__code__ is not type(first).forward.__code__
+
+
 def test_a_norm_that_differs_in_little_is_left_as_it_is() -> None:
     class Norm(nn.Module):
         def __init__(self) -> None:
