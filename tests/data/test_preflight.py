@@ -73,7 +73,7 @@ def test_rows_beyond_the_limit_are_not_asked_for() -> None:
 def test_a_chat_template_for_plain_text_is_refused(data: dict[str, Any]) -> None:
     written("a.jsonl", TEXT)
     written("b.jsonl", TEXT)
-    with pytest.raises(RequestError, match=r"^model\.chat_template: has no effect on plain text rows"):
+    with pytest.raises(RequestError, match=r"^model\.chat_template: has no effect on rows of plain text"):
         check_data(recipe({"train": "a.jsonl", **data}, chat_template="{{ messages }}"))
     check_data(recipe({"train": "a.jsonl", **data}))
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.chat_encoding import Encoded
 from trainwright.data.rows.chat_templates import template_of
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn, kind_of_rows
-from trainwright.data.rows.layouts import RowLayout, columns_not_used, columns_of
+from trainwright.data.rows.layouts import PLAIN, RowLayout, columns_not_used, columns_of
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.tokenizer_calls import TokenizerError, unknown_token
 from trainwright.data.sources.reading import (
@@ -33,7 +33,7 @@ from trainwright.utils.text import plural, they
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.data.rows.texts import TextEncoder
+    from trainwright.data.rows.texts import RowEncoder
     from trainwright.data.sources.shards import Shards
     from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import RowSettings, SourceSection
@@ -162,13 +162,9 @@ def check_rows(
     checked.layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")
     encoder = None
     if encoding is not None:
-        from trainwright.data.rows.texts import TextEncoder  # imports numpy
+        from trainwright.data.rows.texts import encoder_of  # imports numpy
 
-        encoder = (
-            TextEncoder(encoding.tokenizer)
-            if checked.layout == "text"
-            else ChatEncoder(encoding.tokenizer, encoding.targets)
-        )
+        encoder = encoder_of(checked.layout, encoding.tokenizer, encoding.targets)
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
@@ -247,7 +243,7 @@ def _check_batch(
     batch: list[tuple[str, Row]],
     kind: RowReader,
     checked: Checked,
-    encoder: ChatEncoder | TextEncoder | None,
+    encoder: RowEncoder | None,
     check: EncodingCheck | None,
 ) -> None:
     taken: list[tuple[str, list[Any], int]] = []  # (location, sequences, sequences of an example)
@@ -282,7 +278,7 @@ def _check_batch(
 
 
 def _encoded(
-    taken: list[tuple[str, list[Any], int]], encoder: ChatEncoder | TextEncoder
+    taken: list[tuple[str, list[Any], int]], encoder: RowEncoder
 ) -> Iterator[tuple[list[Encoded] | RequestError, set[str]]]:
     """Yield the encoding of each row and its remarks: all rows at once or, if that fails, one by one with errors."""
     texts = [text for _, row, _ in taken for text in row]
@@ -324,9 +320,9 @@ def check_data(recipe: RecipeSchema) -> None:
 
 
 def refuse_unused_template(chat_template: str | None, layouts: Collection[str | None]) -> None:
-    """Raise RequestError if ``chat_template`` is set and all ``layouts`` are text; None: not known yet."""
-    if chat_template is not None and set(layouts) == {"text"}:
-        raise RequestError("model.chat_template: has no effect on plain text rows; remove it, or use conversations")
+    """Raise RequestError if ``chat_template`` is set and all ``layouts`` are plain; None: not known yet."""
+    if chat_template is not None and layouts and {*layouts} <= {*PLAIN}:
+        raise RequestError("model.chat_template: has no effect on rows of plain text, segments or tokens; remove it")
 
 
 def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str | None:

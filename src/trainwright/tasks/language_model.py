@@ -17,6 +17,7 @@ from torch import nn
 
 from trainwright.data.check import refuse_unused_template
 from trainwright.data.rows.formats import kind_of_rows
+from trainwright.data.rows.layouts import PLAIN
 from trainwright.data.rows.tokenizer_calls import unknown_token
 from trainwright.data.sources.reading import location_of
 from trainwright.data.stream.batch import Batch, collate
@@ -210,7 +211,7 @@ class LanguageModelTask:
                 "train.float8: the blocks of this model have no linear layers whose sizes are multiples of 16; set it "
                 "to no"
             )
-        self._plain = prepared.train.report["format"] == "text"
+        self._plain = prepared.train.report["format"] in PLAIN
         self._encode_prompt = PromptEncoder(tokenizer, plain=self._plain)
         self._stop = stop_of(model, tokenizer, chat=not self._plain)
         self._save_dtype = dtype_to_save(recipe.model)

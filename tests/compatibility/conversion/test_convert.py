@@ -214,6 +214,14 @@ def test_rows_of_axolotl_that_are_texts(tmp_path: Path, kind: str, prompt: str, 
     assert columns.items() <= values["data"].get("columns", {}).items()
 
 
+def test_segments_of_axolotl(tmp_path: Path) -> None:
+    text = files.AXOLOTL.replace("type: alpaca\n  - path", "type: input_output\n  - path")
+    text = text[: text.index("  - path: owner/chats")] + text[text.index("val_set_size") :]
+    values = recipe(of(tmp_path, text), tmp_path)
+    assert values["data"]["format"] == "segments"
+    assert "chat_template" not in values["model"] and "prompt" not in values["data"]
+
+
 @pytest.mark.parametrize("place", [0, 1000])
 def test_a_template_that_no_rows_use_is_left_out(tmp_path: Path, place: int) -> None:
     lines = files.AXOLOTL.splitlines()

@@ -97,7 +97,7 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         word = "alpaca_chat"
     elif word in ("alpaca", "gpteacher") and style not in ("", "instruct"):
         word = str(kind)
-    if word in ("alpaca", "alpaca_instruct", "gpteacher", *_TEXTS):
+    if word in ("alpaca", "alpaca_instruct", "gpteacher", "input_output", *_TEXTS):
         _ignore_template(conversion)
     if word in ("alpaca", "alpaca_instruct", "gpteacher"):
         item |= {"prompt": _ALPACA, "prompt_without_input": "{instruction}"}
@@ -109,6 +109,9 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     elif re.fullmatch(r"completion|pretrain", word):
         item["format"] = "text"
         conversion.add("taken", setting, "data.train: format text")
+    elif word == "input_output":
+        item["format"] = "segments"
+        conversion.add("taken", setting, "data.train: format segments")
     elif word == "alpaca_w_system.load_open_orca_chatml":
         item |= {"columns.system": "system_prompt", "columns.question": "question", "columns.answer": "response"}
         conversion.take(setting, "model.chat_template", "chatml")

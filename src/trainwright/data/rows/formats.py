@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.rows.layouts import SINGLE, RowLayout, layout_of
+from trainwright.data.rows.layouts import MARKED, SINGLE, RowLayout, layout_of
 from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, not_text, text_of
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load
@@ -59,7 +59,7 @@ _TRAINED = ("target", "weight", "train", "training")
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _EMPTY = "the answer is empty"
 _UNASKED = "no assistant turn follows a user turn"
-_MARKED = "every assistant turn is marked as not trained on"
+_UNTRAINED = "every assistant turn is marked as not trained on"
 
 
 class TurnsError(RequestError):
@@ -121,7 +121,7 @@ class RowReader:
         The values of other keys of turns become text, so that they do not differ in type.
         """
         layout = self.layout(columns, first_rows, settings)
-        return functools.partial(_only_used, layout.used)
+        return functools.partial(_only_used, layout)
 
     def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
         """Return a row as ``(role, text or conversation)`` of each sequence of its example, or examples: see ``split``.
@@ -130,13 +130,13 @@ class RowReader:
             NoTarget, RequestError: as in ``to_example``.
         """
         converted = self.convert(row, layout, remarks)
-        columns = [column for column in layout.used if column != layout.column("tools")]
+        columns = [column for column in layout.used if column != layout.column("tools") and layout not in MARKED]
         if remarks is not None and (more := unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
         return converted
 
 
-def _only_used(columns: Sequence[str], row: Row) -> Row:
+def _only_used(layout: RowLayout, row: Row) -> Row:
     def used(turn: Any) -> Any:
         if not isinstance(turn, dict):
             return turn
@@ -146,9 +146,9 @@ def _only_used(columns: Sequence[str], row: Row) -> Row:
         }
 
     return {
-        name: [used(turn) for turn in value] if isinstance(value, list) else value
+        name: [used(turn) for turn in value] if isinstance(value, list) and layout not in MARKED else value
         for name, value in row.items()
-        if name in columns
+        if name in layout.used
     }
 
 
@@ -271,7 +271,7 @@ def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
     answers = [message for message in messages if message["role"] == "assistant" and message.get("target", True)]
     empty = [message for message in answers if not message["content"].strip() and "tool_calls" not in message]
     if len(empty) == len(answers):
-        raise NoTarget(_EMPTY if answers else _MARKED if messages[-1]["role"] == "assistant" else _UNASKED)
+        raise NoTarget(_EMPTY if answers else _UNTRAINED if messages[-1]["role"] == "assistant" else _UNASKED)
     for message in empty:
         message["target"] = False
         remarks.add("have an empty assistant turn among others; it is not trained on")

@@ -6,6 +6,7 @@
     instruction         {"instruction", "input" (optional), "output"}                       (Alpaca)
     question_answer     {"question", "context" (optional), "answer"}
     text                {"text"}
+    segments, tokens    rows that mark their targets themselves, see marked.py
 
 Two more hold answers to compare, see pairs.py:
 
@@ -34,6 +35,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "question_answer": ("question", "answer"),
     "text": ("text",),
+    "segments": ("segments",),
+    "tokens": ("input_ids",),
     "labelled": ("prompt", "completion", "label"),
     "preference": ("chosen", "rejected"),
 }
@@ -41,10 +44,15 @@ _OPTIONAL = {
     "instruction": ("input",),
     "question_answer": ("input",),
     "preference": ("prompt", "input"),
+    "tokens": ("labels", "completion_mask", "assistant_masks", "attention_mask"),
 }
 _OF_CONVERSATIONS = ("system", "tools")
-# Layouts whose examples are one sequence each.
+# Layouts whose examples are one conversation or text each.
 SINGLE = ("messages", "conversations", "prompt_completion", "instruction", "question_answer", "text")
+# Layouts whose rows mark their targets.
+MARKED = ("segments", "tokens")
+# Layouts that no chat template writes.
+PLAIN = ("text", *MARKED)
 _TRAINED_BY = {"preference": "task: dpo", "labelled": "task: dpo with dpo.loss: kto"}
 
 # Other names of question and answer columns, the more specific first.
@@ -116,7 +124,7 @@ class RowLayout(str):
     @property
     def used(self) -> list[str]:
         """Return the columns that an example is made from, including optional ones."""
-        more = () if self == "text" else _OF_CONVERSATIONS
+        more = () if self in PLAIN else _OF_CONVERSATIONS
         return [*(self.column(field) for field in (*REQUIRED[self], *_OPTIONAL.get(self, ()), *more)), *self.extra]
 
     @property
@@ -267,7 +275,7 @@ def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
 def _with_optional(name: str, matches: Mapping[str, str], columns: Sequence[str]) -> RowLayout:
     fields = dict(matches)
     taken = set(matches.values())
-    for field in (*_OPTIONAL.get(name, ()), *(() if name == "text" else _OF_CONVERSATIONS)):
+    for field in (*_OPTIONAL.get(name, ()), *(() if name in PLAIN else _OF_CONVERSATIONS)):
         column = _named((field, *_OTHER_NAMES.get(field, ())), [column for column in columns if column not in taken])
         if column or field in taken:
             fields[field] = column or ""

@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.layouts import columns_not_used, columns_of
+from trainwright.data.rows.layouts import MARKED, columns_not_used, columns_of
+from trainwright.data.rows.marked import MarkedEncoder
 from trainwright.data.rows.pairs import ANY
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.sources import row_files as document_files
@@ -236,6 +237,16 @@ class TextEncoder:
     def ways(self) -> list[str]:
         """Return nothing: every part of a text is encoded."""
         return []
+
+
+RowEncoder: TypeAlias = ChatEncoder | TextEncoder | MarkedEncoder
+
+
+def encoder_of(layout: str, tokenizer: PreTrainedTokenizerBase, targets: str) -> RowEncoder:
+    """Return the encoder of the rows of a layout; ``targets`` is ``data.targets`` of a recipe."""
+    if layout in MARKED:
+        return MarkedEncoder(tokenizer, targets)
+    return TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer, targets)
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

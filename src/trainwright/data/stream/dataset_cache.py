@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from trainwright.data.rows.chat_templates import install_template
 from trainwright.data.rows.formats import EXAMPLES, RowReader
+from trainwright.data.rows.layouts import PLAIN
 from trainwright.data.sources.key import content_of, settings_of, source_key
 from trainwright.data.tokens.dataset import DAMAGED, MixturePart, TokenDataset, parts_of, shares, write_dataset
 from trainwright.data.tokens.lengths import check_length
@@ -111,7 +112,7 @@ def prepare(
                 os.listdir(key.parent)  # asks the server of a shared file system again
                 cached = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
     prepared, format_ = cached
-    if format_ != "text":
+    if format_ not in PLAIN:
         install_template(tokenizer)
     return prepared
 
@@ -249,7 +250,7 @@ def tokenize_and_split(
     if named:
         lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in named.items()))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
-    layout = next((rows.format for rows in sources if rows.format != "text"), "text")
+    layout = next((rows.format for rows in sources if rows.format not in PLAIN), sources[0].format)
     return {"summary": lines, "format": layout, "validation": bool(validation_rows), "sets": named}
 
 
@@ -335,7 +336,7 @@ def _joined(sources: Sequence[TokenRows]) -> dict[str, Any]:
     return {
         **counts,
         "source": " + ".join(report["source"] for report in reports),
-        "format": next((report["format"] for report in reports if report["format"] != "text"), "text"),
+        "format": next((one["format"] for one in reports if one["format"] not in PLAIN), reports[0]["format"]),
         "longest": max(report["longest"] for report in reports),
         "left_out": {why: count for report in reports for why, count in report["left_out"].items()},
         "parts": reports,

@@ -260,6 +260,8 @@ def estimate(examples: Sequence[Sequence[object]], max_length: int, bytewise: bo
     def length(sequence: object) -> int:
         texts = list(_texts(sequence))
         count = sum(len(t.encode()) if bytewise else len(t) / _CHARACTERS_PER_TOKEN for t in texts)
+        if isinstance(sequence, tuple):  # the parts of a row that marks its targets: texts or token ids
+            count += sum(len(part) for part, _ in sequence if not isinstance(part, str))
         return min(max_length, max(2, round(count + _TOKENS_PER_TURN * len(texts))))
 
     lengths = sorted(sum(map(length, sequences)) for sequences in examples)

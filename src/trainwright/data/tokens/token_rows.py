@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.chat_encoding import Encoded
 from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsError, by_turn
-from trainwright.data.rows.layouts import RowLayout, columns_not_used
+from trainwright.data.rows.layouts import PLAIN, RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
-from trainwright.data.rows.texts import TextEncoder
+from trainwright.data.rows.texts import RowEncoder, encoder_of
 from trainwright.data.sources.reading import location_of, media_notes, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
@@ -279,7 +279,7 @@ class RowEncoding:
     data: DataSection
     kind: RowReader
     layout: RowLayout
-    encoder: ChatEncoder | TextEncoder
+    encoder: RowEncoder
     key: str
 
     @classmethod
@@ -301,12 +301,11 @@ class RowEncoding:
         """
         name = source.source
         layout = kind.layout(columns, first, source.rows, f"{key}: {name}")
-        if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
+        if data.example_per_turn and (kind.name != EXAMPLES.name or layout in PLAIN):
             raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
-        if layout == "text" and data.targets not in ("answers", "all"):
-            raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has text rows")
-        encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer, data.targets)
-        return cls(source, data, kind, layout, encoder, key)
+        if layout in PLAIN and data.targets not in ("answers", "all"):
+            raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has {layout} rows")
+        return cls(source, data, kind, layout, encoder_of(layout, tokenizer, data.targets), key)
 
     def token_rows(self, spool: TokenSpool) -> TokenRows:
         """Return an empty store of examples."""

@@ -42,6 +42,8 @@ DataFormat = Literal[
     "question_answer",
     "text",
     "documents",
+    "segments",
+    "tokens",
     "preference",
     "labelled",
 ]
