@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.compatibility.conversion.reading import Code, read
+from trainwright.compatibility.conversion.reading import read
+from trainwright.compatibility.conversion.scripts import Code
 from trainwright.errors import RequestError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
-from trainwright.compatibility.conversion.reading import shown
+from trainwright.compatibility.conversion.scripts import shown
 from trainwright.data.rows.chat_templates import named_template
 
 _ALPACA = "{instruction}\n\n### Input:\n{input}"

@@ -100,7 +100,8 @@ def convert(
 def _one(source: Path, values: list[str], numbers: Numbers, accelerate_config: Path | None) -> Conversion:
     """Return the conversion of a file, or of the command on a line of a script, FILE:LINE."""
     from trainwright.compatibility.conversion.convert import convert, names, recognize, table
-    from trainwright.compatibility.conversion.reading import LAUNCHER, put, read
+    from trainwright.compatibility.conversion.reading import LAUNCHER, read
+    from trainwright.compatibility.conversion.scripts import put
     from trainwright.recipe.yaml_text import Origin
 
     name, _, line = str(source).rpartition(":")

@@ -23,7 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trainwright.compatibility.conversion.reading import LAUNCHER, Code, near, shown
+from trainwright.compatibility.conversion.reading import LAUNCHER
+from trainwright.compatibility.conversion.scripts import Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load
 from trainwright.recipe.loading import checked

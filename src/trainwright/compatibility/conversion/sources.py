@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, read_document
-from trainwright.compatibility.conversion.reading import Code, near, shown
+from trainwright.compatibility.conversion.scripts import Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
 from trainwright.recipe.strategy_spec import spec_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
-from trainwright.compatibility.conversion.reading import Code, calls_of, script_of, shown
+from trainwright.compatibility.conversion.scripts import Code, calls_of, script_of, shown
 
 _TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
 _OWN = ("unsloth", "alpaca", "vicuna", "vicuna_old", "vicuna old")  # texts that no tokenizer brings

@@ -1,0 +1,517 @@
+"""Read a script or a notebook in Python: the arguments of the calls that configure its training.
+
+Nothing in a script is executed. Values that it computes are ``Code``, which no key accepts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.recipe.files import parse_json, read_text
+from trainwright.recipe.yaml_text import Origin, Tree
+
+_LARGEST = {".ipynb": 16 * 2**20}  # bytes; notebooks have pictures in them
+_LARGEST_OTHER = 2**20
+# Of what a file may compute, so that no file takes long or much memory.
+_DEEPEST_NESTING, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
+
+
+class Code(str):
+    """An expression of a script, whose value is only known when it runs."""
+
+
+def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
+    """Set a dotted key."""
+    *above, last = key.lstrip("-+").split(".")
+    values = tree.values
+    for part in above:
+        inside = values.get(part)
+        values[part] = values = inside if isinstance(inside, dict) else {}
+    values[last] = value
+    tree.origins[(*above, last)] = origin
+
+
+def near(name: str, beside: Path) -> Path | None:
+    """Return the file ``name`` in the working directory, beside a file, or in a directory above that; None if it is
+    nowhere.
+    """
+    path = Path(name)
+    folders = [Path(), *beside.absolute().parents] if not path.is_absolute() else [Path()]
+    return next((folder / path for folder in folders[:8] if (folder / path).is_file()), None)
+
+
+# The calls of a script whose arguments are keys of their own, by the words with which their names end; all arguments of
+# configurations of trainers are keys at the top, as in a file.
+_CONFIGURATIONS = ("Config", "TrainingArguments")
+_OF_TRAINERS = re.compile(
+    r"(?:SFT|DPO|KTO|ORPO|CPO|BCO|GRPO|PPO\w*|RLOO|Reward|PRM|GKD|XPO|NashMD|OnlineDPO)Config|\w*TrainingArguments"
+)
+_CALLS = [
+    "get_peft_model",
+    "load_dataset",
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "ORPOTrainer",
+    "CPOTrainer",
+    "UnslothTrainer",
+    "Trainer",
+    "RewardTrainer",
+    "GRPOTrainer",
+    "PPOTrainer",
+    "DataCollatorForCompletionOnlyLM",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "EarlyStoppingCallback",
+    "train_on_responses_only",
+    "get_chat_template",
+    "standardize_sharegpt",
+    "standardize_data_formats",
+    "apply_chat_template",
+    "map",
+    "rename_column",
+    "rename_columns",
+    "filter",
+    "select",
+    "shuffle",
+    "train_test_split",
+    "concatenate_datasets",
+    "interleave_datasets",
+    "from_json",
+    "from_csv",
+    "from_parquet",
+    "from_generator",
+    "from_list",
+    "from_dict",
+    "from_pandas",
+    "to_sharegpt",
+]
+_SEVERAL = ("load_dataset", "map", "rename_column")  # each call has keys of its own: map, map_1, …
+_WITH_SETTINGS = (
+    "FastLanguageModel",
+    "FastModel",
+    "get_peft_model",
+    "LoraConfig",
+    "BitsAndBytesConfig",
+    "load_dataset",
+)
+_OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
+
+
+def _cells(text: str, path: Path) -> str:
+    notebook = parse_json(text, str(path))
+    cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
+    code = [cell for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    sources = ["".join(cell.get("source", "")) for cell in code]
+    lines: list[str] = []
+    for source in sources:
+        if not re.match(r"\s*%%(?!capture|time|prun)", source):  # not of another language, as %%bash
+            lines += _without_commands(source.splitlines())
+    return "\n".join(lines)
+
+
+def _without_commands(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a cell, with ``pass`` for commands of the notebook, which may be all of a block."""
+    goes_on = False
+    for line in lines:
+        code = line.lstrip()
+        is_command = not goes_on and code.startswith(("!", "%"))
+        yield "" if goes_on else f"{line[: len(line) - len(code)]}pass" if is_command else line
+        goes_on = (goes_on or is_command) and line.rstrip().endswith("\\")
+
+
+def tree_of(text: str, path: Path) -> tuple[Tree, str | None]:
+    """Return the arguments of the calls of a script that configure a training, or the script's docstring if it has
+    none and may have the command in its docstring.
+    """
+    module = _parsed(text, path)
+    tree = Tree(file=path)
+    constants = _Constants(module)
+    uses = {
+        id(inner): ast.unparse(node.targets[0])
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        for inner in ast.walk(node.value)
+    }
+    for node, branch in _dead_branches(module):
+        calls = sorted({name for part in branch for one in ast.walk(part) if (name := _known_call(one))})
+        if calls and not _rows_loaded(branch) and not isinstance(node.test, ast.Constant):
+            why = f"{shown(ast.unparse(node.test))} is {bool(branch is node.orelse)} by default: no {', '.join(calls)}"
+            put(tree, f"skipped_calls.line_{branch[0].lineno}", why, Origin(str(path), branch[0].lineno))
+    for name, call in calls_of(module):
+        top = _OF_TRAINERS.fullmatch(name) is not None
+        arguments: dict[str, Any] = {}
+        for word in call.keywords:
+            value = constants.value(word.value)
+            if word.arg is not None:
+                arguments[word.arg] = value
+            elif isinstance(value, dict):
+                arguments |= value
+            elif top or name in _WITH_SETTINGS:
+                put(tree, "computed_arguments", f"{name}(**{ast.unparse(word.value)})", Origin(str(path), call.lineno))
+            if word.arg == "eval_dataset":
+                arguments["eval_dataset"] = Code(ast.unparse(constants.expression(word.value)))
+        arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
+        if not arguments and not top:
+            arguments = {"called": True}
+        if name == "load_dataset" and _is_validation(arguments, uses.get(id(call), "")):
+            name = f"{name}_validation"
+        if not top and isinstance(tree.values.get(name), dict) and name in _SEVERAL:
+            name = f"{name}_{sum(key.startswith(name) for key in tree.values)}"
+        lines = {word.arg: word.value.lineno for word in call.keywords}
+        for key, value in arguments.items():
+            put(tree, key if top else f"{name}.{key}", value, Origin(str(path), lines.get(key, call.lineno)))
+    for key, part in _other_kinds(module):
+        put(tree, key, True, Origin(str(path), getattr(part, "lineno", 1)))
+    put(tree, "trainer_arguments", _whose_arguments(module), Origin(str(path), 1))
+    docstring = ast.get_docstring(module, clean=False)
+    is_library = docstring and not {"learning_rate", "per_device_train_batch_size"} & tree.values.keys()
+    return tree, docstring if is_library else None
+
+
+def _is_validation(arguments: dict[str, Any], name: str) -> bool:
+    """Return whether rows are loaded to evaluate on, by their split or by the name that they get."""
+    split = str(arguments.get("split", arguments.get("argument_2", "")))
+    return re.search(r"eval|valid|test|dev", split if split else name) is not None and "train" not in split
+
+
+def _other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Yield a key for what a script does that is no training on texts, and where."""
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+    names = [ast.unparse(call.func) for call in calls]
+    trains = [name for name in names if name.endswith(("Trainer", ".backward", *_CONFIGURATIONS))]
+    if not set(trains).difference(_OF_ADAPTERS):
+        yield "no_trainer", module
+    indices = [node.slice for node in ast.walk(module) if isinstance(node, ast.Subscript)]
+    columns = [call.args[0] for call in calls if ast.unparse(call.func).endswith(".cast_column") and call.args]
+    for node in (*indices, *columns):
+        if isinstance(node, ast.Constant) and node.value == "audio":
+            yield "rows_of_sound", node
+            return
+
+
+def _whose_arguments(module: ast.Module) -> str:
+    """Return whose defaults the arguments of the trainer have: those of transformers, of TRL, or of Unsloth's TRL."""
+    calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
+    configures = any(re.search(r"\b(?:SFT|DPO|KTO|ORPO|CPO)Config$", name) for name in calls)
+    if any(name.endswith("TrainingArguments") for name in calls) and not configures:
+        return "transformers"
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return "unsloth" if any("unsloth" in ast.unparse(node) for node in imports) else "trl"
+
+
+def script_of(path: Path) -> ast.Module:
+    """Return the statements of a script or of a notebook's cells.
+
+    Raises:
+        RequestError: the file is not readable or not Python.
+    """
+    return _parsed(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path)
+
+
+def _parsed(text: str, path: Path) -> ast.Module:
+    if path.suffix == ".ipynb":
+        text = _cells(text, path)
+    try:
+        module = ast.parse("\n".join("" if line.startswith(("!", "%")) else line for line in text.splitlines()))
+    except (SyntaxError, ValueError) as error:
+        raise RequestError(f"{path}: is not Python: {error}") from None
+    except (RecursionError, MemoryError):
+        raise RequestError(f"{path}: its expressions are nested too deeply to be read") from None
+    nodes: list[ast.AST] = [module]
+    for _ in range(_DEEPEST_NESTING):
+        nodes = [inner for node in nodes for inner in ast.iter_child_nodes(node)]
+    if nodes:
+        raise RequestError(f"{path}: its expressions are nested too deeply to be read")
+    return module
+
+
+def calls_of(module: ast.Module) -> list[tuple[str, ast.Call]]:
+    """Return the calls that say how to train and on what, with their names, in the order in which they end.
+
+    What comes after the training, as loading what was saved, says nothing about it, nor does a branch that is not run.
+    """
+    return [(name, call) for call in _run_calls(module) if (name := _called(call))]
+
+
+def _run_calls(module: ast.Module) -> list[ast.Call]:
+    """Return the calls up to that of the training, in the order in which they end."""
+    off = {id(statement) for _, branch in _dead_branches(module) for statement in branch}
+    calls = [node for node in _nodes_without(module, off) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
+    trains = [at for at, call in enumerate(calls) if re.fullmatch(r"\w*trainer\w*\.train", ast.unparse(call.func))]
+    return calls[: trains[0] if trains else None]
+
+
+def _nodes_without(node: ast.AST, off: set[int]) -> Iterator[ast.AST]:
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        if id(inner) not in off:
+            yield from _nodes_without(inner, off)
+
+
+def _dead_branches(module: ast.Module) -> list[tuple[ast.If, list[ast.stmt]]]:
+    """Return the branches that are not run with the values that the script sets, each with its ``if``.
+
+    One that loads the same rows in another way as the branch before it counts as not run, too.
+    """
+    constants = _Constants(module)
+    dead: list[tuple[ast.If, list[ast.stmt]]] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.If):
+            value = constants.value(node.test)
+            if not isinstance(value, Code):
+                dead.append((node, node.orelse if value else node.body))
+            elif _rows_loaded(node.body) and _rows_loaded(node.body) == _rows_loaded(node.orelse):
+                dead.append((node, node.orelse))
+    return dead
+
+
+def _rows_loaded(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
+    """Return the names that statements give to rows they load, each with what they load; none if they do more."""
+    loaded: list[tuple[str, str]] = []
+    for statement in statements:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _called(call) == "load_dataset":
+                words = {word.arg: word.value for word in call.keywords}
+                source = words.get("data_files", words.get("path", call.args[0] if call.args else call))
+                loaded.append((name, ast.unparse(source)))
+            case ast.Expr(value=ast.Call()):  # as print and logger.info
+                pass
+            case _:
+                return []
+    return loaded
+
+
+def _known_call(node: ast.AST) -> str | None:
+    return _called(node) if isinstance(node, ast.Call) else None
+
+
+def _called(call: ast.Call) -> str | None:
+    function = call.func
+    if isinstance(function, ast.Name):
+        name, owner = function.id, ""
+    elif isinstance(function, ast.Attribute):
+        name = function.attr
+        owner = function.value.id if isinstance(function.value, ast.Name) else ""
+    else:
+        return None
+    if name == "from_pretrained":
+        return owner or None
+    is_known = name in _CALLS or _OF_TRAINERS.fullmatch(name) is not None or name in _OF_ADAPTERS
+    return name if is_known else None
+
+
+class _Constants:
+    """The values of names and attributes that a script sets to one value, and of expressions of them.
+
+    Of attributes the objects are not told apart: an argument of the command, a field of a class and ``self.rate`` have
+    the value that is set where they are defined. Arguments of functions and commands have their defaults.
+    """
+
+    def __init__(self, module: ast.Module) -> None:
+        self._nodes: dict[str, list[ast.expr | None]] = {}  # by name, and by .attribute; None: any value
+        self._following: list[str] = []
+        self._values: dict[str, Any] = {}
+        in_classes = {
+            id(statement) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for statement in node.body
+        }
+        for node in ast.walk(module):
+            for name, value in _bindings(node):
+                self._nodes.setdefault(f".{name}" if id(node) in in_classes else name, []).append(value)
+        parameters = dict(_parameters(module))
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call):
+                for name, value in _passed(node, parameters.get(_last_name(node.func), [])):
+                    self._nodes.setdefault(name, []).append(value)
+
+    def value(self, node: ast.AST) -> Any:
+        """Return the value of an expression of constants; ``Code`` for others."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._of_name(name, node)
+            case ast.Attribute(value=ast.Name(), attr=name):
+                return self._of_name(f".{name}", node)
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [self.value(item) for item in items]
+            case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+                return {key.value: self.value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+            case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
+                return self._of_mapping(inner, key, node)
+            case ast.JoinedStr(values=parts):
+                texts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
+                return (
+                    Code(ast.unparse(node)) if any(isinstance(one, Code) for one in texts) else "".join(map(str, texts))
+                )
+            case ast.Call(func=ast.Name(id="str" | "int" | "float" | "Path" as kind), args=[inner], keywords=[]):
+                return self._converted(kind, inner, node)
+            case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), default]) if (
+                ast.unparse(inner) != "os.environ"
+            ):
+                values = self.value(inner)
+                return values.get(key, self.value(default)) if isinstance(values, dict) else Code(ast.unparse(node))
+            case ast.Call(func=function, args=[_, default]) if ast.unparse(function) in ("os.getenv", "os.environ.get"):
+                return self.value(default)
+            case ast.Call(func=ast.Name(id="field"), keywords=words):
+                defaults = [word.value for word in words if word.arg == "default"]
+                return self.value(defaults[0]) if defaults else Code(ast.unparse(node))
+            case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
+                return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
+            case ast.IfExp(test=test, body=body, orelse=other):
+                choice = self.value(test)
+                return Code(ast.unparse(node)) if isinstance(choice, Code) else self.value(body if choice else other)
+            case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
+                value = self.value(operand)
+                if isinstance(value, int | float):
+                    return -value if isinstance(sign, ast.USub) else not value
+            case ast.BinOp(left=left, op=operator, right=right):
+                return self._computed(self.value(left), operator, self.value(right), node)
+        return Code(ast.unparse(node))
+
+    def expression(self, node: ast.expr) -> ast.expr:
+        """Return the expression that a name is set to, if it is set once."""
+        for _ in range(_LONGEST_CHAIN):
+            nodes = self._nodes.get(node.id, []) if isinstance(node, ast.Name) else []
+            if len(nodes) != 1 or nodes[0] is None:
+                break
+            node = nodes[0]
+        return node
+
+    def _smallest(self, bound: ast.expr) -> Any:
+        """Return a bound; of ``min(n, len(rows))`` n, as there is no row after the last."""
+        if isinstance(bound, ast.Call) and ast.unparse(bound.func) == "min":
+            numbers = [value for value in map(self.value, bound.args) if isinstance(value, int)]
+            if len(numbers) == 1:
+                return numbers[0]
+        return self.value(bound)
+
+    def _of_name(self, name: str, node: ast.AST) -> Any:
+        nodes = self._nodes.get(name, [None])
+        if None in nodes or name in self._following or len(self._following) >= _LONGEST_CHAIN:
+            return Code(ast.unparse(node))
+        if name not in self._values:
+            self._following.append(name)
+            try:
+                self._values[name] = [self.value(one) for one in nodes if one is not None]
+            finally:
+                self._following.remove(name)
+        values = self._values[name]
+        is_one = all(value == values[0] and type(value) is type(values[0]) for value in values)
+        # An expression about what the device supports stays one: it decides the precision.
+        is_known = is_one and (not isinstance(values[0], Code) or "supported" in values[0])
+        return values[0] if is_known else Code(ast.unparse(node))
+
+    def _of_mapping(self, mapping: ast.expr, key: Any, node: ast.AST) -> Any:
+        values = self.value(mapping)
+        return values[key] if isinstance(values, dict) and key in values else Code(ast.unparse(node))
+
+    def _converted(self, kind: str, inner: ast.expr, node: ast.AST) -> Any:
+        value = self.value(inner)
+        if isinstance(value, Code) or not isinstance(value, str | int | float):
+            return Code(ast.unparse(node))
+        try:
+            return {"int": int, "float": float}.get(kind, str)(value)
+        except ValueError:
+            return Code(ast.unparse(node))
+
+    @staticmethod
+    def _computed(left: Any, operator: ast.operator, right: Any, node: ast.AST) -> Any:
+        numbers = all(isinstance(one, int | float) and abs(one) < _LARGEST_NUMBER for one in (left, right))
+        texts = all(
+            isinstance(one, str) and not isinstance(one, Code) and len(one) < _LONGEST_TEXT for one in (left, right)
+        )
+        match operator:
+            case ast.Add() if numbers or texts:
+                return left + right
+            case ast.Sub() if numbers:
+                return left - right
+            case ast.Mult() if numbers:
+                return left * right
+            case ast.Div() if numbers and right:
+                return left / right
+            case ast.FloorDiv() if numbers and right:
+                return left // right
+        return Code(ast.unparse(node))
+
+
+def _parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield functions and classes of a script with the names that their arguments get: fields are ``.attribute``s."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef):
+            names = [name.arg for name in (*node.args.posonlyargs, *node.args.args)]
+            yield node.name, [*names[names[:1] == ["self"] :], *(name.arg for name in node.args.kwonlyargs)]
+        elif isinstance(node, ast.ClassDef):
+            fields = [statement.target for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            yield node.name, [f".{field.id}" for field in fields if isinstance(field, ast.Name)]
+
+
+def _passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield what a call of the script's own functions and classes passes; with values that are unpacked, anything."""
+    if not parameters:
+        return
+    if any(word.arg is None for word in call.keywords) or any(isinstance(one, ast.Starred) for one in call.args):
+        yield from ((name, None) for name in parameters)
+        return
+    yield from zip(parameters, call.args, strict=False)
+    words = {word.arg: word.value for word in call.keywords}
+    yield from ((name, words[name.lstrip(".")]) for name in parameters if name.lstrip(".") in words)
+
+
+def _last_name(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the names that a node sets, and ``.attribute``s, with their values; None if they are others."""
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                yield from _bound(target, value)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield from _bound(target, value)
+        case ast.AugAssign(target=target) | ast.For(target=target) | ast.comprehension(target=target):
+            yield from _bound(target, None)
+        case ast.FunctionDef(args=arguments):
+            names = [*arguments.posonlyargs, *arguments.args]
+            defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults))
+            yield from ((name.arg, value) for name, value in zip(names, [*defaults, *arguments.defaults], strict=True))
+            yield from (
+                (name.arg, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            )
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault" | "pop")):
+            yield name, None
+        case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
+            words = {word.arg: word.value for word in node.keywords}
+            constants = {key: value.value for key, value in words.items() if isinstance(value, ast.Constant)}
+            name = str(constants.get("dest", flag.lstrip("-").replace("-", "_")))
+            action = constants.get("action")
+            is_flag = action in ("store_true", "store_false")
+            yield f".{name}", words.get("default", ast.Constant(action == "store_false") if is_flag else None)
+
+
+def _bound(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+    match target:
+        case ast.Name(id=name):
+            yield name, value
+        case ast.Attribute(attr=name):
+            yield f".{name}", value
+        case ast.Subscript(value=inner):
+            yield from _bound(inner, None)
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            for item in items:
+                yield from _bound(item, None)
+
+
+def shown(value: Any) -> str:
+    """Return a value on one line, shortened."""
+    text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
