@@ -166,7 +166,14 @@ FAILED: tuple[Status, ...] = ("needs", "not possible", "unknown")
 
 _FUNCTIONS = "trainwright.compatibility.conversion"
 # Functions that read expressions of scripts.
-_OF_CODE = ("unsloth:", "functions:precision", "functions:model_name", "llamafactory:precision", "torchtune:model")
+_OF_CODE = (
+    "unsloth:",
+    "functions:precision",
+    "functions:model_name",
+    "functions:observers",
+    "llamafactory:precision",
+    "torchtune:model",
+)
 _AROUND = ("functions:read_launcher", "sources:set_sources")
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 _OFF_WORDS = ("none", "false", "no", "null", "off")
@@ -411,6 +418,8 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
             conversion.take(setting, rule.to, setting.value, rule.note)
         else:
             conversion.drop(setting, "asks for nothing" if rule.drop is None else rule.drop)
+    elif rule.refuse is not None and isinstance(setting.value, Code) and rule.values:
+        conversion.need_value(setting)
     elif rule.refuse is not None:
         conversion.refuse(setting, rule.refuse, rule.aside)
     elif rule.drop is not None:

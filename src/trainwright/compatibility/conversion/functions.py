@@ -296,6 +296,9 @@ def schedule_arguments(conversion: Conversion, setting: Setting, rule: Rule, sch
 
 def observers(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Turn on the trackers that are named; TensorBoard's curves are always written."""
+    if isinstance(setting.value, Code):
+        conversion.drop(setting, "the script computes it; set logging.observers for a tracker", differs=True)
+        return
     trackers = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     ours = [name for name in map(str, trackers) if name in OBSERVERS.names() and name != "tensorboard"]
     others = [name for name in map(str, trackers) if name not in (*OBSERVERS.names(), "none", "all", "None")]

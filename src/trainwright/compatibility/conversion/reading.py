@@ -64,8 +64,10 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     if path.suffix == ".json":
         trees = [parse_mapping(text, str(path))]
     elif path.suffix in (".ipynb", ".py"):
-        tree, documented = tree_of(text, path)
+        written = dict(_assignment(override) for override in overrides)
+        tree, documented = tree_of(text, path, written)
         trees = [tree] if documented is None else _commands(documented, path)
+        overrides = [override for override in overrides if override.partition("=")[0] in written]
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
     else:
@@ -81,10 +83,15 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
 
 def _override(tree: Tree, overrides: Sequence[str]) -> None:
     for override in overrides:
-        key, equals, written = override.partition("=")
-        if not equals:
-            raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
-        put(tree, key, parse_value(written, f"argument {override!r}", ())[0], Origin(f"argument {override!r}"))
+        put(tree, *_assignment(override), Origin(f"argument {override!r}"))
+
+
+def _assignment(override: str) -> tuple[str, Any]:
+    """Return the key and the value of KEY=VALUE."""
+    key, equals, written = override.partition("=")
+    if not equals:
+        raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
+    return key, parse_value(written, f"argument {override!r}", ())[0]
 
 
 def _commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainwright.compatibility.conversion.loaded import with_imported_functions, with_loaded_files
 from trainwright.errors import RequestError
 from trainwright.recipe.files import parse_json, read_text
 from trainwright.recipe.yaml_text import Origin, Tree
@@ -55,6 +56,7 @@ _OF_TRAINERS = re.compile(
 _CALLS = [
     "get_peft_model",
     "load_dataset",
+    "load_from_disk",
     "SFTTrainer",
     "DPOTrainer",
     "KTOTrainer",
@@ -92,7 +94,8 @@ _CALLS = [
     "from_pandas",
     "to_sharegpt",
 ]
-_SEVERAL = ("load_dataset", "map", "rename_column")  # each call has keys of its own: map, map_1, …
+_LOADS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")
+_SEVERAL = (*_LOADS, "map", "rename_column")  # each call has keys of its own: map, map_1, …
 _WITH_SETTINGS = (
     "FastLanguageModel",
     "FastModel",
@@ -126,11 +129,14 @@ def _without_commands(lines: Sequence[str]) -> Iterator[str]:
         goes_on = (goes_on or is_command) and line.rstrip().endswith("\\")
 
 
-def tree_of(text: str, path: Path) -> tuple[Tree, str | None]:
+def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str | None]:
     """Return the arguments of the calls of a script that configure a training, or the script's docstring if it has
     none and may have the command in its docstring.
+
+    Args:
+        options: values of the options of its command, by their names; those that it has are removed.
     """
-    module = _parsed(text, path)
+    module = _parsed(text, path, options)
     tree = Tree(file=path)
     constants = _Constants(module)
     uses = {
@@ -160,7 +166,7 @@ def tree_of(text: str, path: Path) -> tuple[Tree, str | None]:
         arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
         if not arguments and not top:
             arguments = {"called": True}
-        if name == "load_dataset" and _is_validation(arguments, uses.get(id(call), "")):
+        if name in _LOADS and _is_validation(arguments, uses.get(id(call), "")):
             name = f"{name}_validation"
         if not top and isinstance(tree.values.get(name), dict) and name in _SEVERAL:
             name = f"{name}_{sum(key.startswith(name) for key in tree.values)}"
@@ -178,7 +184,8 @@ def tree_of(text: str, path: Path) -> tuple[Tree, str | None]:
 def _is_validation(arguments: dict[str, Any], name: str) -> bool:
     """Return whether rows are loaded to evaluate on, by their split or by the name that they get."""
     split = str(arguments.get("split", arguments.get("argument_2", "")))
-    return re.search(r"eval|valid|test|dev", split if split else name) is not None and "train" not in split
+    hint = split if split else name
+    return re.search(r"eval|valid|test|dev|(?:^|_)val(?:_|$)", hint) is not None and "train" not in hint
 
 
 def _other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -212,10 +219,25 @@ def script_of(path: Path) -> ast.Module:
     Raises:
         RequestError: the file is not readable or not Python.
     """
-    return _parsed(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path)
+    return _parsed(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path, {})
 
 
-def _parsed(text: str, path: Path) -> ast.Module:
+def _parsed(text: str, path: Path, options: dict[str, Any]) -> ast.Module:
+    """Return the statements of a script, with ``options`` as the defaults of its command and with what it loads."""
+    module = with_imported_functions(_syntax(text, path), path, script_syntax)
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and (name := _option(node)) is not None and name in options:
+            node.keywords = [word for word in node.keywords if word.arg not in ("default", "action")]
+            node.keywords.append(ast.keyword("default", ast.parse(repr(options.pop(name)), mode="eval").body))
+    return with_loaded_files(module, _Constants(module).value, lambda name: near(name, path))
+
+
+def script_syntax(path: Path) -> ast.Module:
+    """Return the statements of a script as they are."""
+    return _syntax(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path)
+
+
+def _syntax(text: str, path: Path) -> ast.Module:
     if path.suffix == ".ipynb":
         text = _cells(text, path)
     try:
@@ -230,6 +252,19 @@ def _parsed(text: str, path: Path) -> ast.Module:
     if nodes:
         raise RequestError(f"{path}: its expressions are nested too deeply to be read")
     return module
+
+
+def _option(node: ast.AST) -> str | None:
+    """Return the name of the option that ``add_argument`` gives a command."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
+            names = [
+                word.value.value
+                for word in node.keywords
+                if word.arg == "dest" and isinstance(word.value, ast.Constant)
+            ]
+            return str(names[0] if names else flag.lstrip("-").replace("-", "_"))
+    return None
 
 
 def calls_of(module: ast.Module) -> list[tuple[str, ast.Call]]:
@@ -278,7 +313,7 @@ def _rows_loaded(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
     loaded: list[tuple[str, str]] = []
     for statement in statements:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _called(call) == "load_dataset":
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _called(call) in _LOADS:
                 words = {word.arg: word.value for word in call.keywords}
                 source = words.get("data_files", words.get("path", call.args[0] if call.args else call))
                 loaded.append((name, ast.unparse(source)))
@@ -322,13 +357,19 @@ class _Constants:
         in_classes = {
             id(statement) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for statement in node.body
         }
-        for node in ast.walk(module):
-            for name, value in _bindings(node):
-                self._nodes.setdefault(f".{name}" if id(node) in in_classes else name, []).append(value)
+        self._returned = dict(_returned(module))
         parameters = dict(_parameters(module))
+        calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        called = {_last_name(call.func) for call in calls}
         for node in ast.walk(module):
-            if isinstance(node, ast.Call):
-                for name, value in _passed(node, parameters.get(_last_name(node.func), [])):
+            is_called = isinstance(node, ast.FunctionDef) and node.name in called
+            for name, value in _bindings(node):
+                if value is None and is_called and name != "self":
+                    continue  # what its calls pass
+                self._nodes.setdefault(f".{name}" if id(node) in in_classes else name, []).append(value)
+        for call in calls:
+            for name, value in _passed(call, parameters.get(_last_name(call.func), [])):
+                if not (isinstance(value, ast.Name) and value.id == name):
                     self._nodes.setdefault(name, []).append(value)
 
     def value(self, node: ast.AST) -> Any:
@@ -338,6 +379,8 @@ class _Constants:
                 return value
             case ast.Name(id=name):
                 return self._of_name(name, node)
+            case ast.Attribute(value=inner, attr=name) if isinstance(values := self._mapping(inner), dict):
+                return values.get(name, Code(ast.unparse(node)))
             case ast.Attribute(value=ast.Name(), attr=name):
                 return self._of_name(f".{name}", node)
             case ast.List(elts=items) | ast.Tuple(elts=items):
@@ -353,11 +396,12 @@ class _Constants:
                 )
             case ast.Call(func=ast.Name(id="str" | "int" | "float" | "Path" as kind), args=[inner], keywords=[]):
                 return self._converted(kind, inner, node)
-            case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), default]) if (
+            case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), *default]) if (
                 ast.unparse(inner) != "os.environ"
             ):
                 values = self.value(inner)
-                return values.get(key, self.value(default)) if isinstance(values, dict) else Code(ast.unparse(node))
+                if isinstance(values, dict):
+                    return values[key] if key in values else self.value(default[0]) if default else None
             case ast.Call(func=function, args=[_, default]) if ast.unparse(function) in ("os.getenv", "os.environ.get"):
                 return self.value(default)
             case ast.Call(func=ast.Name(id="field"), keywords=words):
@@ -365,6 +409,8 @@ class _Constants:
                 return self.value(defaults[0]) if defaults else Code(ast.unparse(node))
             case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
                 return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
+            case ast.Call(func=ast.Name(id=name)) if name in self._returned:
+                return self.value(self._returned[name])
             case ast.IfExp(test=test, body=body, orelse=other):
                 choice = self.value(test)
                 return Code(ast.unparse(node)) if isinstance(choice, Code) else self.value(body if choice else other)
@@ -408,6 +454,10 @@ class _Constants:
         # An expression about what the device supports stays one: it decides the precision.
         is_known = is_one and (not isinstance(values[0], Code) or "supported" in values[0])
         return values[0] if is_known else Code(ast.unparse(node))
+
+    def _mapping(self, node: ast.expr) -> Any:
+        """Return the value of settings whose keys are read as attributes, as those of OmegaConf."""
+        return self.value(node) if isinstance(node, ast.Name | ast.Attribute) else None
 
     def _of_mapping(self, mapping: ast.expr, key: Any, node: ast.AST) -> Any:
         values = self.value(mapping)
@@ -453,6 +503,15 @@ def _parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
             yield node.name, [f".{field.id}" for field in fields if isinstance(field, ast.Name)]
 
 
+def _returned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the functions of a script that return one expression in any case, with that expression."""
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        results = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+        if len(results) == 1 and results[0] is not None and sum(one.name == function.name for one in functions) == 1:
+            yield function.name, results[0]
+
+
 def _passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield what a call of the script's own functions and classes passes; with values that are unpacked, anything."""
     if not parameters:
@@ -488,13 +547,11 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             )
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault" | "pop")):
             yield name, None
-        case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
+        case ast.Call() if (option := _option(node)) is not None:
             words = {word.arg: word.value for word in node.keywords}
-            constants = {key: value.value for key, value in words.items() if isinstance(value, ast.Constant)}
-            name = str(constants.get("dest", flag.lstrip("-").replace("-", "_")))
-            action = constants.get("action")
-            is_flag = action in ("store_true", "store_false")
-            yield f".{name}", words.get("default", ast.Constant(action == "store_false") if is_flag else None)
+            action = ast.unparse(words["action"]) if "action" in words else ""
+            is_flag = action in ("'store_true'", "'store_false'")
+            yield f".{option}", words.get("default", ast.Constant(action == "'store_false'") if is_flag else None)
 
 
 def _bound(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
