@@ -15,7 +15,7 @@ from tests.support.runs import Runs, difference
 from tests.support.slow import slow_but
 from tests.support.training import Case, train
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.parallel.row_shards import DividedByRows, RowShards
+from trainwright.parallel.strategy import DividedByRows, RowShards
 from trainwright.planning.memory.inventory import Inventory, Weight, optimizer_state
 from trainwright.planning.workload import OptimizerState
 from trainwright.recipe.schema import OptimizerSection

@@ -267,5 +267,6 @@ def compare_adapters() -> None:
 @pytest.mark.slow
 def test_adapters_are_compared_on_one_device() -> None:
     # Builds of torch for CPUs index no tensor on a GPU without the shim, which is loaded before torch.
-    code = "from trainwright.planning.simulation.shim import load; load(); import tests.parallel.test_world as here; "
+    code = "from trainwright.planning.simulation.start import load_simulated_device; load_simulated_device(); "
+    code += "import tests.parallel.test_world as here; "
     subprocess.run([sys.executable, "-c", code + f"here.{compare_adapters.__name__}()"], check=True)

@@ -15,7 +15,6 @@ from trainwright.api.separate_process import run_in_process
 from trainwright.data.rows.chat_encoding import install_template
 from trainwright.engine.event_reader import read_log
 from trainwright.errors import RequestError
-from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import check_exists, resolve
 from trainwright.models.tokenization import ending_turns
 from trainwright.recipe.registries import WEIGHT_FORMATS
@@ -289,6 +288,23 @@ def _weights(run: Path) -> Path:
     return run / "final"
 
 
+@dataclass(frozen=True)
+class Merged:
+    """A model with a merged adapter.
+
+    Attributes:
+        directory: the directory of the model.
+        changed: number of weights that differ from the base.
+        difference: largest difference of logits to base and adapter, relative to the largest logit.
+        sample: text that it generated.
+    """
+
+    directory: Path
+    changed: int
+    difference: float
+    sample: str
+
+
 def merge(
     model: str | PathLike[str],
     out: str | PathLike[str],
@@ -334,7 +350,8 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
         source = find_model(model, adapter)
         check_finished(source)
         _refuse_full(source)
-        return work_in(source.section, source.seed, user_path(out), dtype_of(dtype))
+        written = user_path(out)
+        return Merged(written, *work_in(source.section, source.seed, written, dtype_of(dtype)))
 
 
 def check_finished(source: UnloadedModel) -> None:

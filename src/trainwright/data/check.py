@@ -10,10 +10,9 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.chat_encoding import Encoded
-from trainwright.data.rows.chat_templates import template_of
+from trainwright.data.rows.chat_templates import Remarks, template_of, to_keep
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn, kind_of_rows
 from trainwright.data.rows.layouts import PLAIN, RowLayout, columns_not_used, columns_of
-from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.tokenizer_calls import TokenizerError, unknown_token
 from trainwright.data.sources.reading import (
     check_source,

@@ -14,7 +14,6 @@ from trainwright.models.adapters.attaching import adapted_layers, attach_adapter
 from trainwright.models.configuration import untie
 from trainwright.models.files import has_experts, logit_difference, replacing, save_model
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer
-from trainwright.models.merged import Merged
 from trainwright.models.resolve_model import resolve
 from trainwright.models.text_part import read_causal
 from trainwright.utils.activity import doing
@@ -34,7 +33,7 @@ _PROMPT = "The"
 _KEPT, _REPLACED, _ORIGINAL = ".base_layer", ".modules_to_save.default", ".original_module"
 
 
-def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None = None) -> Merged:
+def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None = None) -> tuple[int, float, str]:
     """Write the base of ``section`` merged with its adapter to ``out``, atomically and verified.
 
     The base is not quantized, even if the adapter was trained on a quantized one. It is memory-mapped and written
@@ -42,6 +41,9 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
 
     Args:
         dtype: dtype of the result; None: the dtype of the base.
+
+    Returns:
+        ``changed``, ``difference`` and ``sample`` of ``api.publishing.Merged``.
 
     Raises:
         RequestError: there is no adapter, ``out`` exists, or in ``dtype`` the result equals the base.
@@ -70,7 +72,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
         for file in (temporary / "merged").iterdir():
             file.rename(temporary / file.name)
         (temporary / "merged").rmdir()
-    return Merged(out, sum(changes), difference, sample)
+    return sum(changes), difference, sample
 
 
 def _unquantized(section: ModelSection) -> ModelSection:

@@ -43,6 +43,7 @@ from trainwright.recipe.strategy_spec import spec_of
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights
+    from trainwright.parallel.bf16_weights import Bf16Weights
 
 
 # Creates an optimizer from parameters by name.
@@ -85,11 +86,15 @@ class StrategyConfig:
 
 
 class Strategy(Protocol):
-    """A model distributed over the ranks of a world, with its optimizer."""
+    """A model distributed over the ranks of a world, with its optimizer.
+
+    ``bf16_weights``: the weights, if they are kept in bf16 alone; may be left out by strategies that have masters.
+    """
 
     name: str
     world: World
     module: nn.Module
+    bf16_weights: Bf16Weights | None
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
@@ -202,7 +207,8 @@ def build_strategy(setup: StrategyConfig) -> Strategy:
     if missing := [method for method in _METHODS if not hasattr(implementation, method)]:
         raise RequestError(f"{described}: its implementation {entry_point} lacks {', '.join(missing)}")
     strategy: Strategy = implementation(setup)
-    if setup.rounding_seed is not None and getattr(strategy, "bf16_weights", None) is None:
+    strategy.bf16_weights = getattr(strategy, "bf16_weights", None)
+    if setup.rounding_seed is not None and strategy.bf16_weights is None:
         raise RequestError(f"optimizer.master_weights: {described} keeps fp32 master weights; set it to true")
     return strategy
 
@@ -295,3 +301,38 @@ def _by_the_sum_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     parts = [part.to(torch.float32).square().sum() for part in flat.split(CACHED_ELEMENTS)]
     return torch.stack(parts).double().sum()
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """How the rows of parameters are divided over ranks.
+
+    Attributes:
+        ranks: that share each parameter.
+        shape: returns the shape of a whole parameter.
+        sum: adds the tensors of these ranks, in place.
+    """
+
+    ranks: int
+    shape: Callable[[nn.Parameter], tuple[int, ...]]
+    sum: Callable[[torch.Tensor], None]
+
+    def rows(self, shape: tuple[int, ...]) -> int:
+        """Return the rows of every rank but the last ones, which have fewer or none."""
+        return -(-shape[0] // self.ranks) if shape else 1
+
+
+@runtime_checkable
+class DividedByRows(Protocol):
+    """An optimizer whose update of an element depends on others, or whose state has other shapes than its parameters.
+
+    A strategy that shards parameters by rows calls ``divide`` before the first step.
+    """
+
+    def divide(self, shards: RowShards) -> None:
+        """Set, or refuse with a RequestError, how the rows of parameters are divided."""
+
+    def state_shape(self, slot: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of the state ``slot`` of a whole parameter of this shape, whose first dimension is divided
+        as the parameter's rows are; None: every rank has all of it.
+        """

@@ -17,6 +17,7 @@ from trainwright.machine.detect import detect
 from trainwright.machine.measured.own_runs import remember, run_of
 from trainwright.machine.slowdowns import Slowdown, causes_of, in_words
 from trainwright.machine.usage import OwnProcess
+from trainwright.recipe.observer_spec import ObserverSpec
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.run.observers.hooks import ObservedRun
@@ -184,3 +185,8 @@ def _in_words(offer: Mapping[str, Any], measured: float) -> str:
     parts = [f"parallel.strategy={offer['strategy']}", f"parallel.num_processes={offer['num_processes']}"]
     parts.append(f"train.mixed_precision={offer['mixed_precision']}")
     return f"{' '.join(parts)} is expected to be {measured / offer['seconds']:.1f} times as fast"
+
+
+PLAN_WATCH = ObserverSpec(
+    "A comparison of the first steps with the plan.", create="trainwright.planning.plan_watch:of_run"
+)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.optimizer_spec import OptimizerSpec, ScheduleSpec
     from trainwright.recipe.strategy_spec import StrategySpec
     from trainwright.recipe.task_spec import TaskSpec
-    from trainwright.run.watchers import Watcher
+    from trainwright.run.supervisor import Watcher
     from trainwright.tasks.dpo.spec import PreferenceLoss
 
 # Each is in a module that imports no torch.
@@ -225,7 +225,7 @@ ALWAYS_ON: Registry[ObserverSpec] = Registry(
     {
         "hub": "trainwright.run.observers.hooks:HUB",
         "console": "trainwright.run.observers.hooks:CONSOLE",
-        "plan": "trainwright.planning.specs:PLAN_WATCH",
+        "plan": "trainwright.planning.plan_watch:PLAN_WATCH",
         "ledger": "trainwright.observe.specs:LEDGER",
         "stalls": "trainwright.observe.specs:STALLS",
     },
@@ -290,7 +290,7 @@ STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
     required=("__call__",),
 )
 
-# Each is a run.watchers.Watcher.
+# Each is a run.supervisor.Watcher.
 WATCHERS: Registry[Watcher] = Registry(
     "trainwright.watchers",
     {"hangs": "trainwright.faults.hangs.watcher:HANGS"},

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, writes_to
 from trainwright.recipe.registries import WATCHERS
@@ -24,10 +25,10 @@ from trainwright.run.shutdown.failure import (
     slot_records,
 )
 from trainwright.run.shutdown.stop import Stopping, StopWatcher
-from trainwright.run.watchers import WatcherVerdict
 from trainwright.run.worker_processes import WorkerRanks, Workers
 
 if TYPE_CHECKING:
+    from trainwright.parallel.world import RankInfo
     from trainwright.run.launches import Elastic
 
 _LOOK_SECONDS = 0.05
@@ -133,3 +134,46 @@ def _joint_code(codes: list[int]) -> int:
     if failures:
         return failures[0]
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_FINISHED
+
+
+class WatcherVerdict(Exception):
+    """What a watcher sees ends this launch.
+
+    Args:
+        rank: the first that is to blame.
+        cause: of the failure, if a restart may help.
+    """
+
+    def __init__(self, message: str, rank: int, cause: Cause | None) -> None:
+        super().__init__(message)
+        self.rank, self.cause = rank, cause
+
+
+class LaunchWatch(Protocol):
+    """Watches the workers of one launch on this machine."""
+
+    def check(self) -> None:
+        """Inspect the workers; called in every turn of the supervisor's loop. Raises WatcherVerdict."""
+
+    def close(self) -> str | None:
+        """End after the workers; return what the run itself has done wrong, if that explains its failure."""
+
+
+class Watcher(Protocol):
+    """Watches the workers of any run."""
+
+    def install(self, run: Path, rank: int) -> None:
+        """Set in a worker, before it begins, what a watch needs there."""
+
+    def watch(self, run: Path, ranks: WorkerRanks, processes: Callable[[], Mapping[int, int]]) -> LaunchWatch:
+        """Return the watch of these ranks; ``processes`` returns the pid of every rank here that has not ended."""
+
+    def watch_beside(
+        self, run: Path, rank_info: RankInfo, terminal: TextIO, received: Callable[[], str]
+    ) -> AbstractContextManager[None]:
+        """Watch the workers of this machine while one that another launcher has started trains in the context.
+
+        Args:
+            terminal: where the process of rank 0's machine reports.
+            received: returns the message of another rank's failure, or "".
+        """

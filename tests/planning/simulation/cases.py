@@ -63,9 +63,9 @@ def simulate_all(cases: Sequence[Case], directory: Path) -> list[Found]:
 
 
 def _main(file: Path) -> None:
-    from trainwright.planning.simulation.shim import load
+    from trainwright.planning.simulation.start import load_simulated_device
 
-    load()
+    load_simulated_device()
     import torch._dynamo
     import transformers
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import VARIABLE, Cluster, machine_of
-from trainwright.planning.simulation.shim import SHIM, load_shim
-from trainwright.planning.simulation.start import visible_part, write_machine
+from trainwright.planning.simulation.start import SHIM, load_shim, visible_part, write_machine
 
 _NOT_HERE = "runs on GPUs alone, and this one is simulated"
 

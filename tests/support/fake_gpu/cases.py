@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from tests.support.fake_gpu import fake_gpu
-from trainwright.planning.simulation.shim import load
+from trainwright.planning.simulation.start import load_simulated_device
 
-load()
+load_simulated_device()
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 
 from tests.support.fake_gpu import fake_gpu
-from trainwright.planning.simulation.shim import load
+from trainwright.planning.simulation.start import load_simulated_device
 
-load()
+load_simulated_device()
 
 import torch  # noqa: E402
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from trainwright.compatibility.gguf.digests import digest_of, remembered
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import cache_root, digest_of, remembered
 
 # How values of the metadata are stored, by their type (ggml/docs/gguf.md of llama.cpp); two types have other sizes.
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.compatibility.gguf.digests import digest_of, remembered
 from trainwright.compatibility.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
 from trainwright.errors import RequestError, TrainingError
-from trainwright.machine.cache import cache_in_words, cache_root
+from trainwright.machine.cache import cache_in_words, cache_root, digest_of, remembered
 from trainwright.machine.sharing import build_once
 from trainwright.models.configuration import NOT_MADE
 from trainwright.models.supported import check_supported

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from trainwright.data.rows.formats import Message, TurnsError, arguments_of
 from trainwright.errors import RequestError
 from trainwright.recipe.files import missing_file, read_text
 from trainwright.utils.paths import user_path
+from trainwright.utils.text import they
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -303,3 +305,32 @@ def _with_tools(apply: Callable[..., Any], tools: list[Any] | None) -> Any:
 
 def _tools(conversation: Sequence[Message]) -> list[Any] | None:
     return next((turn["tools"] for turn in conversation if "tools" in turn), None)
+
+
+_ACCEPT = "data.accept_omissions=true"
+
+
+class Remarks:
+    """Verb phrases about rows, such as ``have reasoning that …``."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, remarks: Iterable[str], location: Callable[[], str]) -> None:
+        """Count one row, whose place ``location`` returns."""
+        for remark in sorted(remarks):
+            if remark not in self._first:
+                self._first[remark] = location()
+            self._counts[remark] += 1
+
+    def lines(self) -> list[str]:
+        """Return a line for each remark, with the number of rows and the first one."""
+        return [f"{they(count, 'row', what)} (first: {self._first[what]})" for what, count in self._counts.items()]
+
+
+def to_keep(ways: Sequence[str], *, accepted: bool) -> list[str]:
+    """Return the line with the settings that keep what a chat template leaves out, unless the user accepts that."""
+    if accepted or not ways:
+        return []
+    return [f"to train on what the chat template leaves out: {' or '.join(ways)}; to leave it out: {_ACCEPT}"]

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.data.rows.chat_templates import Remarks
 from trainwright.data.rows.formats import kind_of_rows
 from trainwright.data.rows.layouts import columns_of
-from trainwright.data.rows.remarks import Remarks
 from trainwright.data.rows.tokenizer_calls import unknown_token
 from trainwright.data.sources.key import content_of, settings_of
 from trainwright.data.sources.reading import iterate_source

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.rows.chat_encoding import Encoded
+from trainwright.data.rows.chat_templates import Remarks, to_keep
 from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsError, by_turn
 from trainwright.data.rows.layouts import PLAIN, RowLayout, columns_not_used
-from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.texts import RowEncoder, encoder_of
 from trainwright.data.sources.reading import location_of, media_notes, read_rows, source_notes
 from trainwright.data.sources.row_files import Row

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.engine.optimizer import parameter_groups
-from trainwright.parallel.row_shards import RowShards
+from trainwright.parallel.strategy import RowShards
 from trainwright.recipe.schema import OptimizerSection
 
 _EPS, _CLIP, _DECAY = 1e-30, 1.0, -0.8

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainwright.engine.optimizer import parameter_groups
 from trainwright.errors import RequestError
-from trainwright.parallel.row_shards import RowShards
+from trainwright.parallel.strategy import RowShards
 from trainwright.recipe.optimizer_spec import BLOCK, SMALLEST
 from trainwright.recipe.schema import OptimizerSection
 

@@ -31,7 +31,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_directory import RECIPE
 from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.shutdown.failure import Cause
-from trainwright.run.watchers import WatcherVerdict
+from trainwright.run.supervisor import WatcherVerdict
 from trainwright.utils.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.utils.text import say, span
 
@@ -490,7 +490,7 @@ def _is_of(beat: Beat) -> bool:
 
 
 class HangDetection:
-    """A ``run.watchers.Watcher``."""
+    """A ``run.supervisor.Watcher``."""
 
     def install(self, run: Path, rank: int) -> None:
         """Have torch keep this worker's collectives, and write its stacks on a signal."""

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.chat_templates import Remarks
 from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, TurnsError, to_example
 from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
-from trainwright.data.rows.remarks import Remarks
 from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.sources.reading import location_of, read_rows, source_notes
 from trainwright.data.tokens.dataset import TokenDataset

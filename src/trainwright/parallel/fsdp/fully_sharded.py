@@ -35,9 +35,10 @@ from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
-from trainwright.parallel.row_shards import DividedByRows, RowShards
 from trainwright.parallel.strategy import (
+    DividedByRows,
     NeedsFullMatrices,
+    RowShards,
     StrategyConfig,
     add_gradient,
     exchange_averages,

@@ -1,4 +1,6 @@
-"""The card and the process group that are not there: what would ask a driver or another rank is answered here.
+"""The card and the process group that are not there, and the worker that every run has, on them.
+
+What would ask a driver or another rank is answered here; imports torch, so the shim must be loaded before it.
 
 ``torch.cuda`` of a simulated card; rank 0 of a world whose other ranks are taken to be like it; and files of tensors
 without values, with their headers and sizes, and holes in place of the data.
@@ -10,20 +12,28 @@ import contextlib
 import functools
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainwright.planning.simulation.recorders import WaitLog
+from trainwright.planning.simulation import mode
+from trainwright.planning.simulation.recorders import Logs, WaitLog
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import RecipeSchema
 
 
 @dataclass(frozen=True)
@@ -284,3 +294,64 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
         for begin in range(0, end, len(_PART)):
             digest.update(_PART[: end - begin])
     return len(text) + end, digest.hexdigest()
+
+
+def install(rank: Rank) -> Logs:
+    """Replace what of torch would ask a driver or another process; once, before models and strategies are imported.
+
+    The size of the world may be set in ``rank`` later, before a process group exists.
+    """
+    logs = Logs()
+    install_groups(rank)
+    install_card(rank.card, logs.memory, logs.waits)
+    mode.install(logs)
+    torch.autograd.set_multithreading_enabled(False)
+    # Libraries ask where data is to compare it; no data is read.
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor is deprecated", UserWarning)
+    install_files()
+    mode.install_kernels(rank.card.capability)
+    return logs
+
+
+@contextmanager
+def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
+    """Make all tensors within the context fake, and note what is done with them."""
+    from trainwright.parallel.zero import deepspeed_engine
+    from trainwright.tasks import reference
+
+    fake, noted = FakeTensorMode(allow_non_fake_inputs=True), mode.Simulated(logs, rank.card.capability)
+
+    @contextmanager
+    def only_these() -> Iterator[None]:
+        with _disable_current_modes(), fake, noted:
+            yield
+
+    # ZeRO-3 hides what it gathers from other modes, and would from these.
+    hides: Any = deepspeed_engine
+    hides._disable_current_modes = only_these
+    # What other ranks compute is not known, and its values do not matter.
+    others: Any = reference
+    others.combined = lambda world, own: np.nan_to_num(own)
+    with fake, noted:
+        yield
+
+
+def prepare(recipe: RecipeSchema, cache: Path) -> None:
+    """Prepare the data and check the model, as before every run."""
+    from trainwright.engine.task import task_module
+
+    task_module(recipe).prepare_once(recipe, cache)
+
+
+def train(directory: Path, cache: Path, rank: Rank, logs: Logs) -> None:
+    """Train the run in ``directory`` as rank 0, to its export.
+
+    Raises:
+        TrainwrightError: as for a run.
+        RuntimeError: an operation mixes devices or dtypes, or a kernel refuses its arguments.
+    """
+    from trainwright.parallel.world import RankInfo
+    from trainwright.run.run_worker import Worker, run_worker
+
+    rank_info = RankInfo(rank=0, size=rank.world, local_rank=0, local_size=rank.local, gpu=0, alone=True)
+    run_worker(Worker(directory, rank_info=rank_info, cache=cache), watch=logs.phases.watch)

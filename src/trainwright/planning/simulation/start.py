@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
+import secrets
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.sources.registry import registered_source, without_slice
-from trainwright.errors import RequestError, TrainingError, TrainwrightError
+from trainwright.errors import MachineError, RequestError, TrainingError, TrainwrightError
+from trainwright.machine.accelerators import installed_build
 from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import VARIABLE, Cluster, machine_of, node_of
 from trainwright.machine.machine import Machine
@@ -56,9 +64,7 @@ def simulate(request: SimulationRequest) -> Simulation:
     cluster = simulated_machine(request.on)
     os.environ["OMP_NUM_THREADS"] = "1"  # nothing is computed
     os.environ["HF_HUB_OFFLINE"] = "1"  # and nothing downloaded
-    from trainwright.planning.simulation.shim import load
-
-    load()
+    load_simulated_device()
     with tempfile.TemporaryDirectory(prefix="trainwright-simulation-") as scratch:
         directory = Path(scratch)
         os.environ[VARIABLE] = str(directory / "machine.json")
@@ -92,20 +98,19 @@ class _Simulating:
         self._notes: list[str] = []
 
     def run(self) -> Simulation:
-        from trainwright.planning.simulation import training
-        from trainwright.planning.simulation.device import Rank, SimulatedGpu
+        from trainwright.planning.simulation import device
         from trainwright.run import run_directory
 
         card, each = self._cluster.card, self._cluster.devices_per_node
-        rank = Rank(SimulatedGpu(card.name, card.memory_bytes, card.capability, each))
+        rank = device.Rank(device.SimulatedGpu(card.name, card.memory_bytes, card.capability, each))
         doing("importing torch")
-        logs = training.install(rank)
+        logs = device.install(rank)
         requested = self._recipe()
         doing("planning")
         recipe = self._to_run(self._planned(requested), requested)
         doing("preparing the model and the data")
-        with training.simulated(rank, logs):
-            failed = _attempted(lambda: training.prepare(recipe, cache_root()))
+        with device.simulated(rank, logs):
+            failed = _attempted(lambda: device.prepare(recipe, cache_root()))
         if failed is not None:
             raise TrainingError(f"the simulated preparation failed: {failed}")
         plan = self._planned(requested)  # with the lengths of the rows, which are known now
@@ -118,8 +123,8 @@ class _Simulating:
         run.mkdir()
         run_directory.record(run, run_directory.recipe_text(recipe), "simulated", (), plan.as_json())
         doing(f"simulating {recipe.parallel.strategy} on {rank.world}")
-        with training.simulated(rank, logs):
-            error = _attempted(lambda: training.train(run, cache_root(), rank, logs))
+        with device.simulated(rank, logs):
+            error = _attempted(lambda: device.train(run, cache_root(), rank, logs))
         return _report(self._cluster, recipe, plan, logs, error, tuple(self._notes))
 
     def _recipe(self) -> RecipeSchema:
@@ -335,3 +340,65 @@ def write_machine(cluster: Cluster, file: Path) -> None:
 
     node = TypeAdapter(Machine).dump_python(node_of(cluster), mode="json")
     file.write_text(json.dumps({"machine": node}), encoding="utf-8")
+
+
+SHIM = Path(__file__).with_name("no_cuda.cpp")
+_COMPILERS = ("g++", "clang++", "c++")
+_loaded: dict[Path, ctypes.CDLL] = {}
+
+
+def load_simulated_device() -> None:
+    """Make a build of torch for CPUs believe in a CUDA device; a build for CUDA does as much itself.
+
+    Raises:
+        MachineError: there is no C++ compiler, or it cannot compile against the installed torch.
+    """
+    if not (_torch_directory() / "lib" / "libtorch_cuda.so").exists():
+        load_shim(SHIM)
+
+
+def load_shim(source: Path) -> ctypes.CDLL:
+    """Return the library of a source file, compiled and loaded; before torch is imported. Raises MachineError."""
+    if source not in _loaded:
+        assert "torch" not in sys.modules, "torch asks for its hooks once, when it is imported"
+        _loaded[source] = ctypes.CDLL(str(_compiled(_torch_directory(), source)), mode=ctypes.RTLD_GLOBAL)
+    return _loaded[source]
+
+
+def _torch_directory() -> Path:
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None, "torch is a dependency of this package"
+    return Path(spec.origin).parent
+
+
+def _compiled(root: Path, source: Path) -> Path:
+    """Return the compiled shim for the torch in ``root``, from the cache if it was compiled before."""
+    identity = f"{installed_build()} {root} {sys.platform}".encode() + source.read_bytes()
+    shared_object = cache_root() / "simulation" / f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    if shared_object.exists():
+        return shared_object
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))), None)
+    if compiler is None:
+        raise MachineError(
+            f"--simulate: compiles {source.stat().st_size // 1024 + 1} KiB of C++ once, and there is no compiler "
+            f"({', '.join(_COMPILERS)}); install one (apt install g++), or set CXX to its path"
+        )
+    doing("compiling the simulated device")
+    try:
+        shared_object.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(
+            f"--simulate: {shared_object.parent} cannot be written: {error.strerror}; set TRAINWRIGHT_CACHE"
+        ) from None
+    scratch = shared_object.with_suffix(f".{secrets.token_hex(4)}")
+    library = root / "lib"
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", str(source), f"-L{library}"]
+    command += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}", "-o", str(scratch)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise MachineError(
+            f"--simulate: {compiler} could not compile {source.name} for {installed_build().version}: {first}"
+        )
+    scratch.replace(shared_object)
+    return shared_object

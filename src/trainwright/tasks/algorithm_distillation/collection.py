@@ -28,9 +28,9 @@ import torch
 from trainwright.errors import MachineError, RequestError, TrainingError
 from trainwright.recipe.extensions import inherited_environment
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
+from trainwright.tasks.algorithm_distillation.environments.base import mixed
 from trainwright.tasks.algorithm_distillation.histories import Histories, History, returns_of_episodes, write
 from trainwright.tasks.algorithm_distillation.learners import learners
-from trainwright.tasks.algorithm_distillation.random_numbers import mixed
 from trainwright.utils.drawing import new_figure, save_chart
 
 # Goals per process: the networks of this many fit a core's cache, and larger groups are slower; tables are faster the

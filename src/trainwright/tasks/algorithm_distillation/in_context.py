@@ -16,9 +16,9 @@ import torch
 
 from trainwright.parallel.world import World
 from trainwright.tasks.algorithm_distillation.environments import Environment
+from trainwright.tasks.algorithm_distillation.environments.base import mixed, uniform
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, KeyValueCache, Steps
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective
-from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
 from trainwright.utils import heartbeat
 
 Returns = npt.NDArray[np.float32]

@@ -24,8 +24,8 @@ from torch.optim.adam import adam
 
 from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import Environment, VectorEnvironment
+from trainwright.tasks.algorithm_distillation.environments.base import mixed, uniform
 from trainwright.tasks.algorithm_distillation.histories import Recording
-from trainwright.tasks.algorithm_distillation.random_numbers import mixed, uniform
 from trainwright.tasks.algorithm_distillation.spec import PpoSection, QLearningSection, UcbSection
 
 # Keys of a source that are not settings of its algorithm.

@@ -15,7 +15,7 @@ from tests.tasks.algorithm_distillation.learning.plain_environments import ROOMS
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
-from trainwright.tasks.algorithm_distillation.random_numbers import uniform
+from trainwright.tasks.algorithm_distillation.environments.base import uniform
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
 
 LAKE = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
