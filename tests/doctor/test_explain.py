@@ -15,7 +15,7 @@ from tests.support.commands import PATIENCE, environment, trainwright
 from tests.support.runs import Runs
 from trainwright.cli.recipe import recipe_json_schema
 from trainwright.doctor.diagnosis import Diagnosis, explain
-from trainwright.run.shutdown.failure import Role, advice, known_errors
+from trainwright.run.shutdown.known_errors import Role, advice, known_errors
 
 # Each begins with two lines: the issue that has it, and the name of the error, as its thread found it; `unknown` for an
 # error that is not in the table, `none` where nothing failed.

@@ -9,54 +9,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from trainwright.run.shutdown.failure import KnownError, Role, known_error
+from trainwright.run.shutdown.known_errors import KnownError, Role, known_error
 from trainwright.utils.paths import files_inside, open_inside
 
 # A line without any of these words reports no known error; most lines of a log are progress.
 _WORDS = (
     *("error", "fail", "fatal", "kill", "except", "abort", "signal", "exit", "terminat", "cancel", "assert", "warn"),
-    *(
-        "cannot",
-        "can't",
-        "couldn't",
-        "could not",
-        "unable",
-        "not ",
-        "n't ",
-        "no ",
-        "without",
-        "missing",
-        "must ",
-        "only ",
-    ),
-    *("nan", "inf", "overflow", "minimum", "exceed", "limit", "timeout", "timed out", "denied", "refused", "reset"),
-    *(
-        "closed",
-        "broken",
-        "lost",
-        "bus",
-        "invalid",
-        "illegal",
-        "mismatch",
-        "different",
-        "requir",
-        "expect",
-        "undefined",
-    ),
-    *("xid", "ecc", "quota", "space", "out of", "memory", "port ", "interrupt", "fork", "fault", "prompt", "preempt"),
-    *(
-        "insufficient",
-        "busy",
-        "duplicate",
-        "inconsistent",
-        "unexpected",
-        "unsupported",
-        "retry",
-        "stale",
-        "gated",
-        "peer",
-    ),
-    *("removed", "restricted", "share", "size", "no_", "status", "loss scale", "socket", "get", "->", "rank", "too "),
+    *("cannot", "can't", "couldn't", "could not", "unable", "not ", "n't ", "no ", "without", "missing", "must "),
+    *("only ", "nan", "inf", "overflow", "minimum", "exceed", "limit", "timeout", "timed out", "denied", "refused"),
+    *("reset", "closed", "broken", "lost", "bus", "invalid", "illegal", "mismatch", "different", "requir", "expect"),
+    *("undefined", "xid", "ecc", "quota", "space", "out of", "memory", "port ", "interrupt", "fork", "fault"),
+    *("prompt", "preempt", "insufficient", "busy", "duplicate", "inconsistent", "unexpected", "unsupported", "retry"),
+    *("stale", "gated", "peer", "removed", "restricted", "share", "size", "no_", "status", "loss scale", "socket"),
+    *("get", "->", "rank", "too "),
 )
 # How much of different lines is compared with the known errors, which takes seconds: characters, and more per line.
 _COMPARED, _PER_LINE = 500_000, 50

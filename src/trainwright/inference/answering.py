@@ -19,8 +19,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, new_token_limit
 from trainwright.machine.vendors import processor_of
 from trainwright.models.configuration import layer_configs
-from trainwright.parallel.available_memory import free_bytes
-from trainwright.parallel.world import World
+from trainwright.parallel.world import World, free_bytes
 from trainwright.utils import heartbeat
 from trainwright.utils.paths import write_file
 

@@ -1,4 +1,4 @@
-"""Resource limits of this process's control groups: the lowest of its own group and all its ancestors.
+"""Resource limits of this process's control groups, the lowest of its own group and all its ancestors; and kills.
 
 See Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
 """
@@ -99,3 +99,24 @@ def read(path: Path) -> str:
             return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
+
+
+_MACHINE_COUNTERS = Path("/proc/vmstat")
+
+
+def count_memory_kills() -> int:
+    """Return how many processes the kernel has killed for memory in this process's cgroup, which its children share.
+
+    Without a cgroup that counts them, those of the whole machine; 0 if the kernel does not report it. Only a change is
+    meaningful: a SIGKILL from elsewhere looks the same and is not counted.
+    """
+    files = [group / ("memory.events" if version == 2 else "memory.oom_control") for group, version in groups("memory")]
+    return next((count for count in map(_memory_kills, (*files, _MACHINE_COUNTERS)) if count is not None), 0)
+
+
+def _memory_kills(file: Path) -> int | None:
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from trainwright.data.stream.batch import on_device
+from trainwright.machine.detect import detect
+from trainwright.parallel.constants import USABLE
 from trainwright.utils import heartbeat
 
 # torch's default for gloo; NCCL's is 10 minutes.
@@ -328,17 +330,8 @@ _SAME_SHAPE = {
     "reduce_scatter_tensor": ("input", 1),
 }
 _OTHERS = (
-    "all_gather",
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "reduce_scatter",
-    "scatter",
-    "scatter_object_list",
+    *("all_gather", "all_gather_object", "all_to_all", "all_to_all_single", "barrier", "broadcast_object_list"),
+    *("gather", "gather_object", "reduce_scatter", "scatter", "scatter_object_list"),
 )
 # What torch gives as a group to the ranks outside of it, whose calls return at once.
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
@@ -409,3 +402,46 @@ def _is_skipped(file: str) -> bool:
     if skipped is None:
         skipped = _skipped[file] = file.startswith((_TORCH, _OURS))
     return skipped
+
+
+def memory_shortage(world: World, required: int, available: int | None) -> str | None:
+    """Return why ranks cannot allocate ``required`` bytes more each, the same on all; None if they can.
+
+    Every rank must call this.
+
+    Args:
+        available: bytes that this rank may use; None: most of the free memory.
+    """
+    available_by_rank = [
+        each for (each,) in world.gather_floats([USABLE * free_bytes(world) if available is None else available])
+    ]
+    least = min(available_by_rank)
+    if required <= least:
+        return None
+    rank = available_by_rank.index(least)
+    return f"the full weights need {_size(required)}, but rank {rank} has only {_size(least)} available"
+
+
+def free_bytes(world: World) -> int:
+    """Return the free bytes on this rank's device, or its share of a host's memory."""
+    if world.device.type != "cpu":
+        memory = torch.accelerator
+        unused = memory.memory_reserved(world.device) - memory.memory_allocated(world.device)
+        return memory.get_memory_info(world.device)[0] + unused
+    return _share_of_host(world)
+
+
+def fits_host(world: World, required: int) -> bool:
+    """Return whether each rank can allocate its ``required`` bytes in its host's memory, the same on all.
+
+    Every rank must call this.
+    """
+    return all(short <= 0 for (short,) in world.gather_floats([required - USABLE * _share_of_host(world)]))
+
+
+def _share_of_host(world: World) -> int:
+    return detect().usable_bytes // world.local_size
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -143,7 +143,7 @@ def run_joined(
         try:
             deadline = None
             if environment.rank == 0:
-                stack.enter_context(_interruptible(failures))
+                _interrupt_preparation(failures)
                 seconds_before = seconds_since_launch(launcher, number)
                 deadline = deadline_of(options.until, options.time_limit, 0.0 if number else seconds_before)
                 opened, slot = participant.open(settings, stack, seconds_before, deadline)
@@ -368,8 +368,7 @@ class _PeerRefused(TrainwrightError):
         self.exit_code = exit_code
 
 
-@contextmanager
-def _interruptible(failures: FailureReport) -> Iterator[None]:
+def _interrupt_preparation(failures: FailureReport) -> None:
     """Let a stop signal, or the failure of another rank, end the preparation on rank 0 at once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -382,7 +381,6 @@ def _interruptible(failures: FailureReport) -> Iterator[None]:
     for number in heeded_signals():
         signal.signal(number, interrupt)
     failures.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
-    yield
 
 
 def _parent(environment: LaunchEnvironment) -> int | None:

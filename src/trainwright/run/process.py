@@ -25,7 +25,6 @@ from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, Trainwright
 from trainwright.machine.cache import cache_root, keep_compiled_code
 from trainwright.parallel.constants import CACHED_PRODUCTS
 from trainwright.run.shutdown import stop
-from trainwright.run.shutdown.failure import raise_oom_score
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils.activity import Activity
 
@@ -274,3 +273,17 @@ class _ActivityHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._activity.say(self.format(record))
+
+
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+_SCORE_OF_WORKERS = 500  # of 1000, the score of a process that uses all memory
+
+
+def raise_oom_score(score: int = _SCORE_OF_WORKERS) -> None:
+    """Have the kernel kill this process before others, so that its launcher survives to report it (proc(5)).
+
+    Raising the score needs no privileges; a higher score is kept.
+    """
+    with suppress(OSError, ValueError):
+        if int(_OOM_SCORE.read_text(encoding="ascii")) < score:
+            _OOM_SCORE.write_text(str(score), encoding="ascii")

@@ -169,19 +169,8 @@ def run_worker(
     if isinstance(elastic, ProcessRange):
         recipe = with_processes(recipe, rank_info.size)
     _configure(recipe, machine, rank_info)
-    # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
-    with Activity(process.console(), "mapping the data and building the model"):
-        heartbeat.phase("loading")
-        task = task_module(recipe).build(recipe, worker.cache)
-        if task.weights is not None:
-            doing("loading the weights")
-            task.weights.load(rank_info.rank)
-        sizes = count_parameters(task.module)  # before they are sharded
-        doing("waiting for the other processes")
-        heartbeat.phase("joining")
-        timeout = timedelta(seconds=seconds_of(recipe.parallel.timeout))
-        world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, timeout)
-        world = replace(world, stop_requested=stop_requested)
+    task, sizes, world = _join(worker, recipe, rank_info, usable_device(machine, rank_info, recipe.parallel.device))
+    world = replace(world, stop_requested=stop_requested)
     with Activity(process.console(), f"setting up {recipe.parallel.strategy}"):
         heartbeat.phase("setup")
         _follow_device(world)
@@ -201,18 +190,13 @@ def run_worker(
     if stop_requests is not None:
         events.follow(stop_requests)
         stop_requests.watch()
-    checkpoints = Checkpoints(
-        run / "checkpoints",
-        keep_last=recipe.checkpoint.keep_last,
-        keep_best=recipe.checkpoint.keep_best is True,
-    )
-    keep_recipe = functools.partial(_keep_recipe, run, world, elastic)
+    keeps, keep_recipe = recipe.checkpoint, functools.partial(_keep_recipe, run, world, elastic)
     profiled = recipe.train.profile is not None and trial is None
     profiling = [functools.partial(Profiling, run)] if profiled else []
     trainer = Trainer(
         TrainingContext(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
         schedule=Schedule(recipe.optimizer, len(task.stream)),
-        checkpoints=checkpoints,
+        checkpoints=Checkpoints(run / "checkpoints", keep_last=keeps.keep_last, keep_best=keeps.keep_best is True),
         stop_requested=stop_requested,
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
@@ -220,16 +204,7 @@ def run_worker(
         save_requested=(lambda: False) if stop_requests is None else functools.partial(_take_save, stop_requests),
         stop_after=world.broadcast(None if worker.deadline is None else worker.deadline.step),
     )
-    events.announce("preparing the training")
-    task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
-    checkpoint = trainer.newest_checkpoint() if worker.resume else None
-    if checkpoint is not None:
-        events.announce(f"loading {checkpoint.path}")
-        trainer.resume(checkpoint)
-    elif recipe.train.fork is not None and trial is None:
-        events.announce(f"loading {recipe.train.fork}")
-        trainer.fork(ParentCheckpoint.of(recipe.train.fork))
-    _refuse_past_end(trainer, worker)
+    _begin(trainer, worker, None if trial is not None else recipe.train.fork)
     events.announce("comparing the processes")
     events.emit(start_event(trainer, run, sizes, layout, worker.launcher))
     if worker.reported is not None:
@@ -245,6 +220,42 @@ def run_worker(
         heartbeat.finish()
         leave()  # not after a failure: it would wait for the other ranks before the error is reported
     return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+def _join(
+    worker: Worker, recipe: RecipeSchema, rank_info: RankInfo, device: str
+) -> tuple[Task, tuple[int, int], World]:
+    """Build the task, then join the process group; return the parameters of the model and those that are trained, too.
+
+    In this order: reading and preparing may take long, and no rank should wait in a collective.
+    """
+    with Activity(process.console(), "mapping the data and building the model"):
+        heartbeat.phase("loading")
+        task = task_module(recipe).build(recipe, worker.cache)
+        if task.weights is not None:
+            doing("loading the weights")
+            task.weights.load(rank_info.rank)
+        sizes = count_parameters(task.module)  # before they are sharded
+        doing("waiting for the other processes")
+        heartbeat.phase("joining")
+        return task, sizes, join(device, rank_info, timedelta(seconds=seconds_of(recipe.parallel.timeout)))
+
+
+def _begin(trainer: Trainer, worker: Worker, fork: str | None) -> None:
+    """Prepare the task, and load the checkpoint to go on with: the run's newest, or that of the run it forks."""
+    strategy, events = trainer.strategy, trainer.training.events
+    events.announce("preparing the training")
+    trainer.task.begin(
+        ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message))
+    )
+    checkpoint = trainer.newest_checkpoint() if worker.resume else None
+    if checkpoint is not None:
+        events.announce(f"loading {checkpoint.path}")
+        trainer.resume(checkpoint)
+    elif fork is not None:
+        events.announce(f"loading {fork}")
+        trainer.fork(ParentCheckpoint.of(fork))
+    _refuse_past_end(trainer, worker)
 
 
 def _refuse_past_end(trainer: Trainer, worker: Worker) -> None:

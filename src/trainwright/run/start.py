@@ -34,11 +34,12 @@ from trainwright.run.group.device_slots import count_devices
 from trainwright.run.group.failure_report import record_failure
 from trainwright.run.launches import LocalLaunches, NodeLaunches, taking_part
 from trainwright.run.limits import check_limits
+from trainwright.run.process import raise_oom_score
 from trainwright.run.relaunch import Relaunch
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import folder_of
-from trainwright.run.shutdown.failure import Failure, raise_oom_score
+from trainwright.run.shutdown.failure import Failure
 from trainwright.run.shutdown.requests import check_before_steps, forget_stops
 from trainwright.run.shutdown.stop import Stopping, describe_stop
 from trainwright.utils.activity import Activity

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, writes_to
+from trainwright.machine.cgroups import count_memory_kills
 from trainwright.recipe.registries import WATCHERS
 from trainwright.run.group.rendezvous import host_store
 from trainwright.run.nodes import Nodes, NodesLost
@@ -16,7 +17,6 @@ from trainwright.run.observers.hooks import after_workers
 from trainwright.run.shutdown.failure import (
     Cause,
     Failure,
-    count_memory_kills,
     error_file,
     error_record,
     error_records,

@@ -32,9 +32,8 @@ from trainwright.engine.checkpoints.checkpoint import (
 from trainwright.engine.checkpoints.manifest import finish, remove
 from trainwright.engine.checkpoints.writer import BackgroundTask, Writer
 from trainwright.machine.detect import detect
-from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.layout import Shard
-from trainwright.parallel.world import World
+from trainwright.parallel.world import World, fits_host
 
 _WRITING, _PART, _COMPLETE = 0.0, 1.0, 2.0  # what a rank reports
 # checkpoint.background: auto. Below, writing takes less time than a copy is worth.

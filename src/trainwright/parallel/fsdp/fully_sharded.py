@@ -31,7 +31,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
-from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
@@ -46,7 +45,7 @@ from trainwright.parallel.strategy import (
     set_learning_rate,
     squared_norm,
 )
-from trainwright.parallel.world import World, ensure_process_group
+from trainwright.parallel.world import World, ensure_process_group, memory_shortage
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights

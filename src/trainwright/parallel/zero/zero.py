@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.strategy import StrategyConfig, exchange_averages, set_learning_rate, squared_norm
+from trainwright.parallel.world import memory_shortage
 from trainwright.parallel.zero.deepspeed_config import settings
 from trainwright.parallel.zero.deepspeed_engine import (
     hooks,

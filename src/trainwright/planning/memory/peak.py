@@ -80,9 +80,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
     gathered = 0 if on_gpu else model.gathered()
     if gathered > USABLE * (cluster.usable_bytes // choice.num_processes - between):
-        gathered = (
-            0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/available_memory.py)
-        )
+        gathered = 0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/world.py)
     step = max(_update(workload, model, offloaded=bool(host)), 0 if host else route.gradients + norm)
     if host and (on_host := model.gradients_on_host()):
         host["gradients"] = on_host

@@ -32,14 +32,8 @@ from trainwright.recipe.schema import RecipeSchema
 
 # Variables that change numbers or what is executed, without a trace in the recipe.
 _VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "MKL_CBWR",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "TORCHDYNAMO_DISABLE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    *("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "TORCHDYNAMO_DISABLE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
     "TORCH_COMPILE_DISABLE",
 )
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "deepspeed", "peft", "bitsandbytes")

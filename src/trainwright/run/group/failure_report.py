@@ -23,12 +23,12 @@ from typing import TextIO
 from trainwright.engine.event_reader import read_log
 from trainwright.engine.events import Fault, append_event
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, RequestError
+from trainwright.machine.cgroups import count_memory_kills
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.group.peers import GONE, Message, Peers
 from trainwright.run.observers.hooks import after_failure
 from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.shutdown.failure import (
-    count_memory_kills,
     describe_failure,
     error_file,
     error_record,

@@ -317,10 +317,6 @@ def prepare_each_machine(prepare: Callable[[], None], rendezvous: Rendezvous | N
         rendezvous.wait_for(_PREPARED)
 
 
-# Returns what rank 0 has announced newest, its name for this start and its port; None before that.
-_Newest = Callable[[], tuple[str, int] | None]
-
-
 def meet_ranks(
     environment: LaunchEnvironment,
     arguments: Sequence[str],
@@ -335,9 +331,9 @@ def meet_ranks(
     """
     address, port = environment.address, environment.port
     if address is None or port is None:
-        return _meet_by_file(environment, seconds, shared)
+        return _meet_announced(environment, _File(environment), seconds, shared)
     if environment.agent_store:
-        return _meet_by_store(environment, (address, port), seconds, shared)
+        return _meet_announced(environment, _LaunchersStore(environment, (address, port), seconds), seconds, shared)
     job = job_of(environment.size, arguments, environment.job_everywhere)
     fix = "set MASTER_PORT to a free one, the same for every process of the job"
     return meet(
@@ -345,106 +341,107 @@ def meet_ranks(
     )
 
 
-def _meet_by_store(
-    environment: LaunchEnvironment, address: tuple[str, int], seconds: float, shared: Path
-) -> Rendezvous:
-    """Meet with the help of the launcher's store, which earlier starts of the job may have used.
+# Rank 0's name for a start of the job, and the port at which it is.
+_Announced = tuple[str, int]
+
+
+class _LaunchersStore:
+    """Where rank 0 announces a start: the launcher's store, which earlier starts of the job may have used.
 
     Rank 0 names each start anew: the launchers on several machines may have counted different numbers of restarts.
-    """
-    starts = PrefixStore(f"trainwright/starts/{environment.job}", join_store(*address, seconds, "rank 0"))
-    local, host = environment.nodes == 1, LOOPBACK if environment.nodes == 1 else address[0]
-    proof = host, address[1]  # names the job's secret
-    if environment.rank == 0:
-        rendezvous, announced = _host(environment, "" if not local else LOOPBACK, proof, shared)
-        starts.set("newest", json.dumps(announced))
-        return rendezvous
 
-    def newest() -> tuple[str, int] | None:
+    Attributes:
+        host: of rank 0; it listens at ``listens_at``, where "" is all addresses.
+    """
+
+    def __init__(self, environment: LaunchEnvironment, address: tuple[str, int], seconds: float) -> None:
+        self._starts = PrefixStore(f"trainwright/starts/{environment.job}", join_store(*address, seconds, "rank 0"))
+        self.host, self.listens_at = (LOOPBACK, LOOPBACK) if environment.nodes == 1 else (address[0], "")
+        self._port = address[1]
+
+    def secret_name(self, port: int) -> tuple[str, int]:
+        """Return the address that names the job's secret, for a start at ``port``."""
+        return self.host, self._port
+
+    def announce(self, rendezvous: Rendezvous, start: _Announced) -> None:
+        """Let the other ranks read the start of this process, rank 0."""
+        self._starts.set("newest", json.dumps(start))
+
+    def newest(self) -> _Announced | None:
+        """Return the start announced last; None before that."""
         try:
-            return _announced(json.loads(starts.get("newest"))) if starts.check(["newest"]) else None
+            return _announced(json.loads(self._starts.get("newest"))) if self._starts.check(["newest"]) else None
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise FaultError("the launcher's store is gone; see its output") from error
         except ValueError:  # anybody can write into the launcher's store
             return None
 
-    return _join(environment, host, newest, lambda port: proof, seconds, shared)
 
+class _File:
+    """Where rank 0 announces a start on one machine: a file, which it removes at its end. As ``_LaunchersStore``."""
 
-def _meet_by_file(environment: LaunchEnvironment, seconds: float, shared: Path) -> Rendezvous:
-    """Meet on one machine with the help of a file, which rank 0 removes at its end."""
-    if environment.nodes > 1 or environment.job is None:
-        example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
-        raise MachineError(
-            f"{environment.launcher} sets no rendezvous address for the {environment.size} processes; set MASTER_ADDR "
-            f"to the name of rank 0's machine and MASTER_PORT to a free port ({example})"
-        )
-    digest = hashlib.sha256(f"{os.getuid()} {environment.job}".encode()).hexdigest()[:20]
-    file = Path(tempfile.gettempdir()) / f"trainwright-{digest}"
-    if environment.rank == 0:
-        rendezvous, announced = _host(environment, LOOPBACK, None, shared)
-        rendezvous.peers.files.append(file)
-        _write(file, {"start": announced, **_identity(os.getpid())})
-        return rendezvous
+    host = listens_at = LOOPBACK
 
-    def newest() -> tuple[str, int] | None:
+    def __init__(self, environment: LaunchEnvironment) -> None:
+        if environment.nodes > 1 or environment.job is None:
+            example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
+            raise MachineError(
+                f"{environment.launcher} sets no rendezvous address for the {environment.size} processes; set "
+                f"MASTER_ADDR to the name of rank 0's machine and MASTER_PORT to a free port ({example})"
+            )
+        digest = hashlib.sha256(f"{os.getuid()} {environment.job}".encode()).hexdigest()[:20]
+        self._file = Path(tempfile.gettempdir()) / f"trainwright-{digest}"
+
+    def secret_name(self, port: int) -> tuple[str, int]:
+        return LOOPBACK, port
+
+    def announce(self, rendezvous: Rendezvous, start: _Announced) -> None:
+        rendezvous.peers.files.append(self._file)
+        _write(self._file, {"start": start, **_identity(os.getpid())})
+
+    def newest(self) -> _Announced | None:
         with suppress(OSError, ValueError, KeyError, psutil.Error):
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(self._file.read_text(encoding="utf-8"))
             # A file left by a killed run belongs to a process that no longer exists.
-            if file.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
+            if self._file.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
                 return _announced(content["start"])
         return None
 
-    return _join(environment, LOOPBACK, newest, lambda port: (LOOPBACK, port), seconds, shared)
 
-
-def _host(
-    environment: LaunchEnvironment, address: str, proof: tuple[str, int] | None, shared: Path
-) -> tuple[Rendezvous, tuple[str, int]]:
-    """Return rank 0's rendezvous at a port that the kernel picks, and what to announce.
-
-    Args:
-        address: to listen at; "" is all addresses.
-        proof: what names the job's secret; None: the address and the port.
-    """
-    listener = socket.create_server((address, 0), backlog=4096)
-    name, port = secrets.token_hex(8), int(listener.getsockname()[1])
-    member = Membership(0, environment.size, proof or (address, port), 0.0)
-    return rendezvous_of_host("rank", member, {"start": name}, listener, shared), (name, port)
-
-
-def _join(
-    environment: LaunchEnvironment,
-    host: str,
-    newest: _Newest,
-    proof: Callable[[int], tuple[str, int]],
-    seconds: float,
-    shared: Path,
+def _meet_announced(
+    environment: LaunchEnvironment, board: _LaunchersStore | _File, seconds: float, shared: Path
 ) -> Rendezvous:
-    """Return the rendezvous with the rank 0 that answers at the newest port announced."""
+    """Meet at a port that the kernel picks and rank 0 announces; the others try the newest one announced."""
     rank, deadline, why = environment.rank, time.monotonic() + seconds, "it has not started"
+    if rank == 0:
+        listener = socket.create_server((board.listens_at, 0), backlog=4096)
+        name, port = secrets.token_hex(8), int(listener.getsockname()[1])
+        member = Membership(0, environment.size, board.secret_name(port), 0.0)
+        rendezvous = rendezvous_of_host("rank", member, {"start": name}, listener, shared)
+        board.announce(rendezvous, (name, port))
+        return rendezvous
     waiting = Waiting(f"rank {rank}", seconds)
     while time.monotonic() < deadline:
-        waiting.tell(lambda reason=why: f"rank 0 at {host} ({reason})")  # type: ignore[misc]
-        if (announced := newest()) is not None:
+        waiting.tell(lambda reason=why: f"rank 0 at {board.host} ({reason})")  # type: ignore[misc]
+        if (announced := board.newest()) is not None:
             name, port = announced
-            member, at = Membership(rank, environment.size, (host, port), 0.0), proof(port)
+            member, at = Membership(rank, environment.size, (board.host, port), 0.0), board.secret_name(port)
             try:
                 peers = Peers.join(member, {"start": name}, lambda at=at: secret_of(at, shared)[0])  # type: ignore[misc]
                 return rendezvous_of_peer("rank", member, peers)
             except PeerUnreachable as error:  # of an earlier start
-                why = f"port {port} of {host}: {error}"
+                why = f"port {port} of {board.host}: {error}"
             except NotPeerZero as error:
                 if "member" in (error.differs or ()):
                     raise MachineError(f"rank {rank} is already there: two processes have the same rank") from None
-                why = f"port {port} of {host} is used by another program"
+                why = f"port {port} of {board.host} is used by another program"
             except Unproven:
                 raise FaultError(unproven(at, shared)) from None
         time.sleep(POLL_SECONDS)
     raise MachineError(f"rank 0 cannot be reached within {seconds:g} s: {why}")
 
 
-def _announced(value: Any) -> tuple[str, int] | None:
+def _announced(value: Any) -> _Announced | None:
     if isinstance(value, list) and len(value) == 2 and type(value[1]) is int and 0 < value[1] < 2**16:
         return str(value[0]), value[1]
     return None

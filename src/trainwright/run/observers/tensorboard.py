@@ -15,13 +15,7 @@ if TYPE_CHECKING:
     from trainwright.run.observers.hooks import ObservedRun
 
 _STEP_SCALARS = (
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens",
-    "tokens_per_second",
-    "step_time",
-    "memory_bytes",
+    *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_time", "memory_bytes"),
     "resident_bytes",
 )
 _FLUSH_SECONDS = 10
