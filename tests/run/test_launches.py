@@ -79,10 +79,10 @@ def ranks(launches: NodeLaunches) -> tuple[int, int]:
     return ranks.first, ranks.size
 
 
-def test_a_lost_node_is_left_out_and_taken_in_again_when_it_is_back(two: Members) -> None:
-    first, second = two.all_arrive()
-    assert two.together(first.first, second.first) == [1, 1]
-    assert (ranks(first), ranks(second)) == ((0, 2), (1, 2))
+def lose_and_come_back(
+    two: Members, first: NodeLaunches, second: NodeLaunches, version: str = "1"
+) -> tuple[NodeLaunches, Future[int]]:
+    """Lose the second node, train on without it, and have it meet the first again; return it and what it waits for."""
     trains(first)
     lose(second)
     with pytest.raises(NodesLost):
@@ -90,15 +90,22 @@ def test_a_lost_node_is_left_out_and_taken_in_again_when_it_is_back(two: Members
     assert first.may_go_on and first.nodes.lost is not None and "node 1 (here) is gone" in first.nodes.lost
     assert first.next() == 1 and ranks(first) == (0, 1)
     trains(first)
-    back = two.arrive(1)
+    back = two.arrive(1, version=version)
     while not back.done():
         first.nodes.poll()
-    again = two.later(back.result().first)
+    return back.result(), two.later(back.result().first)
+
+
+def test_a_lost_node_is_left_out_and_taken_in_again_when_it_is_back(two: Members) -> None:
+    first, second = two.all_arrive()
+    assert two.together(first.first, second.first) == [1, 1]
+    assert (ranks(first), ranks(second)) == ((0, 2), (1, 2))
+    back, again = lose_and_come_back(two, first, second)
     wait_for(lambda: first.nodes.poll() or 1 in first.nodes.waiting)
     assert two.together(first.next) == [1]
     assert again.result(30) == 1
-    assert (ranks(first), ranks(back.result())) == ((0, 2), (1, 2))
-    assert back.result().has_launched
+    assert (ranks(first), ranks(back)) == ((0, 2), (1, 2))
+    assert back.has_launched
 
 
 def test_what_comes_back_on_another_node_is_noticed_while_the_run_trains(
@@ -206,16 +213,7 @@ def test_a_failure_is_raised_on_the_nodes_that_follow(two: Members) -> None:
 def test_a_node_that_comes_late_with_another_version_is_refused_and_harms_nobody(two: Members) -> None:
     first, second = two.all_arrive()
     two.together(first.first, second.first)
-    trains(first)
-    lose(second)
-    with pytest.raises(NodesLost):
-        wait_for(lambda: first.nodes.poll())
-    assert first.next() == 1
-    trains(first)
-    back = two.arrive(1, version="2")
-    while not back.done():
-        first.nodes.poll()
-    again = two.later(back.result().first)
+    _, again = lose_and_come_back(two, first, second, version="2")
     wait_for(lambda: first.nodes.poll() or again.done())
     with pytest.raises(NodeFailed, match="install the same on both"):
         again.result()

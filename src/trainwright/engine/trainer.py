@@ -299,8 +299,8 @@ class Trainer:
             self.strategy.discard_gradients()
         else:
             scale = self._clip_factor(gradients.norm) / self.progress.loss_scale
-            if (weights := getattr(self.strategy, "bf16_weights", None)) is not None:
-                weights.step = step
+            if self.strategy.bf16_weights is not None:
+                self.strategy.bf16_weights.step = step
             shortage = attempt(functools.partial(self.strategy.step, learning_rate, scale))
             if shortage is not None:  # a partial update must not be used
                 raise self._halving.error(step, gradients.batch, shortage)

@@ -55,8 +55,8 @@ def _with_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
     """Return a configuration whose DeepSpeed file is looked for where the tool would be started, too."""
     part = config.values.get("deepspeed_config")
     name = str(part.get("deepspeed_config_file")) if isinstance(part, dict) else "None"
-    found = None if Path(name).is_absolute() or config.directory is None else near(name, path)
-    return config if found is None else replace(config, directory=Path(str(found).removesuffix(name) or "."))
+    file = None if Path(name).is_absolute() or config.directory is None else near(name, path)
+    return config if file is None else replace(config, directory=Path(str(file).removesuffix(name) or "."))
 
 
 def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -109,8 +109,8 @@ def _deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     devices = {f"{key}_device": part.get("device") for key, part in zero.items() if isinstance(part, dict)}
-    kept = {key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)}
-    return {"zero_stage": zero.get("stage", 0), **kept}
+    offloaded = {key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)}
+    return {"zero_stage": zero.get("stage", 0), **offloaded}
 
 
 def _stage(path: Path) -> Any:

@@ -127,10 +127,10 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
             end = ")" if is_array else '"'
             body = _COMMENT.sub("", match.groups()[-1]).rstrip()
             if not body.endswith(end):
-                found = bisect_left(ends[end], at)
-                if found == len(ends[end]):
+                position = bisect_left(ends[end], at)
+                if position == len(ends[end]):
                     continue  # it ends nowhere
-                last = ends[end][found]
+                last = ends[end][position]
                 body = " ".join((body, *(part.strip().removesuffix("\\") for part in plain[at : last + 1])))
                 at = last + 1
             body = _substituted(body.removesuffix(end), variables)
@@ -157,9 +157,9 @@ def _substituted(text: str, variables: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         nonlocal added
         name, default = match[1] or match[2], match[3]
-        known = variables.get(name, default)
-        added += len(known or "")
-        return match[0] if known is None or added > _LONGEST_LINE else known
+        text = variables.get(name, default)
+        added += len(text or "")
+        return match[0] if text is None or added > _LONGEST_LINE else text
 
     return _VARIABLE.sub(value, text)
 
@@ -238,8 +238,8 @@ def _composed(name: str, words: Sequence[str], path: Path, line: int, overrides:
             written[key] = value
     root = primary.parent.absolute()
     chosen = {key: text for key, text in written.items() if "$" in text and (root / key.lstrip("+")).is_dir()}
-    known = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in written.items() if key not in chosen]
-    tree = compose(primary, root, known)
+    decided = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in written.items() if key not in chosen]
+    tree = compose(primary, root, decided)
     tree.file = path
     put(tree, f"{LAUNCHER}.composed", True, Origin(str(path), line))  # the overrides are in it
     for key, text in chosen.items():

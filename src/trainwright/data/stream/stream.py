@@ -279,6 +279,8 @@ class Stream(Generic[Data]):
         if not len(dataset):
             raise ValueError("a stream needs at least one example")
         self.dataset = dataset
+        # If its sources are tokenized while training.
+        self._streamed: StreamedDataset | None = dataset if isinstance(dataset, StreamedDataset) else None
         self.sizes: BatchSizes | FittingSizes | SetSizes = settings.warm_up or BatchSizes(settings.global_batch_size)
         if settings.sets:
             self.sizes = SetSizes(settings.global_batch_size, settings.sets)
@@ -322,18 +324,16 @@ class Stream(Generic[Data]):
 
         Outside of it, those of sources that are tokenized while training have the sizes of the first ones.
         """
-        if isinstance(self.dataset, StreamedDataset) and not ranks.alone:
-            return self.dataset.shards.reading(ranks)
-        return nullcontext()
+        return nullcontext() if self._streamed is None or ranks.alone else self._streamed.shards.reading(ranks)
 
     def state(self, step: int) -> dict[str, int]:
         """Return what a resumed run needs to read on at ``step``; empty if all examples are there."""
-        return self.dataset.begin_of(self.sizes.before(step)) if isinstance(self.dataset, StreamedDataset) else {}
+        return {} if self._streamed is None else self._streamed.begin_of(self.sizes.before(step))
 
     def resume(self, state: Mapping[str, int]) -> None:
         """Read on where ``state`` says."""
-        if state and isinstance(self.dataset, StreamedDataset):
-            self.dataset.resume(**state)
+        if state and self._streamed is not None:
+            self._streamed.resume(**state)
 
     def limit_rows(self, rows: int) -> None:
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
@@ -341,7 +341,7 @@ class Stream(Generic[Data]):
 
     def largest_step(self) -> int:
         """Return which of the first few hundred steps (of each stage) has the largest micro-batch, with padding."""
-        examples = len(self.dataset) if isinstance(self.dataset, StreamedDataset) else _LOOKED_AT_EXAMPLES
+        examples = _LOOKED_AT_EXAMPLES if self._streamed is None else len(self._streamed)
         limit = max(1, min(_LOOKED_AT_STEPS, examples // self.global_batch_size))
         begins = [0] if self.staged is None else self.staged.first_steps
         ends = [begin + limit if self.total_examples is None else min(begin + limit, len(self)) for begin in begins]
@@ -385,13 +385,10 @@ class Stream(Generic[Data]):
     def global_batch(self, step: int) -> GlobalBatch:
         """Return global batch ``step``, divided into micro-batches."""
         examples = self.examples(step)
-        if isinstance(self.dataset, StreamedDataset):
+        if self._streamed is not None:
             # Batches are made a step ahead, and other ranks may be a step behind; both steps may be repeated.
-            passed, unused = (
-                self.sizes.before(max(0, step - back)) // len(self.dataset)
-                for back in (_STEPS_BEHIND - 1, _STEPS_BEHIND)
-            )
-            self.dataset.shards.pass_by(passed, unused)
+            begins = (self.sizes.before(max(0, step - back)) for back in (_STEPS_BEHIND - 1, _STEPS_BEHIND))
+            self._streamed.shards.pass_by(*(begin // len(self._streamed) for begin in begins))
         if self.total_examples is None or self.sizes.before(step + 1) < self.total_examples:
             self.dataset.will_need(self.examples(step + 1))  # prefetch while this step is computed
         return self.divide(examples, max_length=None if self.staged is None else self.staged.max_length(step))
@@ -445,7 +442,7 @@ class Stream(Generic[Data]):
                 order = permuted(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:
                     order = drawn(self.dataset.mixture, epoch, key)[order]
-            if isinstance(self.dataset, StreamedDataset):  # an epoch is a shard
+            if self._streamed is not None:  # an epoch is a shard
                 order = order + epoch * size
             if paired is not None:
                 order = order + size * drawn([MixturePart(paired.count, size)], epoch, f"{key}/companions")

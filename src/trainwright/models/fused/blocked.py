@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.library import custom_op
 
+from trainwright.models.fused.operators import differentiate_rotary
 from trainwright.parallel.constants import PART_TOKENS
 
 
@@ -198,12 +199,4 @@ def _of_heads(heads: torch.Tensor, inverse: bool) -> torch.Tensor:
     return torch.empty_like(heads, memory_format=torch.contiguous_format if inverse else torch.preserve_format)
 
 
-def _keep_rotary(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[2:4])
-
-
-def _rotary_backward(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*rotary(of_query, of_key, *ctx.saved_tensors, True), None, None, None)
-
-
-rotary.register_autograd(_rotary_backward, setup_context=_keep_rotary)
+differentiate_rotary(rotary)

@@ -318,16 +318,20 @@ def _like(heads: torch.Tensor) -> torch.Tensor:
     return heads.new_empty((rows, tokens, count, size)).transpose(1, 2)
 
 
-def _keep_rotary(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[2:4])
+def differentiate_rotary(operator: Any) -> None:
+    """Register the gradients of an operator with the arguments of ``rotary``: the heads' gradients, rotated back."""
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[2:4])
+
+    def backward(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_query, of_key = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_query, of_key))
+        return (*operator(of_query, of_key, *ctx.saved_tensors, True), None, None, None)
+
+    operator.register_autograd(backward, setup_context=keep)
 
 
-def _rotary_backward(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    of_query, of_key = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_query, of_key))
-    return (*rotary(of_query, of_key, *ctx.saved_tensors, True), None, None, None)
-
-
-rotary.register_autograd(_rotary_backward, setup_context=_keep_rotary)
+differentiate_rotary(rotary)
 
 
 def _rows_of_program(rows: int) -> int:

@@ -15,6 +15,7 @@ from trainwright.engine.task import LossSum
 from trainwright.models.linear_losses import Head, top_entropy
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.schema import RecipeSchema
+from trainwright.recipe.sections.fields import Section
 from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
 from trainwright.tasks.sft.spec import SftSection
 
@@ -48,7 +49,7 @@ class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
     def _label_smoothing(self) -> float:
-        section = getattr(self._recipe, self._recipe.spec.name)  # of another kind in a task that builds on this one
+        section = self._recipe.own(Section)  # of another kind in a task that builds on this one
         return section.label_smoothing if isinstance(section, SftSection) else 0.0
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
