@@ -14,9 +14,9 @@ from tests.recipe.conftest import SMALLEST
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.problems import meaning_of
 from trainwright.recipe.schema import recipe_model
-from trainwright.recipe.synonyms import ANSWERS, SECTION_WORDS, SECTIONS, OwnKey, our_key
+from trainwright.recipe.synonyms import SECTION_WORDS, SECTIONS, OwnKey, answers, our_key
 
-NAMES = [(name, answer) for answer, names in ANSWERS.items() for name in names.split()]
+NAMES = [(name, answer) for answer, names in answers().items() for name in names.split()]
 Refusal = Callable[..., list[str]]
 
 
@@ -104,9 +104,9 @@ def test_a_sentence_with_dollars_is_no_placeholder(write: Callable[..., Path]) -
 
 def test_every_answer_names_keys_of_the_schema() -> None:
     sections = "|".join(recipe_model().model_fields)
-    keys = {answer.key for answer in ANSWERS if isinstance(answer, OwnKey)} | set(SECTIONS.values())
+    keys = {answer.key for answer in answers() if isinstance(answer, OwnKey)} | set(SECTIONS.values())
     keys |= {f"{section}.{key}" for section, key in SECTION_WORDS.items()}
-    for answer in ANSWERS:
+    for answer in answers():
         text = answer.note or "" if isinstance(answer, OwnKey) else answer
         keys |= set(re.findall(rf"\b(?:{sections})\.[a-z_]+", text))
     assert len(keys) > 60
@@ -123,7 +123,7 @@ def test_no_name_of_another_tool_is_a_key_at_its_place_or_has_two_answers() -> N
         assert meaning_of(name) == answer, name
 
 
-@pytest.mark.parametrize("answer", [item for item in ANSWERS if isinstance(item, OwnKey) and item.value], ids=str)
+@pytest.mark.parametrize("answer", [item for item in answers() if isinstance(item, OwnKey) and item.value], ids=str)
 def test_every_suggested_value_is_one_of_its_key(write: Callable[..., Path], answer: OwnKey) -> None:
     try:
         load_recipe(write(SMALLEST), [f"{answer.key}={answer.value}"])

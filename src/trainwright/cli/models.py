@@ -16,14 +16,25 @@ if TYPE_CHECKING:
     from trainwright.tasks.unlearn.evaluation.study_file import Results
 
 
+AnyModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A run directory, a checkpoint, an adapter, a model directory or a Hugging Face id."
+    ),
+]
+Adapter = Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to apply to MODEL.")]
+OneCheckpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHICH", help="For a run: final, best, newest or a step. Default: the first of these that exists."
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that support it.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Rows to answer per batch.")]
+
+
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run directory, a checkpoint, an adapter, a model directory or a Hugging Face id.",
-        ),
-    ],
+    model: AnyModel,
     data: Annotated[
         str | None,
         typer.Option(
@@ -63,13 +74,8 @@ def evaluate(
     relearning_rate: Annotated[
         float | None, typer.Option(help="For relearning: the learning rate. Default: 1e-5.")
     ] = None,
-    adapter: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to apply to MODEL.")] = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHICH", help="For a run: final, best, newest or a step. Default: the first of these that exists."
-        ),
-    ] = None,
+    adapter: Adapter = None,
+    checkpoint: OneCheckpoint = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="NAME,NAME…", help="Metrics to compute. Default: those of the task.")
     ] = None,
@@ -99,8 +105,8 @@ def evaluate(
         Path | None,
         typer.Option("--lm-eval-include", metavar="DIRECTORY", help="Directory with further task definitions."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that support it.")] = "auto",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows to answer per batch.")] = None,
+    dtype: Dtype = "auto",
+    batch_size: BatchSize = None,
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="Number of processes. Default: one per GPU, or one.")
     ] = None,
@@ -143,13 +149,7 @@ def evaluate(
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run directory, a checkpoint, an adapter, a model directory or a Hugging Face id.",
-        ),
-    ],
+    model: AnyModel,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this prompt and exit.")] = None,
     file: Annotated[
         str | None,
@@ -171,13 +171,8 @@ def generate(
         bool,
         typer.Option("--plain", help="Continue texts without a chat template; the default for models that have none."),
     ] = False,
-    adapter: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to apply to MODEL.")] = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHICH", help="For a run: final, best, newest or a step. Default: the first of these that exists."
-        ),
-    ] = None,
+    adapter: Adapter = None,
+    checkpoint: OneCheckpoint = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 512,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Sampling temperature. 0: always take the most likely token.")
@@ -189,8 +184,8 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the sampling, combined with the row's number. Default: 0.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that support it.")] = "auto",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows to answer per batch.")] = None,
+    dtype: Dtype = "auto",
+    batch_size: BatchSize = None,
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="For --file: number of processes. Default: one per GPU, or one.")
     ] = None,

@@ -76,30 +76,14 @@ def submit(
     The run is planned for the described nodes first. The job resumes the run if it has begun, so the same command
     continues it. Defaults are in the recipe's section launch and in clusters.yaml.
     """
+    options = {name: value for name, value in locals().items() if name not in ("arguments", "print_only")}
     import trainwright as tw
     from trainwright.recipe.loading import split_words
 
     recipe, overrides = split_words(arguments)
     if recipe is None:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("submit --to slurm"))
-    submission = tw.submit(
-        recipe,
-        *overrides,
-        to=to,
-        name=name,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cpus_per_node=cpus_per_node,
-        time=time,
-        partition=partition,
-        account=account,
-        array=array,
-        jobs=jobs,
-        until_done=until_done,
-        manifest=manifest,
-        force=force,
-        dry_run=print_only,
-    )
+    submission = tw.submit(recipe, *overrides, **options, dry_run=print_only)
     if print_only:
         say(submission.script, end="", wrap=False)
         return

@@ -305,12 +305,7 @@ _MEASURED = ("calibration", "measurement")
 # What the cluster was made from, to replace this machine.
 _DETECTED = "machine"
 _LEAST_ONE = (
-    "nodes",
-    "devices_per_node",
-    "host_memory_bytes",
-    "cpu_cores",
-    "card.memory_bytes",
-    "card.nominal_bytes",
+    *("nodes", "devices_per_node", "host_memory_bytes", "cpu_cores", "card.memory_bytes", "card.nominal_bytes"),
 )
 _FIX = "`trainwright machine --json > FILE` writes such a file"
 VARIABLE = "TRAINWRIGHT_MACHINE"

@@ -27,20 +27,11 @@ from trainwright.models.low_rank import separate_adapters
 # Operations whose results `selective` keeps: they take most of a block's time. The name of the attention operation
 # depends on the kernel.
 _PLAIN = {
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_scaled_mm_v2",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "torch_attn::_varlen_attn",
-    "trainwright::packed_flash_cpu",
-    "flash_attn::_flash_attn_varlen_forward",
-    "flash_attn_3::_flash_attn_forward",
-    "flex_attention",
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm_v2"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
+    *("torch_attn::_varlen_attn", "trainwright::packed_flash_cpu", "flash_attn::_flash_attn_varlen_forward"),
+    *("flash_attn_3::_flash_attn_forward", "flex_attention"),
 }
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}  # mixtures of experts
 

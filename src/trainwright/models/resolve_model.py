@@ -39,14 +39,7 @@ _PRECISIONS: dict[str, Precision] = {"BF16": "bf16", "F16": "fp16"}
 _OF_CONFIGURATIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 # Files downloaded from the Hub: weights only as safetensors, so that no pickle is ever stored.
 HUB_FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "*.model",
-    "merges.txt",
-    "vocab.txt",
-    "LICENSE*",
-    "README.md",
+    *("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "README.md"),
 ]
 INDEX = "model.safetensors.index.json"
 HUB_TIMEOUT = 5.0  # seconds

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from trainwright.run.supervisor import Watcher
     from trainwright.tasks.dpo.spec import PreferenceLoss
 
+
+def _constants(module: str, names: str) -> dict[str, str]:
+    """Return where the objects of these names are: constants of a module, in capitals."""
+    return {name: f"trainwright.{module}:{name.upper()}" for name in names.split()}
+
+
 # Each is in a module that imports no torch.
 TASKS: Registry[TaskSpec] = Registry(
     "trainwright.tasks",
@@ -78,22 +84,10 @@ ROW_KINDS: Registry[Any] = Registry(
 # Each is a tasks.unlearn.objective.Objective in a module that imports no torch.
 OBJECTIVES: Registry[Any] = Registry(
     "trainwright.objectives",
-    {
-        "grad_ascent": "trainwright.tasks.unlearn.section:GRAD_ASCENT",
-        "grad_diff": "trainwright.tasks.unlearn.section:GRAD_DIFF",
-        "npo": "trainwright.tasks.unlearn.section:NPO",
-        "simnpo": "trainwright.tasks.unlearn.section:SIMNPO",
-        "dpo": "trainwright.tasks.unlearn.section:DPO",
-        "altpo": "trainwright.tasks.unlearn.section:ALTPO",
-        "idk_nll": "trainwright.tasks.unlearn.section:IDK_NLL",
-        "rmu": "trainwright.tasks.unlearn.section:RMU",
-        "undial": "trainwright.tasks.unlearn.section:UNDIAL",
-        "wga": "trainwright.tasks.unlearn.section:WGA",
-        "satimp": "trainwright.tasks.unlearn.section:SATIMP",
-        "ce_u": "trainwright.tasks.unlearn.section:CE_U",
-        "pdu": "trainwright.tasks.unlearn.section:PDU",
-        "task_vector": "trainwright.tasks.unlearn.section:TASK_VECTOR",
-    },
+    _constants(
+        "tasks.unlearn.section",
+        "grad_ascent grad_diff npo simnpo dpo altpo idk_nll rmu undial wga satimp ce_u pdu task_vector",
+    ),
     kind="objective",
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
 )
@@ -101,19 +95,7 @@ OBJECTIVES: Registry[Any] = Registry(
 # Each is a tasks.dpo.spec.PreferenceLoss in a module that imports no torch.
 PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
     "trainwright.preference_losses",
-    {
-        "dpo": "trainwright.tasks.dpo.spec:DPO",
-        "ipo": "trainwright.tasks.dpo.spec:IPO",
-        "kto": "trainwright.tasks.dpo.spec:KTO",
-        "hinge": "trainwright.tasks.dpo.spec:HINGE",
-        "robust": "trainwright.tasks.dpo.spec:ROBUST",
-        "apo_zero": "trainwright.tasks.dpo.spec:APO_ZERO",
-        "apo_down": "trainwright.tasks.dpo.spec:APO_DOWN",
-        "sppo": "trainwright.tasks.dpo.spec:SPPO",
-        "simpo": "trainwright.tasks.dpo.spec:SIMPO",
-        "cpo": "trainwright.tasks.dpo.spec:CPO",
-        "orpo": "trainwright.tasks.dpo.spec:ORPO",
-    },
+    _constants("tasks.dpo.spec", "dpo ipo kto hinge robust apo_zero apo_down sppo simpo cpo orpo"),
     kind="preference loss",
     required=("function", "reads", "has_reference", "averages", "sft_weight", "rates_answers"),
 )
@@ -121,11 +103,7 @@ PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
 # Each is a recipe.adapter_spec.AdapterSpec.
 ADAPTERS: Registry[AdapterSpec] = Registry(
     "trainwright.adapters",
-    {
-        "lora": "trainwright.recipe.adapter_spec:LORA",
-        "dora": "trainwright.recipe.adapter_spec:DORA",
-        "oft": "trainwright.recipe.adapter_spec:OFT",
-    },
+    _constants("recipe.adapter_spec", "lora dora oft"),
     kind="adapter",
     required=("summary", "settings", "reads", "unchanged", "of_ends", "peft_type"),
 )
@@ -133,19 +111,10 @@ ADAPTERS: Registry[AdapterSpec] = Registry(
 # Each is a recipe.optimizer_spec.OptimizerSpec.
 OPTIMIZERS: Registry[OptimizerSpec] = Registry(
     "trainwright.optimizers",
-    {
-        "adamw": "trainwright.recipe.optimizer_spec:ADAMW",
-        "muon": "trainwright.recipe.optimizer_spec:MUON",
-        "sgd": "trainwright.recipe.optimizer_spec:SGD",
-        "rmsprop": "trainwright.recipe.optimizer_spec:RMSPROP",
-        "adagrad": "trainwright.recipe.optimizer_spec:ADAGRAD",
-        "ademamix": "trainwright.recipe.optimizer_spec:ADEMAMIX",
-        "lion": "trainwright.recipe.optimizer_spec:LION",
-        "adafactor": "trainwright.recipe.optimizer_spec:ADAFACTOR",
-        "schedule_free_adamw": "trainwright.recipe.optimizer_spec:SCHEDULE_FREE_ADAMW",
-        "adamw_8bit": "trainwright.recipe.optimizer_spec:ADAMW_8BIT",
-        "lion_8bit": "trainwright.recipe.optimizer_spec:LION_8BIT",
-    },
+    _constants(
+        "recipe.optimizer_spec",
+        "adamw muon sgd rmsprop adagrad ademamix lion adafactor schedule_free_adamw adamw_8bit lion_8bit",
+    ),
     kind="optimizer",
     required=("summary", "implementation", "reads", "state", "whole_matrices"),
 )
@@ -153,16 +122,10 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
 # Each is a recipe.optimizer_spec.ScheduleSpec.
 SCHEDULES: Registry[ScheduleSpec] = Registry(
     "trainwright.schedules",
-    {
-        "constant": "trainwright.recipe.optimizer_spec:CONSTANT",
-        "linear": "trainwright.recipe.optimizer_spec:LINEAR",
-        "cosine": "trainwright.recipe.optimizer_spec:COSINE",
-        "warmup_stable_decay": "trainwright.recipe.optimizer_spec:WARMUP_STABLE_DECAY",
-        "polynomial": "trainwright.recipe.optimizer_spec:POLYNOMIAL",
-        "cosine_restarts": "trainwright.recipe.optimizer_spec:COSINE_RESTARTS",
-        "inverse_sqrt": "trainwright.recipe.optimizer_spec:INVERSE_SQRT",
-        "reduce_on_plateau": "trainwright.recipe.optimizer_spec:REDUCE_ON_PLATEAU",
-    },
+    _constants(
+        "recipe.optimizer_spec",
+        "constant linear cosine warmup_stable_decay polynomial cosine_restarts inverse_sqrt reduce_on_plateau",
+    ),
     kind="schedule",
     required=("factor", "reads", "in_decay_steps", "falls"),
 )
@@ -369,18 +332,10 @@ HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
 # Each is a models.attention.kernels.AttentionKernel in a module that imports no torch. The fastest first.
 ATTENTION_KERNELS: Registry[AttentionKernel] = Registry(
     "trainwright.attention_kernels",
-    {
-        "flash_attn_4": "trainwright.models.attention.kernels:FLASH_ATTN_4",
-        "flash_attn_3": "trainwright.models.attention.kernels:FLASH_ATTN_3",
-        "varlen": "trainwright.models.attention.kernels:VARLEN",
-        "flash_attn": "trainwright.models.attention.kernels:FLASH_ATTN",
-        "sdpa_each": "trainwright.models.attention.kernels:SDPA_EACH",
-        "flex": "trainwright.models.attention.kernels:FLEX",
-        "cpu_flash": "trainwright.models.attention.kernels:CPU_FLASH",
-        "scores": "trainwright.models.attention.kernels:SCORES",
-        "sdpa": "trainwright.models.attention.kernels:SDPA",
-        "eager": "trainwright.models.attention.kernels:EAGER",
-    },
+    _constants(
+        "models.attention.kernels",
+        "flash_attn_4 flash_attn_3 varlen flash_attn sdpa_each flex cpu_flash scores sdpa eager",
+    ),
     kind="attention kernel",
     required=("title", "packed", "memory", "vendors", "implementation", "before", "features", "widths"),
 )

@@ -46,45 +46,20 @@ _OTHERS = {
 _PRECISIONS = ("NO", "BF16", "FP16", "FP8")
 _TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "commands")
 _PARTS = (
-    "fsdp_config",
-    "deepspeed_config",
-    "dynamo_config",
-    "parallelism_config",
-    "fp8_config",
-    "mpirun_config",
-    "megatron_lm_config",
-    "ipex_config",
-    "tp_config",
+    *("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config"),
+    *("megatron_lm_config", "ipex_config", "tp_config"),
 )
 _PLAIN_KEYS = (
-    "compute_environment",
-    "distributed_type",
-    "mixed_precision",
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "gpu_ids",
-    "use_cpu",
-    "rdzv_backend",
-    "same_network",
-    "downcast_bf16",
-    "dynamo_backend",
-    "main_training_function",
-    "enable_cpu_affinity",
-    "gradient_accumulation_steps",
+    *("compute_environment", "distributed_type", "mixed_precision", "num_processes", "num_machines", "machine_rank"),
+    *("main_process_ip", "main_process_port", "gpu_ids", "use_cpu", "rdzv_backend", "same_network", "downcast_bf16"),
+    *("dynamo_backend", "main_training_function", "enable_cpu_affinity", "gradient_accumulation_steps"),
 )
 
 
 # Keys that only apply to the strategy that the file names.
 _OF_THE_STRATEGY = (
-    "parallel.replicate_size",
-    "parallel.reshard_after_forward",
-    "parallel.offload_parameters",
-    "parallel.offload_optimizer",
-    "parallel.wrap",
-    "parallel.deepspeed_config",
+    *("parallel.replicate_size", "parallel.reshard_after_forward", "parallel.offload_parameters"),
+    *("parallel.offload_optimizer", "parallel.wrap", "parallel.deepspeed_config"),
 )
 
 

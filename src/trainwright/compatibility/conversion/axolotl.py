@@ -307,13 +307,7 @@ def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None
 
 _USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "<｜end▁of▁sentence｜>")
 _HARMLESS = (
-    "swanlab",
-    "liger",
-    "cut_cross_entropy",
-    "moe_kernels",
-    "kernels",
-    "expert_parallel",
-    "lm_eval",
+    *("swanlab", "liger", "cut_cross_entropy", "moe_kernels", "kernels", "expert_parallel", "lm_eval"),
     "llm_compressor",
 )
 _OTHERS = {

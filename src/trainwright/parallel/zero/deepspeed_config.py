@@ -35,35 +35,16 @@ _PASSED = {
     "dump_state",
 }
 _PASSED_SIZES = {
-    "allgather_bucket_size",
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "module_granularity_threshold",
-    "reduce_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
+    *("allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "reduce_bucket_size"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
+    *("stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
     "sub_group_size",
 }
 _PASSED_SWITCHES = {
-    "allgather_partitions",
-    "contiguous_gradients",
-    "enable_sanity_checks",
-    "ignore_unused_parameters",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "overlap_comm",
-    "parameter_alignment",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "stage3_allgather_sequential",
-    "stage3_use_all_reduce_for_fetch_params",
+    *("allgather_partitions", "contiguous_gradients", "enable_sanity_checks", "ignore_unused_parameters"),
+    *("log_trace_cache_warnings", "memory_efficient_linear", "overlap_comm", "parameter_alignment", "reduce_scatter"),
+    *("round_robin_gradients", "stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params"),
     "use_multi_rank_bucket_allreduce",
 }
 _PASSED_ZERO = _PASSED_SIZES | _PASSED_SWITCHES
@@ -503,23 +484,9 @@ DEFAULTS: dict[str, Any] = {
 }
 # Sections of DeepSpeed that have no effect while `enabled` is false, the default.
 _OPTIONAL = {
-    "amp",
-    "autotuning",
-    "comet",
-    "comms_logger",
-    "csv_monitor",
-    "curriculum_learning",
-    "data_efficiency",
-    "eigenvalue",
-    "elasticity",
-    "flops_profiler",
-    "hybrid_engine",
-    "progressive_layer_drop",
-    "quantize_training",
-    "tensorboard",
-    "torch_autocast",
-    "wandb",
-    "weight_quantization",
+    *("amp", "autotuning", "comet", "comms_logger", "csv_monitor", "curriculum_learning", "data_efficiency"),
+    *("eigenvalue", "elasticity", "flops_profiler", "hybrid_engine", "progressive_layer_drop", "quantize_training"),
+    *("tensorboard", "torch_autocast", "wandb", "weight_quantization"),
 }
 
 
