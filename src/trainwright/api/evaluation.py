@@ -25,7 +25,7 @@ from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
-    from trainwright.inference.evaluation.request import EvaluationRequest
+    from trainwright.inference.evaluation.metrics import EvaluationRequest
     from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
@@ -247,7 +247,7 @@ def written(report: Any, directory: Path) -> list[str]:
 
 def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     """Return the request, after checking that its options are consistent. Raises RequestError."""
-    from trainwright.inference.evaluation.request import EvaluationRequest
+    from trainwright.inference.evaluation.metrics import EvaluationRequest
 
     on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
     if on_benchmark:

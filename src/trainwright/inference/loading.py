@@ -16,8 +16,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.inference.finding import UnloadedModel
 from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
-from trainwright.models.causal_lm import CausalLM, check_model
-from trainwright.models.freezing import freeze
+from trainwright.models.causal_lm import CausalLM, check_model, freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve, weight_files
 from trainwright.models.safetensors_files import stored_elements

@@ -34,10 +34,9 @@ from trainwright.inference.generation import Sampling, answer_batch, new_token_l
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
-from trainwright.models.causal_lm import CausalLM, check_model
+from trainwright.models.causal_lm import CausalLM, check_model, freeze
 from trainwright.models.files import check_saved, logits_of, save_model
 from trainwright.models.float8 import use_float8
-from trainwright.models.freezing import freeze
 from trainwright.models.load import (
     check_adapter,
     dtype_to_save,

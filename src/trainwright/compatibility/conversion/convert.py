@@ -167,11 +167,7 @@ FAILED: tuple[Status, ...] = ("needs", "not possible", "unknown")
 _FUNCTIONS = "trainwright.compatibility.conversion"
 # Functions that read expressions of scripts.
 _OF_CODE = (
-    "unsloth:",
-    "functions:precision",
-    "functions:model_name",
-    "functions:observers",
-    "llamafactory:precision",
+    *("unsloth:", "functions:precision", "functions:model_name", "functions:observers", "llamafactory:precision"),
     "torchtune:model",
 )
 _AROUND = ("functions:read_launcher", "sources:set_sources")

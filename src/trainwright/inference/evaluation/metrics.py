@@ -1,4 +1,4 @@
-"""The metrics of answers: the same answer as the reference, words in common with it, and JSON that follows a schema.
+"""The request of an evaluation; and metrics of answers: the same as the reference, words in common, JSON by a schema.
 
 Short answers are extracted from texts by a pattern and compared as numbers if both are.
 """
@@ -13,6 +13,7 @@ import string
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,3 +226,50 @@ def _rouge_scorer(stem: bool) -> Any:
 
 def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+QUICK_ROWS, USUAL_ANSWERS = 50, 200
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """The request of an evaluation. ``metrics`` in display order; ``explicit``: they were named by the user;
+    ``on_benchmark``: on an unlearning benchmark, named or the run's own, instead of rows.
+    """
+
+    model: str
+    metrics: tuple[str, ...]
+    explicit: bool = False
+    against: str | None = None
+    adapter: str | None = None
+    checkpoint: str | None = None
+    data: str | None = None
+    format: str = "auto"
+    limit: int | None = None
+    quick: bool = False
+    full: bool = False
+    answer_pattern: str | None = None
+    json_schema: str | None = None
+    max_new_tokens: int = 256
+    max_length: int | None = None
+    dtype: str = "fp32"
+    batch_size: int | None = None
+    tasks: tuple[str, ...] = ()
+    task_directory: str | None = None
+    on_benchmark: bool = False
+    benchmark: str | None = None
+    reference_log: str | None = None
+    reference_model: str | None = None
+    tokenizer: str | None = None
+    relearning_steps: int = 20
+    relearning_rate: float = 1e-5
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the options that were given or have a default, as plain values."""
+        return {key: value for key, value in asdict(self).items() if value not in (None, (), False)}
+
+    @property
+    def on_rows(self) -> bool:
+        """Return whether rows are measured, and not only tasks of lm-evaluation-harness."""
+        return self.data is not None or not self.tasks

@@ -27,9 +27,16 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import AnswerSettings, Stage, answer_all
 from trainwright.inference.evaluation.measure import Measurement, MeasurementSettings, Origins, compare, measure
-from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
+from trainwright.inference.evaluation.metrics import (
+    LIKELIHOODS,
+    QUICK_ROWS,
+    USUAL_ANSWERS,
+    AnswerMatch,
+    EvaluationRequest,
+    Judge,
+    judges,
+)
 from trainwright.inference.evaluation.report import Report
-from trainwright.inference.evaluation.request import QUICK_ROWS, USUAL_ANSWERS, EvaluationRequest
 from trainwright.inference.evaluation.rows import EncodedRows, EvaluationRows, drawn, encode, joined, read
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.generation import Sampling, stop_of

@@ -23,8 +23,7 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import ForwardOnly, LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import adapted_layers, switched_off
-from trainwright.models.causal_lm import CausalLM
-from trainwright.models.freezing import freeze
+from trainwright.models.causal_lm import CausalLM, freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
 from trainwright.models.resolve_model import resolve
 from trainwright.models.truncate_config import layer_count

@@ -17,7 +17,7 @@ import torch
 from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.inference.answering import Stage
-from trainwright.inference.evaluation.request import EvaluationRequest
+from trainwright.inference.evaluation.metrics import EvaluationRequest
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.machine.machine import Machine
