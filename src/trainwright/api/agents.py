@@ -39,11 +39,7 @@ def may_be_agent(model: str) -> bool:
 
 
 def measure_agent(
-    model: str,
-    checkpoint: str | None,
-    trial: Mapping[str, Any],
-    of_texts: Mapping[str, Any],
-    num_processes: int | None,
+    model: str, checkpoint: str | None, trial: Mapping[str, Any], of_texts: Mapping[str, Any], num_processes: int | None
 ) -> AgentReport | None:
     """Evaluate the agent and return the report, or None if the model is not an agent.
 

@@ -101,9 +101,7 @@ class Run:
         return [event for event in events if kind in (None, event["event"])]
 
     def columns(self, kind: str = "step") -> dict[str, list[Any]]:
-        """Return the events of one kind as columns by field, including one per metric; None where a row lacks the
-        field.
-        """
+        """Return the events of one kind as columns by field, and by metric; None where a row lacks the field."""
         rows = [_flat(event) for event in self.events(kind)]
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: [row.get(name) for row in rows] for name in names}

@@ -120,9 +120,7 @@ class _StudySteps:
         return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
 
     def _metrics(self, benchmark: Benchmark) -> list[str]:
-        """Return the metrics that are asked for, or all that lack nothing. Raises the errors that would otherwise come
-        later.
-        """
+        """Return the metrics asked for, or all that lack nothing. Raises the errors that would otherwise come later."""
         from trainwright.tasks.unlearn.evaluation.items import read_sets
         from trainwright.tasks.unlearn.evaluation.registry import METRICS, missing, usual
 
@@ -138,9 +136,7 @@ class _StudySteps:
         return names
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
-        """Return the recipes of all runs. Each is checked before the first starts, and the rows to forget for
-        overlaps.
-        """
+        """Return the recipes of all runs; each is checked before the first starts, and rows to forget for overlaps."""
         from trainwright.recipe.loading import load_recipe
         from trainwright.tasks.unlearn.evaluation.study_file import FULL, requests_of
         from trainwright.tasks.unlearn.section import data_of

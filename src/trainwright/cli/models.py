@@ -55,11 +55,7 @@ def evaluate(
     ] = None,
     reference_log: Annotated[
         Path | None,
-        typer.Option(
-            "--reference-log",
-            metavar="FILE",
-            help="log.json of a model that never saw the forget set.",
-        ),
+        typer.Option("--reference-log", metavar="FILE", help="log.json of a model that never saw the forget set."),
     ] = None,
     reference_model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="For mia_reference: a model that never saw the forget set.")
@@ -243,8 +239,7 @@ def export(
     out: Annotated[Path, typer.Option(metavar="PATH", help="Output file or directory; must not exist.")],
     to: Annotated[str, typer.Option(metavar="safetensors|gguf|adapter", help="Output format.")] = "safetensors",
     dtype: Annotated[
-        str | None,
-        typer.Option(metavar="TYPE", help="gguf: f16 (default) or f32. safetensors: fp32, bf16 or fp16."),
+        str | None, typer.Option(metavar="TYPE", help="gguf: f16 (default) or f32. safetensors: fp32, bf16 or fp16.")
     ] = None,
     checkpoint: Checkpoint = None,
     trust_code: TrustCode = False,
@@ -298,9 +293,7 @@ def unlearn_study(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="STUDY [KEY=VALUE]...",
-            help="The study's YAML file, and overrides.",
-            show_default=False,
+            metavar="STUDY [KEY=VALUE]...", help="The study's YAML file, and overrides.", show_default=False
         ),
     ],
 ) -> None:

@@ -14,8 +14,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, check and desc
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides of recipe values, in YAML."),
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides of recipe values, in YAML.")
 ]
 
 
@@ -102,11 +101,7 @@ def recipe_json_schema() -> dict[str, Any]:
         "description": "Recipe files to merge first, relative to this one; the later file wins.",
     }
     _tidy(schema)
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Trainwright recipe",
-        **schema,
-    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Trainwright recipe", **schema}
 
 
 def _tidy(node: Any) -> None:

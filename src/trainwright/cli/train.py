@@ -252,8 +252,7 @@ def _bare_resume(args: list[str], i: int) -> str:
 
 def stop(
     run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="The run's directory, or that of an array's runs.", show_default=False),
+        Path, typer.Argument(metavar="RUN", help="The run's directory, or that of an array's runs.", show_default=False)
     ],
     timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the run has ended; 0: do not wait.")

@@ -101,13 +101,11 @@ _ELSEWHERE = {
 
 def setup(
     config_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The file to write or show. Default: Accelerate's default path."),
+        Path | None, typer.Option(metavar="FILE", help="The file to write or show. Default: Accelerate's default path.")
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Show the file and its effect on this machine.")] = False,
     yes: Annotated[
-        bool,
-        typer.Option("--yes", help="Accept all suggested answers; an existing file is kept as FILE.bak."),
+        bool, typer.Option("--yes", help="Accept all suggested answers; an existing file is kept as FILE.bak.")
     ] = False,
 ) -> None:
     """Write an Accelerate file for this machine, with suggested answers; replaces `accelerate config`.

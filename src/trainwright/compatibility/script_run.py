@@ -90,12 +90,7 @@ class ScriptOptions:
 
 
 def launch_script(
-    script: str,
-    arguments: tuple[str, ...],
-    options: ScriptOptions,
-    *,
-    module: bool,
-    logs: Path | None,
+    script: str, arguments: tuple[str, ...], options: ScriptOptions, *, module: bool, logs: Path | None
 ) -> int:
     """Run the script to its end; return its exit code. Changes this process.
 

@@ -39,10 +39,7 @@ class ProcessSetting(NamedTuple):
 
 
 def calibrate(
-    machine: Machine,
-    seconds: float = SECONDS,
-    say: Callable[[str], None] = lambda text: None,
-    limit: float = LIMIT,
+    machine: Machine, seconds: float = SECONDS, say: Callable[[str], None] = lambda text: None, limit: float = LIMIT
 ) -> Calibration:
     """Measure ``machine``, which must be this one, in about ``seconds``.
 

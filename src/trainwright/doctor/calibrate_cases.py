@@ -153,13 +153,7 @@ def traffic_of(
 
 
 def attention_of(
-    precision: str,
-    length: int,
-    device: torch.device,
-    shape: Shape,
-    held_out: bool = False,
-    *,
-    dense: bool = False,
+    precision: str, length: int, device: torch.device, shape: Shape, held_out: bool = False, *, dense: bool = False
 ) -> list[CalibrationCase]:
     """Return both directions of causal attention within sequences of about one length.
 

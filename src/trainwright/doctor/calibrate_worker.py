@@ -323,13 +323,7 @@ _BUILDERS: dict[str, Callable[[World, int], Run]] = {
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 # Form of a curve by the first part of its name; all others are tables.
-_FORM = {
-    "product": "product",
-    "collective": "amount",
-    "host": "amount",
-    "loss": "amount",
-    "data": "batch",
-}
+_FORM = {"product": "product", "collective": "amount", "host": "amount", "loss": "amount", "data": "batch"}
 
 
 def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:

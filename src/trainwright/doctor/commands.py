@@ -223,9 +223,7 @@ def verify(
         raise typer.Exit(EXIT_TRAINING)
 
 
-def calibrate(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def calibrate(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Measure this machine in under a minute, for plans to use; cached until torch or the driver changes.
 
     Matrix products, memory, attention, the optimizer and collectives, in one process and in as many as training may

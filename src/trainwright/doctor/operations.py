@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 
 def check_machine(
-    *checks: str,
-    ports: Sequence[int] = (),
-    directories: Sequence[str | PathLike[str]] = (),
-    progress: bool = False,
+    *checks: str, ports: Sequence[int] = (), directories: Sequence[str | PathLike[str]] = (), progress: bool = False
 ) -> MachineReport:
     """Check whether this machine is fit for training; what ``trainwright doctor`` does.
 

@@ -103,11 +103,7 @@ def reference_of(recipe: RecipeSchema) -> RecipeSchema:
 
 
 def _prepared_model(
-    recipe: RecipeSchema,
-    machine: Machine,
-    directory: Path,
-    stopping: Stopping,
-    out: TextIO,
+    recipe: RecipeSchema, machine: Machine, directory: Path, stopping: Stopping, out: TextIO
 ) -> ModelSection:
     """Cache data and weights, and return a model that one process can train."""
     work = functools.partial(_prepare, recipe, machine, directory)
@@ -185,9 +181,7 @@ def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
     from trainwright.run.run_worker import TrialRun, Worker, run_worker
 
     return run_worker(
-        Worker(side.run),
-        observers=lambda run: _observers(side.name, steps) if is_shown else (),
-        trial=TrialRun(steps),
+        Worker(side.run), observers=lambda run: _observers(side.name, steps) if is_shown else (), trial=TrialRun(steps)
     )
 
 

@@ -113,11 +113,7 @@ def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.T
 
 
 def generate(
-    task: Task,
-    strategy: Strategy,
-    report: Callable[[str], None],
-    events: EventLog,
-    available_memory: int | None = None,
+    task: Task, strategy: Strategy, report: Callable[[str], None], events: EventLog, available_memory: int | None = None
 ) -> list[tuple[str, str]]:
     """Return ``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts.
 

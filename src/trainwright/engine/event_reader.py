@@ -177,9 +177,7 @@ def superseded(event: EventRecord, start: EventRecord) -> bool:
 
 
 def _goes_on(start: EventRecord) -> tuple[int, Sequence[str]]:
-    """Return the last step that still counts after a ``start`` or ``rewind``, and the kinds that are written again for
-    that step itself.
-    """
+    """Return the last step that counts after a ``start`` or ``rewind``, and which kinds are written again for it."""
     # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
     resumed = resumed_step(start)
     return -1 if resumed is None else resumed, _PENDING.get(str(start.get("pending")), ())

@@ -31,9 +31,7 @@ class LossStatistics:
     odd: int = 0
 
     def is_spike(self, loss: float, deviations: float) -> bool:
-        """Return whether a loss is ``deviations`` standard deviations above the mean; if not, include it in the
-        mean.
-        """
+        """Return whether a loss is ``deviations`` standard deviations above the mean; if not, add it to the mean."""
         if not math.isfinite(loss):
             return False
         above = loss - self.mean

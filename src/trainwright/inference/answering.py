@@ -122,9 +122,7 @@ Stage = Callable[[str, int], Done]
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:
-    """Return the indices in batches of at most ``rows`` rows and ``tokens`` tokens including padding, longest batch
-    first.
-    """
+    """Return indices in batches of at most ``rows`` rows and ``tokens`` tokens with padding, longest batch first."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         longest = lengths[batches[-1][0]] if batches else 0

@@ -67,9 +67,7 @@ def score(
 def score_standardized(
     lm: CausalLM, dataset: TokenDataset, world: World, *, done: Done = lambda examples: None
 ) -> list[npt.NDArray[np.float32]]:
-    """Return the standardized log-likelihoods of the targets of every example [targets]; see ``score`` and
-    ``CausalLM``.
-    """
+    """Return the standardized log-likelihoods of the targets of every example; see ``score`` and ``CausalLM``."""
 
     def work(batch: Batch, counts: Sequence[int]) -> list[npt.NDArray[np.float32]]:
         return _parts(lm.standardized_log_likelihood(batch), counts)
@@ -86,9 +84,7 @@ def _over_sequences(
     done: Done,
     together: bool,
 ) -> list[T]:
-    """Call ``work`` on batches of examples of similar length, with their numbers of targets; return the results in
-    order.
-    """
+    """Call ``work`` on batches of examples of similar length, with their targets; return the results in order."""
     lengths = [dataset.length(index) for index in range(len(dataset))]
     batches = by_length(lengths, tokens=tokens or _TOKENS[processor_of(world.device.type)], rows=len(lengths) or 1)
     costs = [float(sum(lengths[index] for index in batch)) for batch in batches]

@@ -114,10 +114,7 @@ def unusable(
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()  # the documented way to train on the CPU
-    reasons = [
-        *_nvidia(chosen, nvml, build, root, visible),
-        *(_other(build, unlisted, root) if not chosen else ()),
-    ]
+    reasons = [*_nvidia(chosen, nvml, build, root, visible), *(_other(build, unlisted, root) if not chosen else ())]
     return tuple(reasons or ([] if chosen else _reserved(variables)))
 
 

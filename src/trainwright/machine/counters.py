@@ -201,9 +201,7 @@ def _heat(root: Path) -> Iterator[tuple[str, tuple[int, float]]]:
 
 
 def clocks(root: Path = Path("/")) -> Iterator[tuple[str, float]]:
-    """Yield the ``clock`` of the fastest of the cores that this process may use, and the lowest ``usual_clock`` of a
-    core that works, in MHz.
-    """
+    """Yield the fastest ``clock`` of this process's cores, and the lowest ``usual_clock`` of one that works, in MHz."""
 
     def number(core: Path, name: str) -> int:
         text = read(core / "cpufreq" / name).strip()

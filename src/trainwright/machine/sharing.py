@@ -212,11 +212,7 @@ _OLD_SECONDS = 24 * 3600.0
 
 
 def build_once(
-    directory: Path,
-    find: Callable[[], _Found | None],
-    make: Callable[[Path], object],
-    *,
-    goes_on: bool = False,
+    directory: Path, find: Callable[[], _Found | None], make: Callable[[Path], object], *, goes_on: bool = False
 ) -> _Found:
     """Return what ``find`` finds in ``directory``; if that is nothing, call ``make`` in one process, then find it.
 

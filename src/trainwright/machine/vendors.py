@@ -36,10 +36,7 @@ VENDORS: Mapping[str, GpuVendor] = {
             "Intel",
             "xpu",
             "XPU",
-            {
-                "tf32": _TF32,
-                "deepspeed": "DeepSpeed compiles its operators with Intel's compiler; fsdp does the same",
-            },
+            {"tf32": _TF32, "deepspeed": "DeepSpeed compiles its operators with Intel's compiler; fsdp does the same"},
         ),
     )
 }

@@ -127,9 +127,7 @@ class CausalLM(nn.Module):
         return self.token_statistics(batch)[0]
 
     def token_statistics(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without
-        gradients.
-        """
+        """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N]; no gradients."""
         return token_statistics(self.head(batch), batch.targets)
 
     def standardized_log_likelihood(self, batch: Batch) -> torch.Tensor:
@@ -180,9 +178,7 @@ class CausalLM(nn.Module):
             handle.remove()
 
     def _hidden(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the last hidden states [B, L, H] after the final norm, and the router loss in passes with
-        gradients.
-        """
+        """Return the last hidden states [B, L, H] after the final norm; the router loss in passes with gradients."""
         extra: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.boundaries is not None:
             sequences = Sequences(batch.boundaries, batch.longest, batch.input_ids.device)

@@ -214,10 +214,7 @@ def _name_shards(directory: Path, weight_map: Mapping[str, int], count: int, tot
     names = {i: f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
     for i, name in names.items():
         (directory / f"shard-{i}").rename(directory / name)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {k: names[i] for k, i in sorted(weight_map.items())},
-    }
+    index = {"metadata": {"total_size": total}, "weight_map": {k: names[i] for k, i in sorted(weight_map.items())}}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -322,11 +322,7 @@ def set_hidden_gradient(gradient: torch.Tensor, delta: torch.Tensor, weight: tor
 
 
 def _loss_to_gradient(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    head: Head,
-    weights: torch.Tensor | None,
-    terms: Terms,
+    logits: torch.Tensor, targets: torch.Tensor, head: Head, weights: torch.Tensor | None, terms: Terms
 ) -> torch.Tensor:
     """Return the summed loss of some rows of a head's logits, and overwrite the logits with its gradient."""
     softcap, logit_scale = head.softcap, head.logit_scale

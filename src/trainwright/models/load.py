@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # Checkpoint tensors that causal language models do not use; no warning is given for them.
-UNUSED_TENSORS = (
-    "rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attention.bias",
-    "attention.masked_bias",
-)
+UNUSED_TENSORS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", "attention.masked_bias")
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:

@@ -90,9 +90,7 @@ def whole_tensors(
 
 
 def causal_name(name: str) -> str:
-    """Return the name in the causal model of a module or tensor of the whole model's language model; others as they
-    are.
-    """
+    """Return the causal model's name of a module or tensor of the whole model's language model; others as they are."""
     for pattern, replacement in _NAMES.items():
         if re.match(pattern, name):
             return re.sub(pattern, replacement, name)

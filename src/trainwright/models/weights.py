@@ -222,9 +222,7 @@ class TensorWeights:
 def _sent(
     flat: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: World
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the elements of rank 0's tensor in bounded parts, each with the index of its first element, on every
-    rank.
-    """
+    """Yield the elements of rank 0's tensor in bounded parts, each with its first element's index, on every rank."""
     total, max_elements = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
     for first in range(0, total, max_elements):
         size = min(max_elements, total - first)

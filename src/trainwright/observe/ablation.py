@@ -559,8 +559,7 @@ def _write_page(ablation: Ablation) -> None:
         return
     with suppress(RequestError):
         write_file(
-            ablation.directory / PAGE,
-            _page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"]),
+            ablation.directory / PAGE, _page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"])
         )
 
 

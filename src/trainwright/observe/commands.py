@@ -29,8 +29,7 @@ def runs(
     task: Annotated[str | None, typer.Option(help="Only runs of this task.")] = None,
     name: Annotated[str | None, typer.Option(help="Only runs whose path contains this.")] = None,
     sort: Annotated[
-        str,
-        typer.Option(help="By begun, run, status, step, best, tokens_per_second, goodput, task or model."),
+        str, typer.Option(help="By begun, run, status, step, best, tokens_per_second, goodput, task or model.")
     ] = "begun",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -248,8 +247,7 @@ def ablate(
     recipe: RecipeFile,
     overrides: Overrides = None,
     over: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary and its values; repeatable."),
+        list[str] | None, typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary and its values; repeatable.")
     ] = None,
     combinations: Annotated[
         bool | None,

@@ -107,9 +107,7 @@ class Strategy(Protocol):
         """
 
     def step(self, learning_rate: float, scale: float) -> None:
-        """Set ``learning_rate`` on every parameter group, multiply the gradients by ``scale``, update the weights, and
-        drop the gradients.
-        """
+        """Set the rate of every group, multiply the gradients by ``scale``, update the weights, drop the gradients."""
 
     def discard_gradients(self) -> None:
         """Drop the gradients without changing the weights."""

@@ -15,13 +15,7 @@ from trainwright.utils.drawing import new_figure, save_chart
 from trainwright.utils.text import count, plural, size, span
 
 # Groups of memory, from permanent to temporary, and the characters that draw them.
-_GROUPS = {
-    "weights": "█",
-    "optimizer": "▓",
-    "gradients": "▒",
-    "activations": "░",
-    "rest": "·",
-}
+_GROUPS = {"weights": "█", "optimizer": "▓", "gradients": "▒", "activations": "░", "rest": "·"}
 _GROUP_OF = (  # by words in a part's name
     ("optimizer", "optimizer"),
     ("gradient", "gradients"),
@@ -68,7 +62,8 @@ def table(plan: RunPlan, everything: bool = False, width: int | None = None) -> 
     for one in rows:
         chosen = best is not None and same_place(one.choice, best.choice)
         row = _row(one, "" if narrow else f"  {_bar(one, scale):<{_BAR}}", chosen=chosen)
-        why = _chosen_words(one) if chosen else verdict(one, plan.search.best)
+        why = "chosen" + "; compiled, unlike the others" * one.choice.compile
+        why = why if chosen else verdict(one, plan.search.best)
         yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
     legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
     free = size(plan.chosen.available_bytes)
@@ -157,10 +152,6 @@ def _row(one: Candidate, memory: str, *, chosen: bool) -> str:
         f"{name:<18}{choice.num_processes:>4} {batch:>8}  {recompute:<9}{memory}"
         f"{size(one.needed_bytes):>10}{shown[0]:>10}{shown[1]:>11}{mfu:>5}"
     )
-
-
-def _chosen_words(one: Candidate) -> str:
-    return "chosen; compiled, unlike the others" if one.choice.compile else "chosen"
 
 
 def _bar(one: Candidate, scale: int) -> str:

@@ -60,9 +60,7 @@ class Plan:
 
     @property
     def predicted(self) -> dict[str, float]:
-        """Return the predictions, among them ``memory_bytes`` per process, ``step_time`` in seconds and
-        ``tokens_per_second``.
-        """
+        """Return the predictions, such as ``memory_bytes`` per process, ``step_time`` and ``tokens_per_second``."""
         return self.details.predicted()
 
     def as_json(self) -> dict[str, Any]:

@@ -447,8 +447,7 @@ def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
     elif all(isinstance(part, float) for part in parts) and sum(parts) > 1 + _ROUNDING:
         yield Contradiction(
-            ("optimizer.warmup_steps", "optimizer.decay_steps"),
-            "warm-up and decay together are longer than the run",
+            ("optimizer.warmup_steps", "optimizer.decay_steps"), "warm-up and decay together are longer than the run"
         )
 
 

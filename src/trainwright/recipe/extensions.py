@@ -116,13 +116,7 @@ class Registry(Generic[T]):
     """
 
     def __init__(
-        self,
-        group: str,
-        builtin: Mapping[str, str],
-        kind: str,
-        required: tuple[str, ...] = (),
-        *,
-        marked: bool = False,
+        self, group: str, builtin: Mapping[str, str], kind: str, required: tuple[str, ...] = (), *, marked: bool = False
     ) -> None:
         self.group, self.kind, self.required, self._builtin = group, kind, required, dict(builtin)
         self._marked = marked
@@ -230,8 +224,8 @@ class Registry(Generic[T]):
 
     def _registered(self) -> dict[str, _Entry]:
         entries: dict[str, _Entry] = {}
-        for point in _entry_points(self.group):
-            package = _package_of(point)
+        for point in (point for point in _all_entry_points() if point.group == self.group):
+            package = point.dist.name if point.dist is not None else "of unknown name"
             described = f"package {package}: {self.kind} {point.name} (entry point {point.value} of {self.group})"
             owner = "trainwright itself" if point.name in self._builtin else None
             if point.name in entries:
@@ -254,9 +248,7 @@ class Registry(Generic[T]):
 
 
 def check_named(entry_point: str, described: str) -> None:
-    """Import what a recipe names; where a command does not, look for it in its file. Raises RequestError like
-    ``load_named``.
-    """
+    """Import what a recipe names, or look for it in its file where a command may not. Raises like ``load_named``."""
     if _trusts():
         load_named(entry_point, described)
     else:
@@ -415,10 +407,6 @@ def _imported(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _entry_points(group: str) -> tuple[EntryPoint, ...]:
-    return tuple(point for point in _all_entry_points() if point.group == group)
-
-
 @cache
 def _all_entry_points() -> tuple[EntryPoint, ...]:
     """Return the entry points of Trainwright's groups.
@@ -433,7 +421,3 @@ def _all_entry_points() -> tuple[EntryPoint, ...]:
                 distribution.name, tuple(distribution.entry_points)
             )  # the first on the path counts
     return tuple(point for points in by_distribution.values() for point in points)
-
-
-def _package_of(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "of unknown name"

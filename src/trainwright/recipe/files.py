@@ -20,9 +20,7 @@ _SPECIAL = ((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSO
 
 
 def read_text(path: Path, max_bytes: int = _LARGEST_YAML) -> str:
-    """Return a settings file as text. Raises RequestError if it is unreadable, not text or larger than ``max_bytes``
-    bytes.
-    """
+    """Return a settings file as text. Raises RequestError if it is unreadable, no text or above ``max_bytes``."""
     try:
         if (what := special(path)) is not None:
             raise RequestError(f"{path}: is {what}, not a file")

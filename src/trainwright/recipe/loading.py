@@ -208,7 +208,7 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
     for name, origin in _includes(mapping):
         target = Path(os.path.normpath(path.parent / user_path(name)))
         chain = (*including, path)
-        if any(_same_file(target, earlier) for earlier in chain):
+        if any(target.resolve() == earlier.resolve() for earlier in chain):
             circle = " -> ".join(map(str, (*chain, target)))
             mapping.problems.append(Problem(origin, f"include: circular include: {circle}"))
         elif not target.is_file():
@@ -258,14 +258,8 @@ def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
         yield name, origins.get(("include", index), origins[("include",)])
 
 
-def _same_file(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
 def _read_override(override: str) -> tuple[Tree, int]:
-    """Return the tree of an override, and the depth to which it is merged: a section is merged by key, the value of a
-    key is replaced.
-    """
+    """Return the tree of an override and the depth of merging: sections merge by key, values are replaced."""
     origin = override.origin if isinstance(override, Override) else Origin(f"override {override!r}")
     source = str(origin)
     written, equals, text = override.partition("=")

@@ -231,9 +231,7 @@ def _mistaken_values(
 
 
 def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
-    """Return the message for a value of ``key`` that matches none of its types; each of ``items`` is the error of
-    one.
-    """
+    """Return the message for a value of ``key`` that matches none of its types; ``items``: the error of each."""
     if items[0]["type"] == "extension":
         return items[0]["msg"]
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
@@ -326,9 +324,7 @@ def _meant(path: KeyPath, near: KeyPath | str | None, model: type[BaseModel], tr
 
 
 def _nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | str | None:
-    """Return the known key that an unknown one most likely means, here or in another section, or a sentence on what to
-    do instead.
-    """
+    """Return the known key that an unknown one most likely means, here or elsewhere, or what to do instead."""
     key, section = path[-1], _section_for(path)
     here: dict[str, KeyPath] = {name: (*section, name) for name in _keys(section, model)}
     sections = model.model_fields

@@ -245,10 +245,7 @@ WEIGHT_FORMATS: Registry[Any] = Registry(
 # less time, or None.
 STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
     "trainwright.stop_warnings",
-    {
-        "cluster": "trainwright.clusters.job:stop_warning",
-        "slurm": "trainwright.clusters.slurm.scheduler:job_warning",
-    },
+    {"cluster": "trainwright.clusters.job:stop_warning", "slurm": "trainwright.clusters.slurm.scheduler:job_warning"},
     kind="stop warning",
     required=("__call__",),
 )

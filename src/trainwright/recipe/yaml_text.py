@@ -98,12 +98,7 @@ def parse_value(text: str, source: str, path: KeyPath) -> tuple[Any, Tree]:
 def to_yaml(values: object) -> str:
     """Return YAML text with the keys in order, which all YAML readers read alike."""
     return yaml.dump(
-        values,
-        Dumper=_Dumper,
-        sort_keys=False,
-        default_flow_style=False,
-        allow_unicode=True,
-        width=float("inf"),
+        values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
     )
 
 

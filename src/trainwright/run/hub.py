@@ -295,9 +295,7 @@ def _without_paths(card: str, recipe: RecipeSchema, *more: str) -> str:
 
 
 def published_settings(weights: Path) -> dict[str, bytes]:
-    """Return the contents of an adapter's files that name its base model, by file name, without the local path of the
-    base.
-    """
+    """Return the adapter's files that name its base model, by file name, without the local path of the base."""
     published = {}
     for name in ("adapter_config.json", BASE):
         if (weights / name).is_file():

@@ -95,9 +95,7 @@ class Relaunch:
         )
 
     def _trained(self) -> bool:
-        """Return whether the last launch reached training: smaller micro-batches do not help a model that does not
-        fit.
-        """
+        """Return whether the last launch reached training: smaller micro-batches do not help a model too large."""
         try:
             events = read_events(self._run / "events.jsonl")
         except OSError:

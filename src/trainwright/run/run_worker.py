@@ -363,9 +363,7 @@ def _strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy,
 def _keep_recipe(
     run: Path, world: World, processes: int | ProcessRange | Auto, recipe: RecipeSchema, reason: str
 ) -> str:
-    """Write the recipe that the run continues with to the run directory, with the processes it asks for; return its
-    text.
-    """
+    """Write the recipe that the run continues with, with the processes it asks for; return its text."""
     text = run_directory.recipe_text(
         with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
     )

@@ -51,12 +51,7 @@ if TYPE_CHECKING:
     from trainwright.run.nodes import LinkedStopping, Nodes
 
 
-def start(
-    request: RunRequest,
-    resolved: Resolved,
-    machine: Machine,
-    rendezvous: NodeRendezvous | None = None,
-) -> Path:
+def start(request: RunRequest, resolved: Resolved, machine: Machine, rendezvous: NodeRendezvous | None = None) -> Path:
     """Train to the end; return the run directory.
 
     A plan from estimated lengths is made again once the data is prepared; several nodes keep the first plan.
@@ -94,9 +89,7 @@ def _as_node(
     linked: LinkedStopping,
     max_processes: int,
 ) -> Path:
-    """Train as one of several nodes, with at most ``max_processes`` of the run's; raise NodeDropped if the others go on
-    without this one.
-    """
+    """Train as one of several nodes, with at most ``max_processes``; raise NodeDropped if others go on alone."""
     from trainwright.run.nodes import NodeInfo, NodeRules, Nodes
 
     info = NodeInfo.here(max_processes, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)

@@ -105,14 +105,7 @@ class Workers:
                     "TORCHELASTIC_ERROR_FILE": str(failure.error_file(logs, rank)),
                     **ranks.variables(rank, name),
                 }
-                arguments = (
-                    entry,
-                    logs,
-                    os.getpid(),
-                    flags,
-                    self.slots[rank],
-                    {**defaults, **os.environ, **variables},
-                )
+                arguments = (entry, logs, os.getpid(), flags, self.slots[rank], {**defaults, **os.environ, **variables})
                 process = context.Process(target=_work, args=arguments)
                 try:
                     process.start()

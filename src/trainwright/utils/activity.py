@@ -46,12 +46,7 @@ class Activity:
     """
 
     def __init__(
-        self,
-        stream: TextIO | None,
-        what: str = "",
-        quiet_seconds: float | None = None,
-        *,
-        until_output: bool = False,
+        self, stream: TextIO | None, what: str = "", quiet_seconds: float | None = None, *, until_output: bool = False
     ) -> None:
         self._stream = stream
         self._what = what

@@ -34,9 +34,7 @@ def count(value: float) -> str:
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
-    """Format a number with its noun: '1 row', '1,200 rows', '3 batches' (``nouns``: the plural if it is not noun +
-    s).
-    """
+    """Format a number with its noun: '1 row', '1,200 rows', '3 batches' (``nouns``: the plural if not noun + s)."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
@@ -54,9 +52,7 @@ def times(ratio: float) -> str:
 
 
 def change(first: float, last: float) -> str:
-    """Format the change from ``first`` to ``last``: '+20.0%', above double '2.6 times as much'; '' if ``first`` is not
-    positive.
-    """
+    """Format the change from ``first`` to ``last``: '+20.0%', above double '2.6 times as much'; or '' if unknown."""
     if first <= 0 or not math.isfinite(last / first):
         return ""
     ratio = last / first

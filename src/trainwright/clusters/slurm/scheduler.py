@@ -152,9 +152,7 @@ def jobs_of(run: Path) -> list[QueuedJob]:
 
 
 def cancel(jobs: Sequence[QueuedJob]) -> None:
-    """Cancel jobs: those that wait do not begin, and the others are sent a signal. Raises RequestError with Slurm's
-    words.
-    """
+    """Cancel jobs: those that wait do not begin, the others get a signal. Raises RequestError with Slurm's words."""
     _change(jobs, "scancel", *_elements_together(jobs))
 
 

@@ -263,9 +263,7 @@ class ConfigSection:
             return None
 
     def choice(self, key: str, choices: Sequence[str]) -> str | None:
-        """Return one of ``choices`` (in capitals), or the one of its number counted from 1, as Accelerate's wizard
-        stores some.
-        """
+        """Return one of ``choices`` (in capitals), or that of its number from 1, as Accelerate's wizard stores some."""
         text = self.text(key)
         if text is None:
             return None
@@ -278,9 +276,7 @@ class ConfigSection:
         return text.upper()
 
     def names(self, key: str) -> list[str]:
-        """Return a list, from a list or comma-separated text; also from the text of a list, which Accelerate may pass
-        on.
-        """
+        """Return a list, from a list or comma-separated text, or the text of a list, as Accelerate may pass it on."""
         value = self.raw(key)
         items = value if isinstance(value, list) else str(value).split(",") if key in self else []
         return [name for item in items if (name := str(item).strip("[]'\" "))]

@@ -471,10 +471,7 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
     if top.flag("downcast_bf16"):
         draft.note("downcast_bf16", "for TPUs only")
     if top.flag("debug"):
-        draft.note(
-            "debug",
-            "ranks are always compared before the first step, and if they enter different collectives",
-        )
+        draft.note("debug", "ranks are always compared before the first step, and if they enter different collectives")
     if top.flag("enable_cpu_affinity"):
         draft.note("enable_cpu_affinity", "processes are bound to the cores of their GPU's NUMA node in any case")
     if (top.text("main_training_function") or "main") != "main":

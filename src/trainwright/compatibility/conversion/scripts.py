@@ -39,9 +39,7 @@ def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
 
 
 def near(name: str, beside: Path) -> Path | None:
-    """Return the file ``name`` in the working directory, beside a file, or in a directory above that; None if it is
-    nowhere.
-    """
+    """Return the file ``name`` in the working directory, beside a file or in a directory above that, or None."""
     path = Path(name)
     folders = [Path(), *beside.absolute().parents] if not path.is_absolute() else [Path()]
     return next((folder / path for folder in folders[:8] if (folder / path).is_file()), None)

@@ -444,7 +444,7 @@ def _plus(left: Any, right: Any) -> Joined:
 
 # Texts in statements that write turns of ShareGPT as those of OpenAI.
 _WORDS_OF_TURNS = {
-    *("role", "content", "from", "value", "", "human", "user", "gpt", "assistant", "system", "model", "bot"),
+    *("role", "content", "from", "value", "", "human", "user", "gpt", "assistant", "system", "model", "bot")
 }
 
 

@@ -231,11 +231,7 @@ def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Te
     import numpy as np
     import torch
     from gguf import GGUFReader, dequantize
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     reader = GGUFReader(file)
     architecture = reader.fields["general.architecture"].contents()

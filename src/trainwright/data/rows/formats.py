@@ -92,11 +92,7 @@ class RowReader:
     split: Callable[[list[tuple[int, Example]]], list[list[tuple[int, Example]]]] = lambda sequences: [sequences]
 
     def layout(
-        self,
-        columns: Sequence[str],
-        first_rows: Sequence[Row],
-        settings: RowSettings,
-        where: str | None = None,
+        self, columns: Sequence[str], first_rows: Sequence[Row], settings: RowSettings, where: str | None = None
     ) -> RowLayout:
         """Return the layout of a source's rows; raise RequestError, with ``where`` they are, if they fit none."""
         before = "" if where is None else f"{where}: "

@@ -105,7 +105,7 @@ def _prompt_and_answers(row: Row, layout: RowLayout) -> tuple[list[Message], tup
     texts = [row.get(side) for side in sides]
     written = [transcript(text) if isinstance(text, str) else None for text in texts]
     if isinstance(texts[0], str) and not all(written):
-        answers = [[_assistant(answer_field(row, side))] for side in sides]
+        answers = [[{"role": "assistant", "content": answer_field(row, side)}] for side in sides]
         return _prompt(row, layout), (answers[0], answers[1])
     chosen, rejected = (turns or turns_field(row, side) for turns, side in zip(written, sides, strict=True))
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
@@ -155,7 +155,3 @@ def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[M
         raise RequestError(
             f"the field {column} differs from the beginning of {' and '.join(sides)}; remove or correct it"
         )
-
-
-def _assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}

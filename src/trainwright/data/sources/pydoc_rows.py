@@ -51,11 +51,7 @@ _SUBMODULES = """
 
 _PHRASINGS = {
     "module": ("What is the Python module `{}` for?", "What does the `{}` module provide?", "Describe `{}`."),
-    "class": (
-        "What is `{}` in Python?",
-        "Explain the class `{}`.",
-        "What is the Python class `{}` used for?",
-    ),
+    "class": ("What is `{}` in Python?", "Explain the class `{}`.", "What is the Python class `{}` used for?"),
     "function": (
         "What does `{}` do in Python?",
         "How does the function `{}` work?",
@@ -68,11 +64,7 @@ _PHRASINGS = {
         "Explain the method `{}`.",
         "When would I call `{}`?",
     ),
-    "topic": (
-        "Explain {} in Python.",
-        "What does the Python documentation say about {}?",
-        "How does Python treat {}?",
-    ),
+    "topic": ("Explain {} in Python.", "What does the Python documentation say about {}?", "How does Python treat {}?"),
 }
 
 
@@ -177,10 +169,7 @@ def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, st
 def _same_home(owner: str, name: str, module: types.ModuleType) -> bool:
     if name == "os" and owner == "posix":  # os re-exports posix
         return True
-    return owner == module.__name__ or owner.lstrip("_").split(".")[0] in (
-        name.split(".")[0],
-        module.__name__,
-    )
+    return owner == module.__name__ or owner.lstrip("_").split(".")[0] in (name.split(".")[0], module.__name__)
 
 
 def _methods(label: str, owner: type) -> Iterator[tuple[str, str, str]]:

@@ -223,7 +223,7 @@ def tokenize_and_split(
             if isinstance(rows_of_set, SourceSection):
                 _check_alike([sources[0], separate[key]], (keys[0], key))
                 lines += separate[key].summary(key.removeprefix("data."))
-                sets[name] = [(separate[key], _everything(separate[key]))]
+                sets[name] = [(separate[key], np.arange(len(separate[key].hashes), dtype=np.int64))]
             else:
                 sets[name] = held_out
         validation_rows = [part for parts in sets.values() for part in parts]
@@ -270,10 +270,6 @@ def _numbered(chosen: Chosen) -> Indices:
     numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in chosen]
     sources = np.repeat(np.arange(len(chosen)), [len(part) for part in numbers])
     return np.stack([sources, np.concatenate(numbers)], axis=1)
-
-
-def _everything(rows: TokenRows) -> Indices:
-    return np.arange(len(rows.hashes), dtype=np.int64)
 
 
 def validation_sizes(data: DataSection, sizes: Sequence[int]) -> list[float | int | None]:

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 class Severity(Enum):
-    """The severity of a finding. ``BROKEN``: training fails or would be wrong; ``WARNING``: it may fail or is slow;
-    ``NOTE``: for information.
-    """
+    """With ``BROKEN`` training fails or is wrong, with ``WARNING`` it may fail or is slow, ``NOTE`` informs."""
 
     BROKEN = "broken"
     WARNING = "warning"

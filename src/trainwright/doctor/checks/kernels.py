@@ -90,9 +90,7 @@ def _judged(row: dict[str, object], device: str) -> Finding | None:
 
 @dataclass(frozen=True)
 class ComparedKernel:
-    """A kernel with the plain formula of its result. ``inputs``: random fp32 tensors on the CPU. ``precision``: the
-    only one that it has.
-    """
+    """A kernel, the formula of its result, its ``inputs`` (random fp32 tensors on the CPU), its only ``precision``."""
 
     name: str
     inputs: tuple[torch.Tensor, ...]

@@ -383,9 +383,7 @@ def own_blocks(shards: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 def attempt(action: Any, path: Path) -> Any:
-    """Return the action's result, or a message saying why it failed at ``path``: ranks agree before any of them
-    raises.
-    """
+    """Return the action's result, or a message why it failed at ``path``: ranks agree before any of them raises."""
     try:
         return action()
     except OSError as error:

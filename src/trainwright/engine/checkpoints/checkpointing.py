@@ -157,9 +157,7 @@ class Checkpointing:
             self._blocked += time.monotonic() - started_at
 
     def advance(self, reports: Sequence[float]) -> None:
-        """Continue with the checkpoint that is being written as far as every rank's ``report`` allows; call it after
-        each step.
-        """
+        """Continue the checkpoint being written as far as every rank's ``report`` allows; call it after each step."""
         if not self._is_ready:
             self._get_ready()
         self._conclude(lambda: self._background.advance(reports))

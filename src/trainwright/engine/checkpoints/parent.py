@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.engine.checkpoints.manifest import (
-    RECIPE,
-    CheckpointError,
-    Manifest,
-    checkpoint_path,
-    checkpoints_in,
-)
+from trainwright.engine.checkpoints.manifest import RECIPE, CheckpointError, Manifest, checkpoint_path, checkpoints_in
 from trainwright.errors import RequestError, error_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.utils.paths import user_path

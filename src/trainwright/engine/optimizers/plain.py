@@ -18,11 +18,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 def adamw(named: Named, section: OptimizerSection) -> Optimizer:
     """Return torch's AdamW. Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful."""
     return AdamW(
-        parameter_groups(named, section),
-        lr=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-        fused=True,
+        parameter_groups(named, section), lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True
     )
 
 

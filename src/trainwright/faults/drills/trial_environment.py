@@ -75,10 +75,7 @@ class Scene:
     # Commands
 
     def command(
-        self,
-        *arguments: str,
-        before: Callable[[], None] | None = None,
-        variables: dict[str, str] | None = None,
+        self, *arguments: str, before: Callable[[], None] | None = None, variables: dict[str, str] | None = None
     ) -> Command:
         """Start a command in the trial's directory."""
         self.remember()

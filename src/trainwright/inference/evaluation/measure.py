@@ -46,9 +46,7 @@ FINISH = {"perplexity": np.exp}
 
 @dataclass(frozen=True)
 class Origins:
-    """The origin of the rows: the names of the sources, and for each row its index in its source, from 0, and the index
-    of its source.
-    """
+    """The origin of the rows: names of the sources, and each row's index in its source, from 0, and its source's."""
 
     sources: list[str]
     numbers: list[int]

@@ -268,11 +268,7 @@ def fingerprint(pairs: Sequence[Encoded]) -> str:
 
 
 def _encoded(
-    rows: EvaluationRows,
-    tokenizer: PreTrainedTokenizerBase,
-    encoder: ChatEncoder | None,
-    key: str,
-    remarks: Remarks,
+    rows: EvaluationRows, tokenizer: PreTrainedTokenizerBase, encoder: ChatEncoder | None, key: str, remarks: Remarks
 ) -> Iterator[Encoded]:
     start = 0
     texts: TextEncoder | None = None
@@ -388,9 +384,7 @@ def estimate(column: Column, resamples: int = RESAMPLES) -> Estimate:
 
 
 def difference(one: Column, other: Column) -> Estimate:
-    """Return ``one`` minus ``other`` on the same rows, with its interval. Both are resampled with the same rows, so
-    that common variation cancels.
-    """
+    """Return ``one`` minus ``other`` on the same rows, with its interval: both are resampled with the same rows."""
     assert len(one) == len(other), "rows are compared one by one"
     if len(one) > 1 and one.is_proportion and other.is_proportion:
         return Estimate(one.value() - other.value(), *_paired_proportions(one, other), len(one))

@@ -253,12 +253,7 @@ _HARNESS_NEW_TOKENS = 256  # if a task does not set it
 
 
 def run_tasks(
-    loaded: Loaded,
-    tasks: Sequence[str],
-    directory: str | None,
-    limit: int | None,
-    world: World,
-    stage: Stage,
+    loaded: Loaded, tasks: Sequence[str], directory: str | None, limit: int | None, world: World, stage: Stage
 ) -> dict[str, dict[str, Any]]:
     """Return the harness's metrics by task; empty on ranks other than 0. Every rank must call.
 
@@ -297,9 +292,7 @@ class _Shared:
         self._world.broadcast(None)
 
     def likelihoods(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return for every continuation after its context, in tokens, the log-likelihood and whether it is the greedy
-        one.
-        """
+        """Return for every continuation after its context, in tokens, its log-likelihood and whether it is greedy."""
         self._world.broadcast(("likelihoods", (pairs,)))
         return self._likelihoods(pairs)
 

@@ -135,9 +135,7 @@ def _train_adapter(model: nn.Module) -> None:
 
 
 class Beneath(NamedTuple):
-    """What a trained adapter is on: the ``identity`` of all frozen weights, and the matrices of an adapter beneath it,
-    by their names in PEFT files.
-    """
+    """What an adapter is on: the ``identity`` of frozen weights, and the matrices of one beneath, by PEFT's names."""
 
     identity: str
     weights: Mapping[str, torch.Tensor]
@@ -268,7 +266,9 @@ class Adapter:
             TrainingError: the logits differ.
         """
         replaced = {
-            key: parameter for key, parameter in _by_key(model, _TRAINED).items() if _is_replaced(self._names[key])
+            key: parameter
+            for key, parameter in _by_key(model, _TRAINED).items()
+            if ".modules_to_save." in self._names[key]
         }
         if not all_parameters and (getattr(self._config, "use_dora", False) or replaced):
             return
@@ -294,9 +294,7 @@ class Adapter:
             )
 
     def _config_for_reading(self, directory: Path) -> Any:
-        """Return the saved settings for a model that already has an adapter: replaced modules are not replaced
-        again.
-        """
+        """Return saved settings for a model that already has an adapter: replaced modules are not replaced again."""
         from peft import PeftConfig
 
         config = in_causal_model(PeftConfig.from_pretrained(str(directory)))
@@ -460,11 +458,6 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
     prefixes = {part.partition("_")[0] for _, layer in adapted_layers(model) for part in layer.adapter_layer_names}
     of_adapters = tuple(f"{prefix}_" for prefix in prefixes)
     return (name for name in names if not any(part.startswith(of_adapters) for part in name.split(".")))
-
-
-def _is_replaced(name: str) -> bool:
-    """Return whether a trained parameter is of a module that is trained in full."""
-    return ".modules_to_save." in name
 
 
 def _has(layer: Any, adapter: str) -> bool:

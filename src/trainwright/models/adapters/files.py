@@ -121,9 +121,7 @@ def start_from(adapter: AdapterSection) -> SavedAdapter | None:
 
 
 def fully_trained(adapter: AdapterSection) -> list[str]:
-    """Return the name suffixes of modules that are trained in full, from the recipe or the adapter that it
-    continues.
-    """
+    """Return the name suffixes of modules that are trained in full, from the recipe or the adapter it continues."""
     saved = None if adapter.stack else start_from(adapter)
     return adapter.modules_to_save if saved is None else list(saved.config.get("modules_to_save") or [])
 
@@ -353,9 +351,7 @@ class BaseModel:
 
     @classmethod
     def read(cls, directory: Path) -> BaseModel | None:
-        """Return the description in ``directory``, or None if there is none; raise RequestError if it cannot be
-        read.
-        """
+        """Return the description in ``directory``, None if there is none; raise RequestError if it cannot be read."""
         file = directory / BASE
         if not file.is_file():
             return None

@@ -84,11 +84,7 @@ def _scores_attention(
 
 
 def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the CPU flash kernel per sequence, or once for sequences of equal length.
 

@@ -49,9 +49,7 @@ class TransformerBlock(nn.Module):
         cache: Cache | None = None,
         **sequences: Any,
     ) -> torch.Tensor:
-        """Map ``hidden`` [B, L, H] to the same shape; ``sequences`` are boundaries of packs for the attention
-        kernel.
-        """
+        """Map ``hidden`` [B, L, H] to the same shape; ``sequences``: boundaries of packs for the attention kernel."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask, cache, **sequences)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -177,11 +175,7 @@ class Decoder(GPTBase):
             position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)[None]
         cached: dict[str, Any] = {CACHE: cache}
         mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **cached,
+            config=self.config, inputs_embeds=hidden, attention_mask=attention_mask, position_ids=position_ids, **cached
         )
         rotation = None
         if self.positions is not None:
@@ -226,9 +220,7 @@ class GPT(GPTBase, GenerationMixin):
         logits_to_keep: int = 0,
         return_dict: bool = True,
     ) -> CausalLMOutputWithPast:
-        """Return logits [B, L, vocabulary], or of the last ``logits_to_keep`` positions; other arguments as
-        ``Decoder``.
-        """
+        """Return logits [B, L, vocabulary], or of the last ``logits_to_keep`` positions; the rest as ``Decoder``."""
         assert return_dict, "what is given has names"
         cache = past_key_values if cache is None else cache  # the second name is that before transformers 5.24
         output = self.decoder(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)

@@ -12,10 +12,7 @@ FSDP = StrategySpec(
     memory="trainwright.planning.memory.fsdp:FsdpMemory",
     shards=frozenset({"parameters", "gradients", "optimizer state"}),
     separate_masters=False,
-    collectives=(
-        Collective("all_gather", "parameters", "passes"),
-        Collective("reduce_scatter", "gradients", "passes"),
-    ),
+    collectives=(Collective("all_gather", "parameters", "passes"), Collective("reduce_scatter", "gradients", "passes")),
     reads=("replicate_size", "reshard_after_forward", "wrap"),
     offloads={"offload_parameters": _EVERYTHING},
     layouts=({"reshard_after_forward": False}, {}, {"offload_parameters": True}),

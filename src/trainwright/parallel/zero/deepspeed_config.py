@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 # Passed on unchanged, with `auto` as DeepSpeed's default: tuning and logs, which do not change the training.
-_PASSED = {
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-}
+_PASSED = {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"}
 _PASSED_SIZES = {
     *("allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
     *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "reduce_bucket_size"),

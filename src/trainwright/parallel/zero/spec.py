@@ -61,10 +61,7 @@ ZERO3 = replace(
     ZERO1,
     summary="parameters, gradients and optimizer state are sharded (DeepSpeed)",
     shards=frozenset({"parameters", "gradients", "optimizer state"}),
-    collectives=(
-        Collective("all_gather", "parameters", "passes"),
-        Collective("reduce_scatter", "gradients", "passes"),
-    ),
+    collectives=(Collective("all_gather", "parameters", "passes"), Collective("reduce_scatter", "gradients", "passes")),
     hooks_modules=True,
     offloads={"offload_optimizer": _OPTIMIZER, "offload_parameters": frozenset({"parameters"})},
     layouts=({}, {"offload_optimizer": True}, {"offload_parameters": True, "offload_optimizer": True}),

@@ -39,7 +39,7 @@ _REFUSED = {
     },
     "initialization": {
         "loftq": "loftq needs the weights before their quantization, and weights are quantized as they are read; use "
-        "default, or pissa without quantization",
+        "default, or pissa without quantization"
     },
 }
 
@@ -65,13 +65,11 @@ class AdapterSection(Section):
         "recipes have lora for both.",
     )
     block_size: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description="oft: inputs that are rotated together; a divisor of the inputs of every module. Default: 32.",
+        None, description="oft: inputs that are rotated together; a divisor of the inputs of every module. Default: 32."
     )
     rank: Count | None = Field(None, description="Rank of the matrices. Default: 16, or the rank of start_from.")
     alpha: Positive | None = Field(
-        None,
-        description="The adapter's output is scaled by alpha / rank. Default: 32, or the alpha of start_from.",
+        None, description="The adapter's output is scaled by alpha / rank. Default: 32, or the alpha of start_from."
     )
     rank_stabilized: bool = Field(
         False, description="Scale by alpha / sqrt(rank) instead, which trains better at high ranks (arXiv 2312.03732)."
@@ -91,8 +89,7 @@ class AdapterSection(Section):
         "them. Each expert gets matrices of its own. targets may be [] beside them.",
     )
     layers: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_layers)] | None = Field(
-        None,
-        description="Numbers of the blocks to adapt, such as [0, 1, 2], or a range, 8-15. Default: all.",
+        None, description="Numbers of the blocks to adapt, such as [0, 1, 2], or a range, 8-15. Default: all."
     )
     initialization: Literal["default", "gaussian", "pissa", "olora"] = Field(
         "default",
@@ -116,8 +113,7 @@ class AdapterSection(Section):
         None, description="Directory of an existing adapter of the same model to continue training."
     )
     stack: bool = Field(
-        False,
-        description="Freeze the adapter of start_from and train a new one on top; they are saved as one adapter.",
+        False, description="Freeze the adapter of start_from and train a new one on top; they are saved as one adapter."
     )
 
     @property
@@ -275,8 +271,7 @@ class ModelSection(Section):
         "as defaults in the template of the trained model.",
     )
     dropout: BelowOne | None = Field(
-        None,
-        description="Dropout probability everywhere in the model. Default: the values of its configuration.",
+        None, description="Dropout probability everywhere in the model. Default: the values of its configuration."
     )
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",

@@ -25,9 +25,7 @@ def in_words(address: str, port: int | str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether this is a literal or well-known loopback name; /etc/hosts may map the machine's own name to it,
-    too.
-    """
+    """Return whether this is a literal or known loopback name; /etc/hosts may map the machine's name to it, too."""
     return address in ("localhost", "::1") or address.startswith("127.")
 
 

@@ -248,9 +248,7 @@ def _torch(variables: Variables) -> LaunchEnvironment:
 
 
 def _refuse_partial(variables: Variables) -> None:
-    """Raise if only one of RANK and WORLD_SIZE is set: the launcher meant several processes, and this one would run
-    alone.
-    """
+    """Raise if only one of RANK and WORLD_SIZE is set: this process of several would run alone."""
     for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
         if number_of(variables, name) >= least:
             value = variables.text(name)
@@ -321,9 +319,7 @@ def in_slurm_step(variables: Variables) -> bool:
 
 
 def _hydra_inside_slurm(variables: Variables) -> bool:
-    """Return whether srun started the daemons of mpiexec, which started this process: the step's ranks are the
-    daemons'.
-    """
+    """Return whether srun started mpiexec's daemons, which started this process: the step's ranks are theirs."""
     if not variables.has("PMI_RANK", "PMI_SIZE"):
         return False
     ours = variables.text("PMI_RANK"), variables.text("PMI_SIZE")
@@ -442,9 +438,7 @@ class NodeRendezvous:
     def of(
         cls, nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None
     ) -> NodeRendezvous | None:
-        """Return the rendezvous that a command's options describe, or srun's variables in place of them; None for one
-        node. Raises RequestError.
-        """
+        """Return the rendezvous of a command's options, or of srun; None for one node. Raises RequestError."""
         if nodes > 1 and node_rank is None and rendezvous is None:
             node_rank, rendezvous = node_of_srun(nodes) or (None, None)
         if nodes == 1:

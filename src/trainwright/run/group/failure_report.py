@@ -28,13 +28,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.run.group.peers import GONE, Message, Peers
 from trainwright.run.observers.hooks import after_failure
 from trainwright.run.shutdown.exit_code import record_exit_code
-from trainwright.run.shutdown.failure import (
-    describe_failure,
-    error_file,
-    error_record,
-    is_follow_up,
-    record_exception,
-)
+from trainwright.run.shutdown.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
 from trainwright.utils.text import say
 
 _FAILED = "failed"

@@ -108,9 +108,7 @@ class PeerUnreachable(Exception):
 
 
 class NotPeerZero(Exception):
-    """The listener is not peer 0 of this job: it is of another job, which differs in ``differs``, or another
-    program.
-    """
+    """The listener is not peer 0 of this job: it is of another job, with other ``differs``, or another program."""
 
     def __init__(self, differs: list[str] | None) -> None:
         super().__init__()
@@ -430,10 +428,7 @@ JOB_DIFFERENCES = {
 
 
 def job_of(
-    size: int,
-    arguments: Sequence[str] = (),
-    start: str | None = None,
-    variables: Mapping[str, str] | None = None,
+    size: int, arguments: Sequence[str] = (), start: str | None = None, variables: Mapping[str, str] | None = None
 ) -> Job:
     """Return what all members of a start have in common.
 

@@ -152,12 +152,7 @@ class Rendezvous:
 
 
 def meet(
-    noun: str,
-    member: Membership,
-    job: Job,
-    fix: str,
-    meanwhile: Callable[[], None] = lambda: None,
-    shared: Path = RUNS,
+    noun: str, member: Membership, job: Job, fix: str, meanwhile: Callable[[], None] = lambda: None, shared: Path = RUNS
 ) -> Rendezvous:
     """Meet the other members. Strangers and members of other jobs are rejected before the store.
 
@@ -317,12 +312,7 @@ def prepare_each_machine(prepare: Callable[[], None], rendezvous: Rendezvous | N
         rendezvous.wait_for(_PREPARED)
 
 
-def meet_ranks(
-    environment: LaunchEnvironment,
-    arguments: Sequence[str],
-    seconds: float,
-    shared: Path,
-) -> Rendezvous:
+def meet_ranks(environment: LaunchEnvironment, arguments: Sequence[str], seconds: float, shared: Path) -> Rendezvous:
     """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
 
     ``shared``: a directory that all machines see, for the secret of the job.

@@ -66,9 +66,7 @@ def seconds_to_write(state_bytes: int, directory: Path) -> float:
 
 
 def _bytes_per_second(directory: Path, size: int) -> float:
-    """Write up to ``size`` bytes into a file without a name; return how many a second are on the disk, infinity if
-    nothing can be written.
-    """
+    """Write up to ``size`` bytes to a file without a name; return bytes a second, infinity if none can be written."""
     piece, written, started = os.urandom(2**20), 0, time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -208,9 +206,7 @@ def take_stop_file(run: Path) -> bool:
 
 
 def _listed(run: Path) -> list[str]:
-    """Return the names in a directory; asked for by name, a file system of several machines may remember that there is
-    no such file.
-    """
+    """Return a directory's names; asked for by name, a shared file system may remember that a file is not there."""
     try:
         return os.listdir(run)
     except OSError:
@@ -361,9 +357,7 @@ def _end_of_job() -> tuple[datetime, str] | None:
 
 
 def _ahead_of_slurm() -> float:
-    """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if it does not
-    say.
-    """
+    """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if unknown."""
     match = _SLURM_CLOCK.search(_answer("sdiag"))
     return 0.0 if match is None else time.time() - float(match[1])
 

@@ -74,9 +74,7 @@ class Collection:
 
 
 class CollectionProgress(NamedTuple):
-    """``goals`` of ``all_goals`` are finished; ``done`` also counts parts of those in progress (from 0 to 1, of
-    all).
-    """
+    """``goals`` of ``all_goals`` are finished; ``done`` also counts parts of those in progress (0 to 1, of all)."""
 
     goals: int
     all_goals: int
@@ -280,9 +278,7 @@ _MAX_LINES = 200
 
 
 def learning_curves(histories: Histories) -> np.ndarray:
-    """Return the mean return over the streams, float32 ``[goals, episodes]``; NaN where no stream has that many
-    episodes.
-    """
+    """Return the mean return over the streams, float32 ``[goals, episodes]``; NaN where no stream has so many."""
     curves = []
     for index in range(len(histories)):
         history = histories.goal(index)

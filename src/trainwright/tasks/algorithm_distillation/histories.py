@@ -113,9 +113,7 @@ class Histories:
     def read(
         self, goals: Sequence[int] | None = None, time: slice = slice(None), streams: slice = slice(None)
     ) -> History:
-        """Return several goals at once (indices into ``goals``; default all): every array with a first dimension of
-        goals.
-        """
+        """Return several goals (indices into ``goals``; default all): every array has a first dimension of goals."""
         histories = [self.goal(index, time, streams) for index in (range(len(self)) if goals is None else goals)]
         return History(*(np.stack(parts) for parts in zip(*histories, strict=True)))
 

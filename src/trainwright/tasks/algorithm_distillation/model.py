@@ -122,9 +122,7 @@ class HistoryBlock(nn.Module):
     def forward(
         self, hidden: torch.Tensor, rotation: torch.Tensor | None = None, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
-        """Process ``hidden`` [n, t, width], which follows the cached tokens; ``rotation`` [2, t, size] has its
-        positions.
-        """
+        """Process ``hidden`` [n, t, width], which follows the cached tokens; ``rotation``: [2, t, size], theirs."""
         count, tokens, width = hidden.shape
         joint = self.query_key_value(self.attention_norm(hidden))
         query, key, value = joint.view(count, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)

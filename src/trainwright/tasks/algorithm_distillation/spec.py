@@ -204,8 +204,7 @@ class AlgorithmDistillationSection(Section):
     split_seed: Number = Field(0, description="Seed of the choice of held-out tasks.")
     test_fraction: BelowOne = Field(0.1, description="Fraction of the tasks to hold out.")
     train_tasks: Count | list[Task] | None = Field(
-        None,
-        description="Number of training tasks, or a list of them. null: all that are not held out.",
+        None, description="Number of training tasks, or a list of them. null: all that are not held out."
     )
     test_tasks: list[Task] | None = Field(None, description="Tasks to hold out. null: chosen by split_seed.")
     trial: TrialSection = Field(default_factory=TrialSection, description="Evaluation of the agent on held-out tasks.")

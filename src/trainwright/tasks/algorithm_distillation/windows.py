@@ -64,9 +64,7 @@ class Cut:
 
     @property
     def moves_by(self) -> int:
-        """Return the steps between the starts of successive contexts when the model acts; 0 if the start does not
-        move.
-        """
+        """Return the steps between the starts of successive contexts as the model acts; 0 if the start stays."""
         if self.regions == 1:
             return max(0, self.steps - self.shortest)
         return self.steps if self.region_before else 0
@@ -207,9 +205,7 @@ def _ordered(history: History, subsample: int) -> dict[str, Array]:
 
 
 def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:
-    """Return first step, length and absent steps at the front of every window, from starts of histories and
-    episodes.
-    """
+    """Return first step, length and absent steps before every window, from starts of histories and episodes."""
     edges = np.append(np.flatnonzero(segment), len(segment))
     if cut.last_only:
         return _windows_to_every_step(edges, cut)

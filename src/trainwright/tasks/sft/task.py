@@ -72,8 +72,4 @@ class SupervisedFineTuning(LanguageModelTask):
         """Return the metrics from statistics summed over the split or step."""
         loss, correct, targets = statistics
         mean = torch.tensor(loss / targets, dtype=torch.float64)
-        return {
-            "loss": loss / targets,
-            "perplexity": float(mean.exp()),
-            "token_accuracy": correct / targets,
-        }
+        return {"loss": loss / targets, "perplexity": float(mean.exp()), "token_accuracy": correct / targets}

@@ -165,9 +165,7 @@ class UnlearnLosses:
         )
 
     def _ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
-        """Return log pi(y|x) - log pi_ref(y|x) of sequences with ``role``, float64, from the losses of their
-        targets.
-        """
+        """Return log pi(y|x) - log pi_ref(y|x) of sequences with ``role``, float64, from losses of their targets."""
         assert self._reference is not None
         chosen = torch.tensor([index for index, each in enumerate(batch.roles) if each == role])
         of_role = self._reference(batch).index_select(0, on_device(chosen, losses.device))
@@ -301,9 +299,7 @@ def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
 
 
 def target_indices(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
-    """Return indices of targets, int64 [n]: those of sequences with one of ``roles``, without each one's first
-    ``skip``.
-    """
+    """Return indices of targets, int64 [n]: of sequences with one of ``roles``, but each one's first ``skip``."""
     parts, begin = [np.zeros(0, np.int64)], 0
     for role, count in zip(batch.roles, batch.target_counts, strict=True):
         if role in roles:
@@ -396,9 +392,7 @@ def flatten(logits: torch.Tensor) -> torch.Tensor:
 
 
 def divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Compute KL(reference || model) = sum_v pi_ref(v) (log pi_ref(v) - log pi(v)); on retain rows (arXiv
-    2401.06121).
-    """
+    """Compute KL(reference || model) = sum_v pi_ref(v) (log pi_ref(v) - log pi(v)) on retain (arXiv 2401.06121)."""
     expected = teacher.log_softmax(1)
     return (expected.exp() * (expected - logits.log_softmax(1))).sum(1)
 
@@ -412,9 +406,7 @@ def _cross_entropy(logits: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
 
 
 def grad_ascent(losses: torch.Tensor) -> torch.Tensor:
-    """Return log pi(y_i | x, y_<i): gradient ascent (arXiv 2210.01504); GradDiff with a retain loss (arXiv
-    2203.12817).
-    """
+    """Return log pi(y_i | x, y_<i): gradient ascent (arXiv 2210.01504), GradDiff with retain (arXiv 2203.12817)."""
     return -losses
 
 

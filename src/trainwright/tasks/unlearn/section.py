@@ -236,15 +236,10 @@ class Objective:
 _FORMULAS = "trainwright.tasks.unlearn.losses"
 
 GRAD_ASCENT = Objective(
-    "raise the loss on the forget rows only",
-    "arXiv 2210.01504",
-    f"{_FORMULAS}:grad_ascent",
-    defaults={"alpha": 0.0},
+    "raise the loss on the forget rows only", "arXiv 2210.01504", f"{_FORMULAS}:grad_ascent", defaults={"alpha": 0.0}
 )
 GRAD_DIFF = Objective(
-    "raise the loss on the forget rows, lower it on the retain rows",
-    "arXiv 2203.12817",
-    f"{_FORMULAS}:grad_ascent",
+    "raise the loss on the forget rows, lower it on the retain rows", "arXiv 2203.12817", f"{_FORMULAS}:grad_ascent"
 )
 NPO = Objective(
     "DPO with only rejected answers: ascent that slows down as rows are forgotten",
@@ -302,10 +297,7 @@ UNDIAL = Objective(
     reference="logits",
 )
 WGA = Objective(
-    "ascent weighted by the probability of each token",
-    "arXiv 2502.19301",
-    f"{_FORMULAS}:wga",
-    defaults={"beta": 1.0},
+    "ascent weighted by the probability of each token", "arXiv 2502.19301", f"{_FORMULAS}:wga", defaults={"beta": 1.0}
 )
 SATIMP = Objective(
     "ascent weighted by how saturated and how important each token is",

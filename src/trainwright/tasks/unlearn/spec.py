@@ -78,8 +78,7 @@ def _check_objective(section: UnlearnSection) -> Iterator[Contradiction]:
         )
     if section.retain_loss == "activations" and section.facts.of != "activations":
         yield Contradiction(
-            ("unlearn.retain_loss", "unlearn.objective"),
-            f"{name} does not steer activations; set it to nll or kl",
+            ("unlearn.retain_loss", "unlearn.objective"), f"{name} does not steer activations; set it to nll or kl"
         )
     if section.facts.subtracts and section.retains:
         yield Contradiction(

@@ -103,9 +103,7 @@ def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> Item
 
 
 def _question(row: Row) -> Item:
-    """Return a row of TOFU: its wrong answers correspond to the paraphrase, if there is one, otherwise to the
-    answer.
-    """
+    """Return a row of TOFU: its wrong answers correspond to the paraphrase, if it has one, or to the answer."""
     wrong = row.get("perturbed_answer", [])
     if isinstance(wrong, str):
         wrong = [wrong]
@@ -229,9 +227,7 @@ class ItemEncoder:
         return [] if self._chat is None else self._chat.notes
 
     def sequences(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> ItemSequences:
-        """Return every item's answer and, of ``kinds``, its paraphrase and wrong answers, for sets in which all items
-        have them.
-        """
+        """Return every item's answer and, of ``kinds``, paraphrase and wrong answers, for sets that have them."""
         pairs: list[Encoded] = []
         places: dict[tuple[str, int, str, int], int] = {}
         for name, each in sets.items():

@@ -148,9 +148,7 @@ def attack_items(
 def gradient_norms(
     lm: CausalLM, sequences: ItemSequences, numbers: Sequence[int], world: World, stage: Stage
 ) -> list[float]:
-    """Return the L2 norm of the gradient of each sequence's mean loss by all weights (arXiv 2402.17012). Every rank
-    must call.
-    """
+    """Return the L2 norm of each sequence's gradient by all weights (arXiv 2402.17012). Every rank must call."""
     dataset = sequences.dataset.part(numbers)
     weights = [parameter for parameter in lm.parameters() if parameter.is_floating_point()]
 

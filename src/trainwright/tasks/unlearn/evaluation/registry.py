@@ -109,7 +109,7 @@ def _memorised(measure: Callable[[statistics.Bools], float]) -> Callable[[Findin
 
 
 def _auc(findings: Findings, attack: Callable[[str, int], float]) -> float:
-    members = member_set(findings.sets)
+    members = "members" if "members" in findings.sets else "forget"
     each = [
         np.array([attack(name, number) for number in range(len(findings.sets[name].items))])
         for name in (members, "holdout")
@@ -224,11 +224,6 @@ METRICS: dict[str, Metric] = {
 }
 # Slow, or with a library of their own: measured only if named.
 _NOT_USUAL = ("mia_gradient_norm", "relearning", "quantisation")
-
-
-def member_set(sets: Mapping[str, ItemSet]) -> str:
-    """Return the set for membership inference."""
-    return "members" if "members" in sets else "forget"
 
 
 def sets_of(name: str, available: Sequence[str]) -> list[str]:

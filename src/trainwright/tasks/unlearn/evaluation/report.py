@@ -237,9 +237,7 @@ class SetScores:
 
     @property
     def right_losses(self) -> Floats:
-        """Return the losses of the right answers to compare with wrong ones [items]: of the paraphrase, if there is
-        one.
-        """
+        """Return the losses of right answers to compare with wrong ones [items]: of the paraphrase, if there is one."""
         right = [self.paraphrases.get(number, answer) for number, answer in enumerate(self.answers)]
         return np.array([mean_loss(each) for each in right])
 

@@ -33,9 +33,7 @@ def loss_attack(losses: Floats) -> float:
 
 
 def zlib_attack(losses: Floats, text: str) -> float:
-    """Return the mean loss divided by the zlib-compressed size of the text in bytes (Carlini et al., arXiv
-    2012.07805).
-    """
+    """Return the mean loss by the zlib-compressed size of the text in bytes (Carlini et al., arXiv 2012.07805)."""
     return float(losses.mean()) / len(zlib.compress(text.encode("utf-8")))
 
 
@@ -77,9 +75,7 @@ def privleak(measured: float, reference: float) -> float:
 
 
 def exact_memorisation(correct: Bools) -> float:
-    """Return the fraction of tokens that are the most probable ones after their prefix (Tirumala et al., arXiv
-    2205.10770).
-    """
+    """Return the fraction of tokens that are the most probable after their prefix (Tirumala, arXiv 2205.10770)."""
     return float(correct.mean()) if len(correct) else 0.0
 
 
@@ -152,9 +148,7 @@ def forget_truth_ratio(ratios: Floats) -> float:
 
 
 def utility_truth_ratio(ratios: Floats) -> float:
-    """Return the mean of max(0, 1 - R): 1 if wrong answers have no probability, the best value for retained
-    knowledge.
-    """
+    """Return the mean of max(0, 1 - R): 1 if wrong answers have no probability, best for retained knowledge."""
     return float(np.maximum(0, 1 - ratios).mean())
 
 

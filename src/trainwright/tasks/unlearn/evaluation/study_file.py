@@ -163,9 +163,7 @@ class StudyFile:
 
     @property
     def benchmark(self) -> Benchmark:
-        """Return the first benchmark that is on this machine or on the Hub. Raises RequestError if none is
-        available.
-        """
+        """Return the first benchmark that is on this machine or on the Hub. Raises RequestError if there is none."""
         *others, last = self.study.benchmark
         name = next((each for each in others if not is_missing_here(each)), last)
         return find_benchmark(name, f"{self.origin('benchmark')}: benchmark")
@@ -433,9 +431,7 @@ class Results:
 
     @classmethod
     def read(cls, benchmark: str, subset: Mapping[str, int], evaluations: Path, names: Sequence[str]) -> Results:
-        """Read the results of the evaluations in ``evaluations``/<name>, for the full and the retain-only model and
-        ``names``.
-        """
+        """Read the results in ``evaluations``/<name>, for the full and the retain-only model and ``names``."""
         results: dict[str, dict[str, dict[str, float]]] = {}
         for name in (FULL, RETAIN, *names):
             about = json.loads((evaluations / name / METRICS_FILE).read_text(encoding="utf-8"))
