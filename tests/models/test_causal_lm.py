@@ -13,8 +13,8 @@ from trainwright.data.stream.batch import collate
 from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.models.cache import CACHE
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
+from trainwright.models.gpt.model import CACHE
 from trainwright.models.supported import check_packable
 
 SIZES: dict[str, Any] = {

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import DynamicCache
 
 from trainwright.errors import RequestError
-from trainwright.models.cache import new_cache
 from trainwright.models.tokenization import token_ids, turn_end
+from trainwright.recipe.sections.model import OWN
 from trainwright.utils import heartbeat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# Arguments under which architectures take a cache: from transformers 5.24 on, before, and in recurrent models.
+_CACHES = ("cache", "past_key_values", "cache_params")
 # Called with every generated token: the row in the batch, and the token.
 OnToken = Callable[[int, int], None]
 
@@ -117,7 +120,7 @@ def _write(
     on_token: OnToken | None,
 ) -> None:
     takes = inspect.signature(model.forward).parameters
-    cache_name, cache = new_cache(model)
+    cache_name, cache = _new_cache(model)
     config = model.config.get_text_config()
     attends = hasattr(config, "num_attention_heads")
     inputs, mask = _left_padded(prompts, padding_token(tokenizer, config.vocab_size), model.device)
@@ -279,3 +282,19 @@ def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat:
         tokens.update(token_ids(token))
         texts = (text,) if text else ()
     return Stop(frozenset(tokens), texts)
+
+
+def _new_cache(model: PreTrainedModel) -> tuple[str, Any]:
+    """Return the name of the argument under which the model takes its cache, and an empty one; None as the cache of a
+    model without one, which computes the whole text for every token.
+
+    Raises:
+        RequestError: the architecture's cache is not supported.
+    """
+    if model.config.model_type == OWN:
+        return "", None
+    arguments = inspect.signature(model.forward).parameters
+    for name in _CACHES:
+        if name in arguments and "dict" not in str(arguments[name].annotation):  # a table that XLM calls its cache
+            return name, DynamicCache(config=model.config)
+    raise RequestError(f"{type(model).__name__} has an unsupported kind of cache")

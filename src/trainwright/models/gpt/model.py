@@ -13,6 +13,7 @@ weights from and to its architectures.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainwright.models.cache import CACHE
 from trainwright.models.gpt.config import GPTConfig
 from trainwright.models.gpt.variants import MODEL_TYPE
 
+# The name of the cache in outputs of transformers, and in its mask functions, from 5.24 on and before.
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [B, 1, L, d]
 
 
