@@ -16,7 +16,7 @@ from trainwright.planning.trace import traced
 from trainwright.planning.trace.build import samples
 from trainwright.planning.trace.fit import Fitter
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, rows_of
-from trainwright.planning.trace.traced import sized
+from trainwright.planning.trace.traced import model_facts, sized
 from trainwright.planning.trace.units import BatchShape, basis
 from trainwright.recipe.sections.model import AdapterSection
 
@@ -86,6 +86,19 @@ def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4 if case.dtype == "fp32" else 5e-3)
     assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
     assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize("rows", [SHORT, pytest.param(PADDED, marks=_SLOW)], ids=str)
+def test_norms_of_heads_that_come_before_the_tokens_take_all_of_them_at_a_time(rows: tuple[int, ...]) -> None:
+    plan, real = compared(Case("gemma3_text", rows, "bf16"))
+    assert plan["step"] == pytest.approx(real["step"], rel=5e-3)  # counted by tokens, several times as much
+
+
+def test_a_quantized_model_has_as_many_parameters_as_without() -> None:
+    """The weights of a new one are drawn in fp32 before they are quantized."""
+    model = TracedModel.of(small_config("qwen2"))
+    plain, quantized = (model.adapted(AdapterSection(type="lora", quantization=how)) for how in ("none", "nf4"))
+    assert model_facts(quantized).total == model_facts(plain).total
 
 
 def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted() -> None:

@@ -40,13 +40,15 @@ def workspace(operator: str, args: Sequence[Any], part: int) -> tuple[int, ...]:
     if operator.startswith("blocked_rotary"):
         size = part * first.shape[1] * first.shape[-1] * width // 2
         return size, -size
-    size = part * first.shape[2:].numel() if first.dim() > 2 else part * first.shape[-1]
+    inputs: torch.Tensor = args[1] if backward else first
+    if _has_heads_first(inputs):  # all in one part
+        size = inputs.numel()
+    else:
+        size = part * (inputs.shape[2:].numel() if inputs.dim() > 2 else inputs.shape[-1])
     size *= 12  # three tensors in fp32
-    if not backward:
-        return size, -size
-    changes = [] if _is_viewed(first) else [first.nbytes]
+    changes = [each.nbytes for each in ((first, inputs) if backward else (inputs,)) if not _is_viewed(each)]
     *_, offset, rounded, of_weight = args
-    if not of_weight:
+    if not backward or not of_weight:
         return (*changes, size, -size, *(-change for change in changes))
     wide = width if rounded and not offset else 4
     converted = [] if wide == width else [wide * first.numel()]
@@ -137,6 +139,13 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def _is_viewed(tensor: torch.Tensor) -> bool:
     """Return whether ``_rows`` of a tensor are no copy."""
     return tensor.dim() < 3 or tensor.shape[0] == 1 or tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
+
+
+def _has_heads_first(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is [rows, heads, length, size], made from [rows, length, heads, size]: rows of ``_rows``
+    are heads then, of which a part has all.
+    """
+    return tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2)
 
 
 def _factors(weight: torch.Tensor, offset: bool, rounded: bool) -> torch.Tensor:

@@ -6,6 +6,7 @@ Traces for a GPU run on tensors that say they are on a CPU, with stand-ins for a
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -243,7 +244,8 @@ def facts_of_model(model: TracedModel) -> ModelFacts:
     hidden, heads = embedding.shape[1], _number(text, "num_attention_heads")
     experts = max((_number(text, name) for name in _EXPERTS), default=0)
     chosen = _number(text, "num_experts_per_tok") if experts else 0
-    numel = {name: parameter.numel() for name, parameter in made.named_parameters()}
+    stands_for = {key: math.prod(shape) for key, (shape, *_) in quantized(made).items()}
+    numel = {name: stands_for.get(id(p), p.numel()) for name, p in made.named_parameters()}
     unused = sum(count for name, count in numel.items() if ".experts." in name) if chosen else 0
     windows = [window for part in _parts(made.config) for name in _WINDOWS if (window := _number(part, name))]
     kinds = getattr(text, "layer_types", None) or []
