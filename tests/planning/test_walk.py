@@ -80,6 +80,13 @@ def test_activations_pile_up_to_the_loss_and_go_in_the_backward_pass() -> None:
     assert walk.evaluation.total == HIDDEN + 900
 
 
+def test_most_bytes_between_blocks_are_after_the_last_ones_backward_pass() -> None:
+    """Where the head has left more than the block before kept."""
+    for micro_batches in (1, 2):
+        most = walked(model(), micro_batches=micro_batches).most_between_blocks
+        assert most == HIDDEN + (BLOCKS - 1) * KEPT + 400 - 300
+
+
 def test_offloaded_activations_come_back_a_block_ahead() -> None:
     plain, moved = walked(model()), walked(model(), offloads=True)
     assert plain.forward.total - moved.forward.total == BLOCKS * 900

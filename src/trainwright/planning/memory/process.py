@@ -32,9 +32,9 @@ _HEAP = 160 * _MIB  # of the process, what is in use in the heap
 # Of a thread's arena, where the copies that gloo gathers into stay; larger ones are in the process's own (malloc(3)).
 _ARENA = 64 * _MIB
 _TRIMMED = 256 * _MIB  # of free memory at the end of the heap, what glibc does not return (run/process.py)
-# Blocks that live on, as a share of the freed memory in which they settle: measured as the growth of the heap where the
-# sizes of batches or of gathered parameters vary, or blocks are recomputed. Otherwise a backward pass frees in the
-# reverse order of the forward pass, and free memory stays in one piece.
+# The part of freed memory that serves no others, as small blocks live on in it: measured as the growth of the heap. It
+# is so once more where the sizes of batches or of gathered parameters vary, or blocks are recomputed. Otherwise a
+# backward pass frees in the reverse order of the forward pass.
 _SETTLED = 0.6
 
 
@@ -86,22 +86,24 @@ def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str,
 def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int, temporary: int) -> int:
     """Return the bytes of freed memory that a CPU process keeps.
 
-    Small blocks that live on settle in what a pass has freed, so the blocks of the next one need as much again, until
-    glibc returns the end of the heap. A block of the next size does not fit where the largest was; with gathered
-    parameters that happens twice in a step. Of all that, a process keeps little before a model's block runs
-    (machine/allocator.py), unless blocks are compiled; what runs now may free more.
+    Small blocks that live on settle in what a pass has freed, so the blocks of the next one need more. Where the
+    model's blocks begin and have ended, free memory is returned if too much of it is kept (machine/allocator.py); what
+    a recomputed block frees comes on top. Compiled blocks return nothing, but glibc the end of the heap; a block of the
+    next size does not fit where the largest was, and with gathered parameters that happens twice in a step.
     """
     choice, inventory = model.choice, model.inventory
+    rows_vary = not workload.packed and workload.mean_length < workload.longest
+    recomputes = choice.activation_checkpointing not in ("none", "selective")
+    varied = rows_vary or recomputes or choice.spec.hooks_modules
+    if not choice.compile:
+        kept = most_kept(_HEAP + lasting + walk.most_between_blocks)
+        in_block = int(_SETTLED * recomputes * max(walk.forward.working_set, walk.backward.working_set))
+        return min(int(_SETTLED * temporary * (1 + varied)), kept + in_block)
     shards = choice.spec.shards_parameters
     gathered = choice.width * inventory.largest if shards else 0
     largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered)
     unreturned = min(temporary, max(_TRIMMED, largest))
-    rows_vary = not workload.packed and workload.mean_length < workload.longest
-    recomputes = choice.activation_checkpointing not in ("none", "selective")
-    varied = rows_vary or recomputes or choice.spec.hooks_modules
-    freed = unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
-    runs_now = max(largest, walk.backward.working_set)
-    return freed if choice.compile else min(freed, most_kept(_HEAP + lasting + temporary) + runs_now)
+    return unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
 
 
 def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:

@@ -111,21 +111,32 @@ class Order(NamedTuple):
         return cls(model.order, tuple(gradients), model.reference)
 
 
+_Levels = tuple[list[int], list[int]]  # live bytes, and those of the operation in progress
+
+
 class _Notes:
     """The moments of a phase: what a strategy has allocated, beside the bytes of a batch at two indices of `_levels`.
 
-    ``later``: whether they are of a micro-batch after the first.
+    ``later``: whether they are of a micro-batch after the first. ``between``: moments between blocks, by number.
     """
 
     def __init__(self) -> None:
         self.later = False
+        self.between: list[int] = []
         self._notes: list[tuple[int, bool, int, int, bool, Allocated]] = []
 
-    def add(self, allocated: Allocated, live: int, work: int = 0, loss: bool = False) -> None:
+    def add(self, allocated: Allocated, live: int, work: int = 0, loss: bool = False, between: bool = False) -> None:
+        if between:
+            self.between.append(len(self._notes))
         gradients, gathered, buckets = allocated
         self._notes.append((gradients + gathered + buckets, self.later, live, work, loss, allocated))
 
-    def peak(self, *levels: tuple[list[int], list[int]]) -> Peak:
+    def most_between(self, *levels: _Levels) -> int:
+        """Return the most bytes between blocks, for batches as in ``peak``."""
+        notes = (self._notes[number] for number in self.between)
+        return max((total + levels[later][0][live] for total, later, live, *_ in notes), default=0)
+
+    def peak(self, *levels: _Levels) -> Peak:
         """Return the peak for batches with these bytes, of the first micro-batch and of later ones."""
         most, peak = 0, Peak()
         for total, later, live, work, loss, allocated in self._notes:
@@ -162,7 +173,7 @@ class Route:
         flow, last = self._flow, len(order.units) - 1
         for unit, kind in enumerate(order.units):
             notes.add(flow.forward(unit), unit)
-            notes.add(flow.allocated, unit, begin + kind, loss=unit == last)
+            notes.add(flow.allocated, unit, begin + kind, loss=unit == last, between=0 < unit < last)
         flow.forward_ended()
 
     def _backwards(self, order: Order) -> None:
@@ -175,7 +186,7 @@ class Route:
                 self._moments(unit, order.gradients[kind], begins[kind], loss=unit == last)
             elif trained := self._inventory.by_unit[unit][1]:
                 flow.arrive(unit, "", trained)
-            notes.add(flow.unit_ended(unit), 2 * unit + 1)
+            notes.add(flow.unit_ended(unit), 2 * unit + 1, between=0 < unit < last)
         notes.add(flow.end(), 1)
 
     def _moments(self, unit: int, gradients: tuple[str, ...], begin: int, *, loss: bool) -> None:
@@ -204,9 +215,12 @@ class Walk:
         self.forward = route.forward.peak(*forward, forward[-1])
         self.backward = route.backward.peak(*backward, backward[-1])
         self.evaluation = route.evaluation.peak(levels[0][2])
+        self._phases = (route.forward, (*forward, forward[-1])), (route.backward, (*backward, backward[-1]))
 
-
-_Levels = tuple[list[int], list[int]]  # live bytes, and those of the operation in progress
+    @property
+    def most_between_blocks(self) -> int:
+        """The most bytes of a step where blocks begin their forward pass or have ended their backward pass."""
+        return max(notes.most_between(*levels) for notes, levels in self._phases)
 
 
 def _levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, _Levels]:
