@@ -92,8 +92,9 @@ def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
     assert made.chosen.needed_interval[1] <= made.chosen.available_bytes == parse_machine("1xA100-80GB").usable_bytes
 
 
-def test_recomputation_is_not_looked_at_where_the_largest_micro_batches_fit_without() -> None:
-    """A model that is not known is then traced once."""
+@pytest.mark.parametrize(("name", "rows", "tokens"), [(SMALL, 8, 512), ("Qwen/Qwen2.5-0.5B", 64, 8192)])
+def test_recomputation_is_not_looked_at_where_larger_micro_batches_gain_less(name: str, rows: int, tokens: int) -> None:
+    """A model that is not known is then traced once. Of the first all fit, of the second the largest does not."""
     tried = []
 
     class Noting(Evaluator):
@@ -102,7 +103,7 @@ def test_recomputation_is_not_looked_at_where_the_largest_micro_batches_fit_with
             return super().fit(choice)
 
     cluster = parse_machine("8xH100")
-    found = search(Noting(work(SMALL, 8, 512), cluster, rates_of(cluster)), Constraints({}))
+    found = search(Noting(work(name, rows, tokens), cluster, rates_of(cluster)), Constraints({}))
     assert found.best is not None and set(tried) == {"none"}
 
 

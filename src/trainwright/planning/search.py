@@ -39,6 +39,8 @@ AS_FAST = {"cpu": 0.05, "gpu": _AS_FAST}
 _LIMITED = ("mixed_precision", "compile", "activation_checkpointing", "activation_offload")
 # If memory exceeds the limit by more than this factor with full recomputation, less recomputation is not tried.
 _NEAR = 1.1
+# Share of a step that recomputation takes at least, unless others, such as exchanges, take most of it.
+_RECOMPUTING = 0.05
 # Number of micro-batch sizes, the largest that fit, that are timed per layout. All are timed where small ones reduce
 # padding or stay in a processor's caches.
 _PER_ROW = 4
@@ -345,21 +347,27 @@ def _with_threads(
         option: [choice_of(layout, processes, size, option, constraints, evaluator.cluster, threads) for size in sizes]
         for option in options
     }
-    if all(evaluator.fit(choice).fits for choice in rows[options[0]][:2]):  # as do smaller ones; see `_fitting`
-        options = options[:1]  # recomputation would only make these slower
+    fits = _fitting(evaluator, rows[options[0]])
+    timed = _PER_ROW if evaluator.workload.packed and evaluator.cluster.has_gpus else len(sizes)
+    if fits and not _may_gain(evaluator, rows[options[0]], fits[:timed]):
+        options = options[:1]
     least = _least(evaluator, rows[options[-1]])
     if not least.fits and least.shortfall < _NEAR:
         least = min((_least(evaluator, rows[option]) for option in options), key=lambda one: one.shortfall)
     if not least.fits:
         return _Tried((), least)
-    timed = _PER_ROW if evaluator.workload.packed and evaluator.cluster.has_gpus else len(sizes)
-    fits = _fitting(evaluator, rows[options[0]])
     fitting = fits[:timed]
     done = {choice.micro_batch_size for choice in fits}  # recomputation would only make these slower
     for option in options[1:]:
         untried = [choice for choice in rows[option] if choice.micro_batch_size not in done]
         fitting += _fitting(evaluator, untried)[:timed]
     return _Tried(tuple(fitting), least, min(map(evaluator.seconds, fitting)))
+
+
+def _may_gain(evaluator: Evaluator, choices: list[Choice], fits: list[Choice]) -> bool:
+    """Return whether one of ``choices`` that do not fit would be faster than those that do, if recomputation let it."""
+    limit = min(map(evaluator.seconds, fits)) / (1 + _RECOMPUTING)
+    return any(evaluator.seconds(choice) < limit for choice in choices if choice not in fits)
 
 
 def _least(evaluator: Evaluator, choices: list[Choice]) -> Candidate:
