@@ -173,7 +173,7 @@ def plan_memory() -> str:
         for tool, name in (("accelerate", "`accelerate estimate-memory`"), ("deepspeed", "DeepSpeed's estimators")):
             errors = [case["others"][tool]["error"] for case in cases if tool in case["others"]]
             rows.append((f"{name} on {len(errors)} of these runs", "-", _errors(errors), command))
-    whole = read("plan_memory_cpu_11")
+    whole = read("plan_memory_cpu_13")
     ratios = [case["measured"] / case["predicted"] for case in whole["cases"]]
     interval = interval_of(ratios)
     assert interval is not None
@@ -181,7 +181,7 @@ def plan_memory() -> str:
     title = f"Resident memory of a process on a CPU, predicted against measured, {len(ratios)} small runs that the "
     title += "model was not fitted to; plans' interval is made from them"
     figures = f"{_errors([1 / ratio - 1 for ratio in ratios])}; {inside:.0%} lie in the interval"
-    rows.append((title, f"{SHARE:.0%} in the interval", figures, "python bench/plan_memory.py --seed 11"))
+    rows.append((title, f"{SHARE:.0%} in the interval", figures, "python bench/plan_memory.py --seed 13"))
     steps = read("plan_architectures_full_steps_53")
     errors = [case["error"] for case in steps["cases"] if not case["untraced"]]
     title = f"Allocations of one step of {len(errors)} architectures of transformers, without weights and optimizer"

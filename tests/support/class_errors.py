@@ -38,7 +38,7 @@ def _of(found: Sequence[Compared]) -> dict[str, Any]:
 
 def _of_cpu() -> dict[str, Any]:
     """Memory: resident, of processes (bench/plan_memory.py); speed: by datasheets (bench/plan_time.py)."""
-    memory = _cases(_RESULTS / "plan_memory_cpu_11.json")
+    memory = _cases(_RESULTS / "plan_memory_cpu_13.json")
     times = _cases(_RESULTS / "plan_time.json")
     return {
         "memory": _told(interval_of(case["measured"] / case["predicted"] for case in memory)),
