@@ -198,6 +198,7 @@ def test_a_process_on_a_cpu_keeps_what_passes_free_up_to_what_is_returned() -> N
     small, large = (on_cpu("no", micro_batch_size=rows, compile=True) for rows in (4, 8192))
     slack = [memory.overhead[SLACK] for memory in (small, large)]
     assert slack[0] == int(1.6 * temporary_of(small)) < 1.6 * 2**28 < slack[1] < temporary_of(large)
+    assert on_cpu("no", micro_batch_size=8192).overhead[SLACK] == 2**29 < 0.6 * temporary_of(large)
     full = {"micro_batch_size": 64, "activation_checkpointing": "full"}
     kept, compiled = on_cpu("no", **full), on_cpu("no", **full, compile=True)
     assert compiled.overhead[SLACK] == int(1.6 * temporary_of(compiled))
