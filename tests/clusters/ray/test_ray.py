@@ -113,8 +113,8 @@ def test_a_run_on_a_real_cluster_survives_a_killed_worker(runs: Runs, here: Path
         wait_for(lambda: (run / "events.jsonl").exists() and len(events(run, "step")) >= 3, every=0.5)
         subprocess.run(["kill", "-TERM", str(_train_process(run))], check=True)
         wait_for(lambda: events(run, "finish")[-1:] and events(run, "finish")[-1]["status"] == "finished", every=1.0)
-        status = [ray, "job", "status", job]
-        wait_for(lambda: "SUCCEEDED" in subprocess.check_output(status, env=variables, text=True), every=1.0)
+        ask = f"from ray.job_submission import JobSubmissionClient as C; print(C().get_job_status({job!r}).value)"
+        wait_for(lambda: "SUCCEEDED" in subprocess.check_output([python, "-c", ask], env=variables, text=True), 1.0)
     finally:
         subprocess.run([ray, "stop"], env=variables, check=False, cwd=here)
     assert len(events(run, "start")) == 2 and events(run, "start")[1]["resumed_from"]
