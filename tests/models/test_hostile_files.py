@@ -149,6 +149,13 @@ def test_a_configuration_of_a_larger_model_than_its_weights_takes_no_memory(
         check_fits(find_model(str(model)), torch.float32, Machine("here", "a CPU", 2, 2**40, ()), 1)
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64], ids=["empty", "no header"])
+def test_weights_without_a_header_are_told_where_they_are_counted(model: Path, content: bytes) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(RequestError, match=r"MODEL: .*model\.safetensors is damaged or not safetensors"):
+        check_fits(find_model(str(model)), torch.float32, Machine("here", "a CPU", 2, 2**40, ()), 1)
+
+
 @pytest.mark.parametrize("template", [5, [{"name": "default", "template": 5}], {"default": 5}], ids=str)
 def test_a_chat_template_that_is_no_text_is_told(model: Path, template: Any) -> None:
     (model / "chat_template.jinja").unlink(missing_ok=True)

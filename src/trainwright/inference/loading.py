@@ -18,8 +18,7 @@ from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model, freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.resolve_model import resolve, weight_files
-from trainwright.models.safetensors_files import stored_elements
+from trainwright.models.resolve_model import resolve, stored_weights
 from trainwright.models.truncate_config import parameter_count
 from trainwright.parallel.layout import Shard
 from trainwright.utils.activity import doing
@@ -82,7 +81,7 @@ def check_fits(unloaded: UnloadedModel, dtype: torch.dtype, machine: Machine, pr
         count = parameter_count(load_config(unloaded.section))
         directory = resolve(unloaded.section, weights=False).directory
         if directory is not None and unloaded.section.gguf_file is None:
-            stored = sum(sum(stored_elements(file).values()) for file in weight_files(directory))
+            stored = sum(stored_weights(directory).values())
             if count > 2 * stored:
                 raise RequestError(
                     f"model.name: {directory} has weights of {stored:,} numbers, and its config.json is that of a "

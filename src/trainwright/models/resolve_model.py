@@ -173,10 +173,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
         stops = settings.get("eos_token_id") if isinstance(settings, dict) else None
         if stops is not None and any(type(stop) is not int for stop in (stops if isinstance(stops, list) else [stops])):
             raise RequestError(f"{key}: {file}: eos_token_id should be a token's id, or a list of them, not {stops!r}")
-    shards = weight_files(directory, key)
-    for shard in shards:
-        check_safetensors(shard, key)
-    if not any(map(stored_elements, shards)):
+    if not stored_weights(directory, key):
         raise RequestError(f"{key}: {directory} has weight files without a tensor; save or download the model again")
 
 
@@ -200,6 +197,19 @@ def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
     raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
 
 
+def stored_weights(directory: Path, key: str = "model.name") -> Counter[str]:
+    """Return how many numbers of each data type the files of a model directory have.
+
+    Raises:
+        RequestError: a file is missing or damaged.
+    """
+    counts: Counter[str] = Counter()
+    for file in weight_files(directory, key):
+        check_safetensors(file, key)
+        counts.update(stored_elements(file))
+    return counts
+
+
 def saved_precision(model: ModelSection, configuration: Mapping[str, Any]) -> Precision:
     """Return the precision in which a full model is saved after training, ``model.save_dtype``. Imports no torch.
 
@@ -214,9 +224,7 @@ def saved_precision(model: ModelSection, configuration: Mapping[str, Any]) -> Pr
     if directory is None:
         of_fields = str(configuration.get("dtype") or configuration.get("torch_dtype") or "")
         return _OF_CONFIGURATIONS.get(of_fields.removeprefix("torch."), "fp32")
-    counts: Counter[str] = Counter()
-    for file in weight_files(directory):
-        counts.update(stored_elements(file))
+    counts = stored_weights(directory)
     return _PRECISIONS.get(max(counts, key=lambda dtype: counts[dtype]), "fp32")
 
 
