@@ -91,6 +91,12 @@ def test_wrong_values_of_a_configuration_are_told(model: Path, values: dict[str,
     assert refusals(model)
 
 
+def test_a_model_without_a_width_is_not_planned(model: Path) -> None:
+    change_json(model / "config.json", hidden_size=0)
+    with pytest.raises(RequestError, match=r"config\.json: hidden_size: 0 is no width of a model"):
+        configuration_of(ModelSection(name=str(model)))
+
+
 @pytest.mark.parametrize("content", ["[]", "null", "", "[" * 100_000, '{"a": ' * 200 + "1" + "}" * 200])
 def test_a_configuration_that_is_none_is_told(model: Path, content: str) -> None:
     (model / "config.json").write_text(content)

@@ -130,7 +130,8 @@ def _understood(scene: Scene, name: str, *overrides: str) -> None:
     words = scene.draw.choice((("data", "check"), ("data", "check"), ("train",)))
     where = (f"logging.run_directory={scene.run}", "train.max_steps=2") if words[0] == "train" else ()
     more = (f"data.train={name}", "data.validation=4", *where, *overrides)
-    ended = scene.trainwright(*words, scene.recipe.name, *more).wait(REFUSAL_SECONDS)
+    command = scene.trainwright(*words, scene.recipe.name, *more)
+    ended = scene.wait(command) if words[0] == "train" else command.wait(REFUSAL_SECONDS)  # it may train to its end
     scene.expect(ended, (FINISHED, REQUEST), re.escape(name.rpartition("/")[2]))
     require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
     if ended.code == FINISHED:

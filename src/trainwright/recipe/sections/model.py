@@ -348,6 +348,7 @@ _COUNTS = (
     (re.compile(r"heads?$"), 1_000_000, "heads"),
     (re.compile(r"^vocab_size$"), 100_000_000, "tokens"),
 )
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
 _POSITIVE = re.compile(r"^(vocab|hidden|intermediate)_size$|^head_dim$|^num_.*(layers|heads)$")
 _LARGEST = 2**40  # of any number: more than the parameters of today's largest models
 _DEEPEST = 64
@@ -374,6 +375,8 @@ def _absurd(key: str, value: int) -> str | None:
     name = key.rpartition(".")[2]
     if value < 0 and _POSITIVE.search(name):
         return f"{_shown(value)} is negative"
+    if value == 0 and name in _WIDTHS:
+        return "0 is no width of a model"
     if abs(value) > _LARGEST:
         return f"{_shown(value)} is too large for a model's configuration"
     for pattern, limit, noun in _COUNTS:
