@@ -22,7 +22,10 @@ from trainwright.errors import MachineError
 # What asks for the machine, or may do so by mistake; without those that count and trace models of transformers.
 TESTS = (
     *sorted(str(file) for file in Path(__file__).parent.glob("test_*.py")),
-    *(str(ROOT / "tests" / name) for name in ("machine", "compatibility/accelerate", "cli/test_plan.py", "cli/test_setup.py")),
+    *(
+        str(ROOT / "tests" / name)
+        for name in ("machine", "compatibility/accelerate", "cli/test_plan.py", "cli/test_setup.py")
+    ),
 )
 _LEFT_OUT = ("test_on_other_machines.py",)
 
