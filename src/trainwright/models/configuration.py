@@ -16,7 +16,8 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, ModelSection, check_sizes, text_part
+from trainwright.recipe.modalities import text_part
+from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, ModelSection, check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

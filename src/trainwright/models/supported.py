@@ -16,7 +16,8 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.extensions import is_file
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OWN, text_part
+from trainwright.recipe.modalities import text_part
+from trainwright.recipe.sections.model import OWN
 
 _ENCODER_DECODERS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from trainwright.errors import RequestError
 from trainwright.models.configuration import NOT_MADE, WHOLE, config_from, no_progress_bar
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, text_part
+from trainwright.recipe.modalities import text_part
+from trainwright.recipe.sections.model import OLDER_ROPE_KEYS
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,8 @@ from trainwright.planning.trace.catalog import KnownModel, families, find_model,
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Workload
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OWN, ModelSection, check_sizes, text_part
+from trainwright.recipe.modalities import text_part
+from trainwright.recipe.sections.model import OWN, ModelSection, check_sizes
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural
 

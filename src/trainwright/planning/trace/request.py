@@ -11,7 +11,7 @@ from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, missing_kernels
 from trainwright.models.fused.choice import Kernels, is_fused
 from trainwright.planning.trace.units import BatchShape
-from trainwright.recipe.sections.model import text_part
+from trainwright.recipe.modalities import text_part
 
 if TYPE_CHECKING:
     from trainwright.machine.describe import Cluster

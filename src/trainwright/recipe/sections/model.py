@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from trainwright.errors import RequestError
 from trainwright.recipe.adapter_spec import AdapterSpec
 from trainwright.recipe.extensions import is_file
+from trainwright.recipe.modalities import text_part
 from trainwright.recipe.registries import ADAPTERS, ATTENTION_KERNELS
 from trainwright.recipe.sections.fields import BelowOne, Count, Pattern, Positive, Registered, Section, Text
 from trainwright.utils.paths import user_path
@@ -387,16 +388,3 @@ def _absurd(key: str, value: int) -> str | None:
 
 def _shown(value: int) -> str:
     return f"{value:,}" if abs(value) < 10**30 else f"a number of {value.bit_length() * 3 // 10} digits"
-
-
-_OTHER_PARTS = ("vision_config", "audio_config")
-_OF_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
-
-
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the language model in that of a model of several modalities; others as they are."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping) or not any(name in config for name in _OTHER_PARTS):
-        return config
-    of_whole = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
-    return {**of_whole, "model_type": f"{config.get('model_type')}_text", **text}
