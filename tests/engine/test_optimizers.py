@@ -11,19 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.runs import Runs, difference
+from tests.support.runs import TINY, Runs, difference
 from tests.support.slow import slow_but
 from tests.support.training import Case, train
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.errors import RequestError
 from trainwright.parallel.strategy import DividedByRows, RowShards
 from trainwright.planning.memory.inventory import Inventory, Weight, optimizer_state
 from trainwright.planning.workload import OptimizerState
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import OptimizerSection
 
 NAMES = {"block.up.weight": (80, 64), "block.down.weight": (6, 80), "embed.weight": (40, 8), "block.norm.weight": (64,)}
 RATE, DECAY, STEPS = 0.02, 0.3, 4
 NEW = (
-    "sgd", "rmsprop", "adagrad", "ademamix", "lion", "adafactor", "schedule_free_adamw", "adamw_8bit", "lion_8bit"
+    "sgd", "rmsprop", "adagrad", "ademamix", "lion", "adafactor", "schedule_free_adamw", "adamw_8bit", "lion_8bit",
+    "soap",
 )  # fmt: skip
 
 Named = dict[str, nn.Parameter]
@@ -173,6 +176,77 @@ def test_schedule_free_is_that_of_its_authors() -> None:
     assert_equal(ours("schedule_free_adamw")[0], peers(make))
 
 
+SOAPED = ("block.up.weight", "block.down.weight")
+
+
+def test_soap_begins_with_the_eigenvectors_of_the_first_gradient_and_moves_nothing_by_it() -> None:
+    made, start = parameters(), parameters()
+    optimizer = optimizer_factory(OptimizerSection(name="soap", betas=(0.8, 0.7)))(made.items())
+    step_all(optimizer, made, [0])
+    for name in SOAPED:
+        gradient, state = gradients(0)[name].double(), optimizer.state[made[name]]
+        assert torch.equal(made[name], start[name])
+        for side, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
+            torch.testing.assert_close(state[side].double(), 0.3 * product, rtol=1e-5, atol=1e-4)
+            basis = state[f"{side}_basis"].double()
+            torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis)).double(), rtol=0, atol=1e-5)
+            turned = basis.T @ product @ basis
+            torch.testing.assert_close(turned, turned.diag().diag(), rtol=0, atol=1e-3)
+
+
+def test_soap_is_adam_in_a_basis_that_follows_its_preconditioners() -> None:
+    """Algorithms 3 and 4 of arXiv 2409.11321 in fp64, through a refresh of the bases."""
+    steps, first, second, eps = 12, 0.8, 0.7, 1e-8
+    made, start = parameters(), parameters()
+    section = OptimizerSection(name="soap", learning_rate=RATE, weight_decay=DECAY, betas=(first, second), eps=eps)
+    optimizer = optimizer_factory(section)(made.items())
+    step_all(optimizer, made, [0])
+    bases = {
+        name: [optimizer.state[made[name]][f"{side}_basis"].double() for side in ("left", "right")] for name in SOAPED
+    }
+    step_all(optimizer, made, range(1, steps))
+    for name, (left, right) in bases.items():
+        x, g = start[name].detach().double(), gradients(0)[name].double()
+        rows, columns, mean, square = 0.3 * g @ g.T, 0.3 * g.T @ g, torch.zeros_like(x), torch.zeros_like(x)
+        for step in range(1, steps):
+            g = gradients(step)[name].double()
+            mean, square = first * mean + 0.2 * g, second * square + 0.3 * (left.T @ g @ right) ** 2
+            root = (square / (1 - second**step)).sqrt() + eps
+            update = left @ ((left.T @ mean @ right) / (1 - first**step) / root) @ right.T
+            x = x - RATE * (update + DECAY * x)
+            rows, columns = second * rows + 0.3 * g @ g.T, second * columns + 0.3 * g.T @ g
+            if step == 10:
+                left, right = (
+                    torch.linalg.qr((of + 1e-5 * of.trace() * torch.eye(len(of))) @ q).Q
+                    for of, q in ((rows, left), (columns, right))
+                )
+        torch.testing.assert_close(made[name].double(), x, rtol=1e-4, atol=1e-4, msg=name)
+        assert (left - bases[name][0]).abs().max() > 0.01
+
+
+def test_soap_moves_all_other_parameters_by_adamw() -> None:
+    found, expected = (ours(name)[0] for name in ("soap", "adamw"))
+    for name in NAMES.keys() - SOAPED:
+        assert torch.equal(found[name], expected[name])
+
+
+def test_soap_has_no_preconditioner_of_a_long_side() -> None:
+    weight = nn.Parameter(torch.ones(3, 10_001))
+    optimizer = optimizer_factory(OptimizerSection(name="soap"))([("block.weight", weight)])
+    for seed in range(2):
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+    assert {*optimizer.state[weight]} == {"step", "exp_avg", "exp_avg_sq", "left", "left_basis"}
+    planned = optimizer_state(Inventory((Weight(0, "block.weight", (3, 10_001), True),), 1, 4), OptimizerState("soap"))
+    assert planned == sum(4 * tensor.numel() for tensor in optimizer.state[weight].values())
+
+
+def test_soap_is_refused_where_states_are_sharded() -> None:
+    for strategy, said in (("fsdp", "use parallel.strategy ddp or single"), ("zero1", "use parallel.strategy ddp")):
+        with pytest.raises(RequestError, match=said):
+            load_recipe(TINY, ("optimizer.name=soap", f"parallel.strategy={strategy}"))
+
+
 @pytest.mark.parametrize("name", NEW)
 @pytest.mark.parametrize("average", [False, True])
 def test_the_state_has_the_bytes_that_are_planned(name: str, average: bool) -> None:
@@ -205,16 +279,20 @@ SMALL = ("data.validation=8", "train.max_steps=4", "train.micro_batch_size=1", "
 
 
 def case(name: str, strategy: str, *more: str) -> tuple[str, ...]:
-    return (*WIDE, *SMALL, f"optimizer.name={name}", f"parallel.strategy={strategy}", *more)
+    steps = ("train.max_steps=16",) if name == "soap" else ()  # through a refresh of its bases
+    return (*WIDE, *SMALL, *steps, f"optimizer.name={name}", f"parallel.strategy={strategy}", *more)
 
 
-@pytest.mark.parametrize("name", slow_but("adafactor", "adamw_8bit", among=NEW))
+def strategies_of(name: str) -> tuple[str, ...]:
+    return ("ddp",) if name == "soap" else ("ddp", "fsdp")
+
+
+@pytest.mark.parametrize("name", slow_but("adafactor", "adamw_8bit", "soap", among=NEW))
 def test_two_processes_train_as_one(runs: Runs, name: str) -> None:
     if name.endswith("8bit"):
         pytest.importorskip("bitsandbytes")
     single = train(runs, {"one": Case(case(name, "single"))}, 1)["one"]
-    strategies = ("ddp", "fsdp")
-    for strategy, trained in train(runs, {s: Case(case(name, s)) for s in strategies}, 2).items():
+    for strategy, trained in train(runs, {s: Case(case(name, s)) for s in strategies_of(name)}, 2).items():
         assert difference(trained.column("loss"), single.column("loss")) < 1e-5, strategy
         assert trained.metrics()[-1] == pytest.approx(single.metrics()[-1], rel=1e-5), strategy
 
@@ -230,18 +308,19 @@ def test_deepspeed_trains_as_one_process(runs: Runs, name: str) -> None:
         assert trained.metrics()[-1] == pytest.approx(single.metrics()[-1], rel=1e-5), strategy
 
 
-@pytest.mark.parametrize("name", slow_but("adamw_8bit", among=NEW))
+@pytest.mark.parametrize("name", slow_but("adamw_8bit", "soap", among=NEW))
 def test_a_resumed_run_is_the_same_to_the_bit_and_moves_between_strategies(
     runs: Runs, tmp_path: Path, name: str
 ) -> None:
     if name.endswith("8bit"):
         pytest.importorskip("bitsandbytes")
     single = train(runs, {"one": Case(case(name, "single"))}, 1)["one"]
-    cases = {part: Case(case(name, "fsdp"), part, str(tmp_path)) for part in (2, None)}
+    several = strategies_of(name)[-1]
+    cases = {part: Case(case(name, several), part, str(tmp_path)) for part in (2, None)}
     parts = train(runs, cases, 2)
-    whole = train(runs, {"whole": Case(case(name, "fsdp"))}, 2)["whole"]
+    whole = train(runs, {"whole": Case(case(name, several))}, 2)["whole"]
     assert parts[2].column("loss") + parts[None].column("loss") == whole.column("loss")
-    first = train(runs, {"first": Case(case(name, "fsdp"), 2, str(tmp_path / "moved"))}, 2)["first"]
+    first = train(runs, {"first": Case(case(name, several), 2, str(tmp_path / "moved"))}, 2)["first"]
     then = train(runs, {"then": Case(case(name, "single"), None, str(tmp_path / "moved"))}, 1)["then"]
     assert difference(first.column("loss") + then.column("loss"), single.column("loss")) < 1e-5
 

@@ -248,6 +248,7 @@ def test_what_is_saved_has_the_weights_and_loads(runs: Runs) -> None:
         ("train.mixed_precision=no", "in which they then compute; set train.mixed_precision to bf16 or auto"),
         ("optimizer.ema_decay=0.9", "the average is of fp32 weights"),
         ("optimizer.name=muon", "muon updates whole matrices"),
+        ("optimizer.name=soap", "soap updates whole matrices"),
         ("optimizer.name=schedule_free_adamw", "schedule_free_adamw averages the weights in fp32"),
         ("parallel.strategy=zero2", "DeepSpeed keeps fp32 master weights; set it to true, or use"),
         ("parallel.offload_parameters=true", "false keeps weights and their updates on the device"),

@@ -326,6 +326,18 @@ def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
     assert times[1].parts["optimizer"] > times[0].parts["optimizer"]
 
 
+def test_soap_has_squares_of_the_sides_of_matrices_and_runs_where_states_are_whole() -> None:
+    made = plan(LARGE, "8xB200", optimizer="soap")
+    assert {one.choice.strategy for one in made.search.candidates if one.missing is None} <= {"single", "ddp"}
+    assert any(one.choice.strategy == "fsdp" and one.missing for one in made.search.candidates)
+    one = Choice("ddp", 8, 1, 8, "bf16")
+    adamw, soap = (memory_of(replace(made.workload, optimizer=name), one, made.cluster) for name in ("adamw", "soap"))
+    wide, narrow = 4096**2, 1024**2  # sides of 14336 have none
+    squares = 32 * (2 * 2 * wide + 2 * (wide + narrow) + 3 * wide)
+    assert soap.parts["optimizer state"] - adamw.parts["optimizer state"] == pytest.approx(2 * 4 * squares, rel=1e-3)
+    assert soap.phases["optimizer"] > adamw.phases["optimizer"]
+
+
 def test_a_quantized_base_fits_where_nothing_else_does() -> None:
     assert not plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"}).fits
     adapted = plan(LARGE, "1xRTX4090", rows=8, adapter={"type": "qlora", "rank": 16})

@@ -374,3 +374,22 @@ def test_an_optimizer_takes_its_own_time_and_an_average_adds_to_it() -> None:
     assert update(optimizer="adamw_8bit") < adamw < update(optimizer="lion") < update(optimizer="schedule_free_adamw")
     assert update(averages=True) > adamw
     assert update(master_weights=False) > adamw
+
+
+def test_soap_takes_the_products_of_its_bases_on_every_process() -> None:
+    """Of one matrix of 4096 x 1024: four products with each side's square, and a tenth of those that refresh it."""
+    speeds = rates_of(parse_machine("1xH100")).setting(1)
+    pricing = Pricing(speeds, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
+
+    def seconds(processes: int, *bases: tuple[int, int]) -> float:
+        made = choice("ddp" if processes > 1 else "single", processes)
+        return Update(made, pricing, 10**7, 10**7, 4, 2, (), bases=bases).optimizer()
+
+    curve = pricing.curve("product", "fp32", "forward")
+    sides = ((1024, 4096), (4096, 1024))
+    added = sum(4 * curve.seconds(a, b, b) + 7 / 30 * curve.seconds(b, b, b) for a, b in sides)
+    assert seconds(1, (4096, 1024)) - seconds(1) == pytest.approx(added)
+    assert seconds(8, (4096, 1024)) - seconds(8) == pytest.approx(added)
+    assert seconds(1, (4096, 10_001)) - seconds(1) == pytest.approx(
+        4 * curve.seconds(10_001, 4096, 4096) + 7 / 30 * curve.seconds(4096, 4096, 4096)
+    )

@@ -387,7 +387,7 @@ def _master_weights(recipe: RecipeSchema) -> Iterator[Contradiction]:
         why = "false keeps weights in bf16, in which they then compute; set train.mixed_precision to bf16 or auto"
         yield Contradiction((key, "train.mixed_precision"), why)
     spec = OPTIMIZERS.get(optimizer.name)
-    if spec.averages or spec.whole_matrices:
+    if spec.averages or spec.whole_matrices or spec.preconditions:
         action = "averages the weights in fp32" if spec.averages else "updates whole matrices"
         yield Contradiction((key, "optimizer.name"), f"{optimizer.name} {action}; set it to true, or use adamw")
     if optimizer.ema_decay is not None:
@@ -645,7 +645,7 @@ def strategy(recipe: RecipeSchema) -> Iterator[Contradiction]:
         return
     for limit in spec.limits:
         value = attrgetter(limit.key)(recipe)
-        if value not in ("auto", *limit.allowed):
+        if not limit.takes(value):
             yield Contradiction((limit.key, "parallel.strategy"), limit.why.format(value=value))
     if "replicate_size" in spec.keys:
         yield from _replicas(parallel)

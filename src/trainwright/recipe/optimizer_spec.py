@@ -53,12 +53,13 @@ class StatePart(NamedTuple):
     """The part of a parameter whose state a rank has.
 
     ``shape``: of the whole parameter; ``rows``: of this rank, along its first dimension. ``momentum``: whether the
-    recipe's momentum is more than 0.
+    recipe's momentum is more than 0. ``is_matrix``: whether it is a matrix of a block.
     """
 
     shape: tuple[int, ...]
     rows: int
     momentum: bool = True
+    is_matrix: bool = False
 
     @property
     def numel(self) -> int:
@@ -85,6 +86,7 @@ class OptimizerSpec:
         library: a library that has to be installed.
         whole_matrices: whether the matrices of blocks are updated as a whole, from one element of state for each of
             theirs; strategies that shard parameters gather them.
+        preconditions: whether the matrices of blocks are updated in the eigenbases of both sides (`preconditioned`).
     """
 
     summary: str
@@ -92,6 +94,7 @@ class OptimizerSpec:
     reads: tuple[str, ...]
     state: int | Callable[[StatePart], int] = 2
     whole_matrices: bool = False
+    preconditions: bool = False
     time: float = 1.0
     time_on_cpu: float | None = None
     averages: bool = False
@@ -132,6 +135,28 @@ MUON = OptimizerSpec(
     whole_matrices=True,
 )
 
+# Of SOAP: the longest side of a matrix that has a preconditioner, and steps between refreshes of its basis.
+LONGEST_SIDE, REFRESHED = 10_000, 10
+
+
+def preconditioned(shape: tuple[int, ...]) -> list[int]:
+    """Return the lengths of the sides of a matrix that have a preconditioner."""
+    return [side for side in shape if side <= LONGEST_SIDE]
+
+
+def _moments_and_bases(part: StatePart) -> int:
+    squares = 2 * sum(side**2 for side in preconditioned(part.shape)) if part.is_matrix else 0
+    return 4 * (2 * part.numel + squares + 1)
+
+
+SOAP = OptimizerSpec(
+    summary="soap: adamw in the eigenbases of Shampoo's preconditioners for the matrices of the blocks (arXiv "
+    "2409.11321), refreshed every 10 steps, and AdamW for all other parameters, with one learning rate; not with fsdp",
+    implementation="trainwright.engine.optimizers.soap:Soap",
+    reads=("betas", "eps"),
+    state=_moments_and_bases,
+    preconditions=True,
+)
 SGD = OptimizerSpec(
     summary="sgd: gradient descent with momentum, as torch's SGD, whose weight decay is added to the gradient",
     implementation="trainwright.engine.optimizers.plain:sgd",

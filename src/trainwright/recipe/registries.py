@@ -113,7 +113,7 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
     "trainwright.optimizers",
     _constants(
         "recipe.optimizer_spec",
-        "adamw muon sgd rmsprop adagrad ademamix lion adafactor schedule_free_adamw adamw_8bit lion_8bit",
+        "adamw muon soap sgd rmsprop adagrad ademamix lion adafactor schedule_free_adamw adamw_8bit lion_8bit",
     ),
     kind="optimizer",
     required=("summary", "implementation", "reads", "state", "whole_matrices"),

@@ -34,13 +34,19 @@ class Collective:
 class Limit:
     """A recipe key of which a strategy supports only some values.
 
-    ``why``: the message for another value, {value}, with the fix; ``short``: for a table.
+    ``why``: the message for another value, {value}, with the fix; ``short``: for a table. ``refused``: the only values
+    that it does not support, in place of ``allowed``.
     """
 
     key: str
     allowed: tuple[object, ...]
     why: str
     short: str
+    refused: tuple[object, ...] = ()
+
+    def takes(self, value: object) -> bool:
+        """Return whether a value is supported, or not decided yet."""
+        return value == "auto" or (value not in self.refused if self.refused else value in self.allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,7 @@ class StrategySpec:
 
     def refuses(self, values: Mapping[str, object]) -> Limit | None:
         """Return the first limit that ``values``, by recipe key, violate."""
-        return next((one for one in self.limits if values.get(one.key, "auto") not in (*one.allowed, "auto")), None)
+        return next((one for one in self.limits if not one.takes(values.get(one.key, "auto"))), None)
 
 
 def spec_of(name: str) -> StrategySpec:

@@ -35,6 +35,7 @@ REAL = {
         ("parallel.strategy=fsdp", "parallel.replicate_size=2", "parallel.reshard_after_forward=true"),
     ),
     "muon by ddp on 2": (2, ("parallel.strategy=ddp", "optimizer.name=muon")),
+    "soap by ddp on 2": (2, ("parallel.strategy=ddp", "optimizer.name=soap")),
     "muon on 3": (3, ("parallel.strategy=fsdp", "parallel.reshard_after_forward=true", "optimizer.name=muon")),
     "muon by a hybrid on 4": (
         4,

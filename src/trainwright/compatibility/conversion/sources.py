@@ -78,7 +78,7 @@ def _widen_states(conversion: Conversion) -> None:
         return
     limits = [limit for limit in spec_of(strategy[0]).limits if limit.key == "optimizer.name"]
     wide = str(name[0]).removesuffix("_8bit")
-    if any(name[0] not in limit.allowed and wide in limit.allowed for limit in limits):
+    if any(not limit.takes(name[0]) and limit.takes(wide) for limit in limits):
         del conversion.values["optimizer.name"]
         conversion.take(name[1], "optimizer.name", wide, f"{strategy[0]} does not shard states of 8 bits")
 

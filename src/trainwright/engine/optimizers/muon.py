@@ -25,18 +25,12 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _LIKE_ADAMW = 0.2
 
 
-class Muon(Optimizer):
-    """Use Muon for the matrices of blocks, and AdamW for embeddings, the head and vectors.
-
-    Attributes:
-        exchange: divides the updates of matrices over the ranks; set by strategies of several.
-    """
+class OfMatrices(Optimizer):
+    """Update the matrices of blocks by ``_update_matrices``, and embeddings, the head and vectors by AdamW."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
         groups = parameter_groups(named, section, lambda name, parameter: is_matrix(name, parameter.dim()))
         super().__init__(groups, {"lr": section.learning_rate})
-        self.exchange: MatrixExchange | None = None
-        self._momentum = section.momentum
         self._adamw: AdamW | None = None
         if plain := [group for group in self.param_groups if not group["kind"]]:
             self._adamw = AdamW(plain, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True)
@@ -50,9 +44,28 @@ class Muon(Optimizer):
             self._adamw.step()
         for group in self.param_groups:
             if group["kind"]:
-                for parameters, updates in self._updates(group["params"]):
-                    torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-                    torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+                self._update_matrices(group)
+
+    def _update_matrices(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Muon(OfMatrices):
+    """Use Muon for the matrices of blocks, and AdamW for embeddings, the head and vectors.
+
+    Attributes:
+        exchange: divides the updates of matrices over the ranks; set by strategies of several.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
+        super().__init__(named, section)
+        self.exchange: MatrixExchange | None = None
+        self._momentum = section.momentum
+
+    def _update_matrices(self, group: dict[str, Any]) -> None:
+        for parameters, updates in self._updates(group["params"]):
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
     def _updates(self, group: Iterable[nn.Parameter]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Yield parameters and their updates, in the dtype of the parameters."""

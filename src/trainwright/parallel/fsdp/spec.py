@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.recipe.strategy_spec import Collective, StrategySpec
+from trainwright.recipe.strategy_spec import Collective, Limit, StrategySpec
 
 _EVERYTHING = frozenset({"parameters", "master weights", "optimizer state", "gradients"})
 
@@ -16,5 +16,15 @@ FSDP = StrategySpec(
     reads=("replicate_size", "reshard_after_forward", "wrap"),
     offloads={"offload_parameters": _EVERYTHING},
     layouts=({"reshard_after_forward": False}, {}, {"offload_parameters": True}),
+    limits=(
+        Limit(
+            "optimizer.name",
+            (),
+            "fsdp shards the state by rows, and {value} needs whole matrices; use parallel.strategy ddp or single, or "
+            "optimizer muon or adamw",
+            "not soap: fsdp shards states by rows, and its preconditioners are of whole matrices",
+            refused=("soap",),
+        ),
+    ),
     accelerate_type="FSDP",
 )

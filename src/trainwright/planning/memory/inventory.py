@@ -51,7 +51,7 @@ class Weight(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether an optimizer of whole matrices updates it as one (`Muon` in engine/optimizer.py)."""
+        """Whether an optimizer of whole matrices updates it as one (engine/optimizers/muon.py)."""
         return is_matrix(self.name, len(self.shape))
 
     def local(self, shards: int) -> int:
@@ -114,7 +114,7 @@ class Inventory:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """The shapes of the matrices that Muon updates."""
+        """The shapes of the matrices that Muon and SOAP update."""
         return tuple((w.rows, w.columns) for w in self.trainable if w.is_matrix)
 
 
@@ -123,9 +123,9 @@ def optimizer_state(inventory: Inventory, optimizer: OptimizerState, shards: int
     """Return the bytes of optimizer state on the fullest of ``shards`` ranks that share each parameter's rows."""
     spec, total = OPTIMIZERS.get(optimizer.name), 0
     for weight in inventory.trainable:
-        local = weight.local(shards)
+        local, shape = weight.local(shards), weight.shape or (1,)
         if callable(spec.state):
-            total += spec.state(StatePart(weight.shape or (1,), local // weight.columns, optimizer.momentum))
+            total += spec.state(StatePart(shape, local // weight.columns, optimizer.momentum, weight.is_matrix))
         elif spec.whole_matrices and weight.is_matrix:
             total += _FP32 * local
         else:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from trainwright.parallel.matrix_owners import assign, rows_of, stacked
 from trainwright.planning.memory.inventory import Inventory
 from trainwright.planning.workload import Choice
+from trainwright.recipe.optimizer_spec import preconditioned
 
 _FP32 = 4
 
@@ -26,6 +27,16 @@ def orthogonalizing(inventory: Inventory, choice: Choice, on_gpu: bool) -> int:
     if choice.num_processes == 1:
         return max((_stack(shape, count, width, on_gpu) for shape, count in Counter(shapes).items()), default=0)
     return _of_rounds(shapes, choice.num_processes, choice.shards, width)
+
+
+def preconditioning(inventory: Inventory) -> int:
+    """Return the most bytes while SOAP updates a matrix, in addition to weights, gradients and optimizer state."""
+    return _FP32 * max((_of_one(shape) for shape in inventory.matrices), default=0)
+
+
+def _of_one(shape: Shape) -> int:
+    """Return the most elements beside the state of a matrix: its update in both bases, or a refresh of one of them."""
+    return max(4 * shape[0] * shape[1], 3 * max((side**2 for side in preconditioned(shape)), default=0))
 
 
 def _stack(shape: Shape, count: int, width: int, on_gpu: bool) -> int:

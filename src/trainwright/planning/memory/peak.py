@@ -14,7 +14,7 @@ from typing import Any
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_ELEMENTS, SHARD_BYTES, USABLE
 from trainwright.planning.memory.inventory import Inventory, inventory, optimizer_state, reference_numel
-from trainwright.planning.memory.matrices import orthogonalizing
+from trainwright.planning.memory.matrices import orthogonalizing, preconditioning
 from trainwright.planning.memory.micro_batch import computed
 from trainwright.planning.memory.process import SLACK, WORKSPACES, libraries, overhead
 from trainwright.planning.memory.strategies import FP32, StrategyMemory, memory_model
@@ -165,8 +165,11 @@ def _lasting(model: StrategyMemory, reference: int) -> tuple[dict[str, int], dic
 
 def _update(workload: Workload, model: StrategyMemory, *, offloaded: bool) -> int:
     """Return the most bytes on the device of gradients, and of tensors made from them, while weights are updated."""
-    by_matrix = OPTIMIZERS.get(workload.optimizer).whole_matrices
-    matrices = orthogonalizing(model.inventory, model.choice, model.on_gpu) if by_matrix else 0
+    spec, matrices = OPTIMIZERS.get(workload.optimizer), 0
+    if spec.whole_matrices:
+        matrices = orthogonalizing(model.inventory, model.choice, model.on_gpu)
+    elif spec.preconditions:
+        matrices = preconditioning(model.inventory)
     return matrices if offloaded else model.step() + matrices
 
 

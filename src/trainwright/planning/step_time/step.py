@@ -245,6 +245,7 @@ class _Step:
             matrices=max(1, len(self.parameters.trainable)),
             width=self.choice.width,
             orthogonalized=self.parameters.matrices if spec.whole_matrices else (),
+            bases=self.parameters.matrices if spec.preconditions else (),
             relative=relative + average * self.workload.averages + rounding * (not self.workload.master_weights),
         )
 

@@ -15,9 +15,13 @@ from trainwright.parallel.matrix_owners import ITERATIONS, assign, slowest, stac
 from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
+from trainwright.recipe.optimizer_spec import REFRESHED, preconditioned
 
 _FP32 = 4
 LAUNCHES_OF_STACK = 22  # of kernels for matrices that Muon updates together, counted by bench/launches.py
+# Of SOAP: for each side the preconditioner, the gradient and its mean in the basis, and the update back from it; of
+# squares, to refresh a basis, one and a QR decomposition, which has the operations of 4/3 products.
+_PRODUCTS_OF_SIDE, _PRODUCTS_OF_BASIS = 4, 1 + 4 / 3
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Update:
     """Predict the time of a process's update of ``trainable`` of the model's ``parameters``.
 
     ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalized``: shapes of
-    the matrices that Muon updates. ``relative``: seconds of an update relative to AdamW's.
+    the matrices that Muon updates; ``bases``: of those that SOAP updates. ``relative``: seconds of an update relative
+    to AdamW's.
     """
 
     choice: Choice
@@ -36,6 +41,7 @@ class Update:
     width: int
     orthogonalized: tuple[tuple[int, int], ...]
     relative: float = 1.0
+    bases: tuple[tuple[int, int], ...] = ()
 
     @property
     def width_between_steps(self) -> int:
@@ -58,7 +64,7 @@ class Update:
         clip = self._traffic("elementwise", 2 * self.width_between_steps * self.owned)
         curve = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"]
         update = self.relative * curve.seconds(self.owned)
-        return norm + clip + update + self._casts() + self._orthogonalizing()
+        return norm + clip + update + self._casts() + self._orthogonalizing() + self._preconditioning()
 
     def _orthogonalizing(self) -> float:
         """Return the seconds of Muon's products, on the rank with the most of them in each round."""
@@ -73,6 +79,16 @@ class Update:
             computing += full * self._iterations(shape, together) + (self._iterations(shape, rest) if rest else 0.0)
             stacks += -(-count // together)
         return max(computing, LAUNCHES_OF_STACK * stacks * self.pricing.speeds.launch)
+
+    def _preconditioning(self) -> float:
+        """Return the seconds of SOAP's products in fp32, of which every process computes all."""
+        curve, seconds = self.pricing.curve("product", "fp32", "forward"), 0.0
+        for (rows, columns), count in Counter(self.bases).items():
+            for side, other in ((rows, columns), (columns, rows)):
+                if preconditioned((side,)):
+                    each = _PRODUCTS_OF_BASIS * curve.seconds(side, side, side) / REFRESHED
+                    seconds += count * (_PRODUCTS_OF_SIDE * curve.seconds(other, side, side) + each)
+        return seconds
 
     def _iterations(self, shape: tuple[int, int], together: int) -> float:
         """Return the seconds of Muon's products of matrices of a shape."""
