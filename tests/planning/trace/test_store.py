@@ -84,6 +84,26 @@ def test_a_trace_of_other_code_of_ours_is_not_read(changed: str, tmp_path: Path)
     assert read.stdout.strip() == ("1" if changed == "planning/search.py" else "None")
 
 
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [("aten.nonzero reads data", True), ("autograd's threading in combination with fork-based multiprocessing", False)],
+)
+def test_a_bound_is_kept_if_the_model_is_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, is_kept: bool
+) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
+    request = TraceRequest(
+        TracedModel.of({**CONFIGURATION, "vocab_size": 97 + is_kept}), Device("cpu"), "fp32", "plain"
+    )
+
+    def fails(*_: object) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(tracing, "trace", fails)
+    assert error in sized(request, SHAPE).facts.failed
+    assert (store.read(key_of(request, Regime()), request.model.configuration) is not None) is is_kept
+
+
 def test_a_model_that_cannot_be_traced_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
     request = TraceRequest(TracedModel.of({**CONFIGURATION, "vocab_size": 99}), Device("cpu"), "fp32", "plain")

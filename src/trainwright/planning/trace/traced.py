@@ -61,13 +61,19 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
     return dataclasses.replace(trace, units=units, facts=facts_of(request, trace.facts))
 
 
+# A failure of a process that has run a backward pass before on a device of torch's, not of the model.
+_OF_THIS_PROCESS = "fork-based multiprocessing"
+
+
 @lru_cache(maxsize=64)
 def _stored(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
     """Return the trace of a request as it is stored; ``generation``: of the flash attention that computes it."""
-    if (values := store.read(key := key_of(request, regime), request.model.configuration)) is None:
-        values = _trace(request, regime)
+    if (values := store.read(key := key_of(request, regime), request.model.configuration)) is not None:
+        return store.from_json(values, generation)
+    result = store.from_json(values := _trace(request, regime), generation)
+    if _OF_THIS_PROCESS not in result.facts.failed:
         store.write(key, values)
-    return store.from_json(values, generation)
+    return result
 
 
 def _trace(request: TraceRequest, regime: Regime) -> Any:
