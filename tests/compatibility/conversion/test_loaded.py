@@ -25,6 +25,7 @@ def load(path):
     with open(path) as f:
         return [clean(row) for row in json.load(f)]
 """
+CHOOSES = LINES.replace("if line:", 'if "x" in line:')
 OPEN = 'with open("rows.jsonl") as f:\n    '
 SETTINGS = "model:\n  name: owner/model\ntraining: {learning_rate: 2.0e-4, num_train_epochs: 3, packing: null}\n"
 TRAINING = """
@@ -117,6 +118,7 @@ def test_rows_are_those_of_the_file_that_a_script_loads(tmp_path: Path, loads: s
         'data = json.load(open("rows.json"))["rows"]\n',
         'data = [{"text": json.loads(line)["a"]} for line in open("rows.json")]\n',
         CHANGES + 'data = load("rows.json")\n',
+        CHOOSES + 'data = load("rows.json")\n',
     ],
 )
 def test_rows_that_a_script_changes_are_refused(tmp_path: Path, loads: str) -> None:

@@ -178,14 +178,14 @@ def _returns_rows(function: ast.FunctionDef, files: dict[int, ast.expr]) -> bool
     loads = [call for call in calls if ast.unparse(call.func) in ("json.load", "json.loads")]
     results = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
     paths = [path for node in ast.walk(function) if (path := files.get(id(node))) is not None]
-    allowed = re.compile(r"json\.loads?|open|\w+\.(?:open|append|strip|rstrip|readlines)|print|len")
+    allowed = re.compile(r"json\.loads?|open|\w+\.(?:open|append|strip|rstrip|readlines)|print")
     return (
         len(function.args.args) == len(loads) == len(results) == 1
         and (_is_line_of_json(loads[0]) or ast.unparse(loads[0].func) == "json.load")
         and bool(paths)
         and all(isinstance(path, ast.Name) and path.id == function.args.args[0].arg for path in paths)
         and all(allowed.fullmatch(ast.unparse(call.func)) for call in calls)
-        and not any(isinstance(node, ast.Subscript | ast.Dict | ast.Slice | ast.Break) for node in ast.walk(function))
+        and not any(isinstance(node, ast.Subscript | ast.Dict | ast.Compare | ast.Break) for node in ast.walk(function))
     )
 
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.scripts import Code, near, put, tree_of
+from trainwright.compatibility.conversion.scripts import Code, near, put, text_of, tree_of
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_text
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, parse_mapping, parse_value
@@ -27,8 +27,6 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, parse_mapping, p
 SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".slurm", ".sbatch", ".bash", ".py", ".ipynb")
 LAUNCHER = "launcher"  # the key with the options of the launcher of a command
 
-_LARGEST = {".ipynb": 16 * 2**20}  # bytes; notebooks have pictures in them
-_LARGEST_OTHER = 2**20
 _PROGRAMS = re.compile(
     r"(?:^|/)(?:trl|llamafactory-cli|lmf|axolotl|tune)$|\baxolotl\.cli\.train$|"
     r"(?:^|/)[\w.-]*(?:sft|dpo|kto|orpo|cpo|simpo|reward|grpo|run_|train|tun|lora|unsloth-cli)[\w.-]*\.py$"
@@ -58,7 +56,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     Raises:
         RequestError: the file is not readable, or has no keys.
     """
-    text = read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER))
+    text = text_of(path)
     if (root := configuration_root(path)) is not None:
         return [compose(path, root, overrides)]
     if path.suffix == ".json":

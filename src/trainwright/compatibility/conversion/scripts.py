@@ -23,6 +23,11 @@ _LARGEST_OTHER = 2**20
 _DEEPEST_NESTING, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a file of another tool; raise RequestError if it is not readable, or too large."""
+    return read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER))
+
+
 class Code(str):
     """An expression of a script, whose value is only known when it runs."""
 
@@ -65,6 +70,8 @@ _SEVERAL = (*_LOADS, "map", "rename_column")  # each call has keys of its own: m
 _WITH_SETTINGS = (
     *("FastLanguageModel", "FastModel", "get_peft_model", "LoraConfig", "BitsAndBytesConfig", "load_dataset"),
 )
+# Methods of lists and mappings that change them.
+_CHANGES = ("update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear")
 _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
 
 
@@ -180,22 +187,17 @@ def script_of(path: Path) -> ast.Module:
     Raises:
         RequestError: the file is not readable or not Python.
     """
-    return _parsed(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path, {})
+    return _parsed(text_of(path), path, {})
 
 
 def _parsed(text: str, path: Path, options: dict[str, Any]) -> ast.Module:
     """Return the statements of a script, with ``options`` as the defaults of its command and with what it loads."""
-    module = with_imported_functions(_syntax(text, path), path, script_syntax)
+    module = with_imported_functions(_syntax(text, path), path, lambda file: _syntax(text_of(file), file))
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and (name := _option(node)) is not None and name in options:
             node.keywords = [word for word in node.keywords if word.arg not in ("default", "action")]
             node.keywords.append(ast.keyword("default", ast.parse(repr(options.pop(name)), mode="eval").body))
     return with_loaded_files(module, _Constants(module).value, lambda name: near(name, path))
-
-
-def script_syntax(path: Path) -> ast.Module:
-    """Return the statements of a script as they are."""
-    return _syntax(read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER)), path)
 
 
 def _syntax(text: str, path: Path) -> ast.Module:
@@ -506,7 +508,7 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             yield from (
                 (name.arg, value) for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
             )
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault" | "pop")):
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in _CHANGES:
             yield name, None
         case ast.Call() if (option := _option(node)) is not None:
             words = {word.arg: word.value for word in node.keywords}

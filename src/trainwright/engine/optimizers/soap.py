@@ -65,12 +65,12 @@ def _begin(grad: torch.Tensor, state: State) -> None:
     state["step"] = torch.zeros(())  # of updates
     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
     sides = {"left": grad.shape[0], "right": grad.shape[1]}
-    kept = [side for side, length in sides.items() if length <= LONGEST_SIDE]
-    if not kept:
+    rotated = [side for side, length in sides.items() if length <= LONGEST_SIDE]
+    if not rotated:
         return
     left, values, right = torch.linalg.svd(grad, full_matrices=False)
     vectors, certain = {"left": left, "right": right.mT}, int((values > _CERTAIN * values[0]).sum())
-    for side in kept:
+    for side in rotated:
         state[side] = grad.new_zeros((sides[side], sides[side]))
         state[f"{side}_basis"] = torch.linalg.qr(vectors[side][:, :certain], mode="complete").Q
 

@@ -69,9 +69,9 @@ _OF_THIS_PROCESS = "fork-based multiprocessing"
 def _stored(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
     """Return the trace of a request as it is stored; ``generation``: of the flash attention that computes it."""
     if (values := store.read(key := key_of(request, regime), request.model.configuration)) is not None:
-        kept = store.from_json(values, generation)
-        if _OF_THIS_PROCESS not in kept.facts.failed:
-            return kept
+        stored = store.from_json(values, generation)
+        if _OF_THIS_PROCESS not in stored.facts.failed:
+            return stored
     result = store.from_json(values := _trace(request, regime), generation)
     if _OF_THIS_PROCESS not in result.facts.failed:
         store.write(key, values)
