@@ -96,9 +96,9 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int,
     recomputes = choice.activation_checkpointing not in ("none", "selective")
     varied = rows_vary or recomputes or choice.spec.hooks_modules
     if not choice.compile:
-        kept = most_kept(_HEAP + lasting + walk.most_between_blocks)
+        limit = most_kept(_HEAP + lasting + walk.most_between_blocks)
         in_block = int(_SETTLED * recomputes * max(walk.forward.working_set, walk.backward.working_set))
-        return min(int(_SETTLED * temporary * (1 + varied)), kept + in_block)
+        return min(int(_SETTLED * temporary * (1 + varied)), limit + in_block)
     shards = choice.spec.shards_parameters
     gathered = choice.width * inventory.largest if shards else 0
     largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered)
