@@ -71,6 +71,19 @@ def test_a_command_of_several_is_chosen_by_its_line(tmp_path: Path) -> None:
     assert second.returncode == 0 and "learning_rate: 0.0002" in second.stdout
 
 
+def test_a_block_of_a_model_card_is_chosen_by_its_line(tmp_path: Path) -> None:
+    blocks = ["```yaml", "a: 1", "```", "```yaml", files.AXOLOTL, "```", "```yaml", files.AXOLOTL, "```"]
+    first, second = 5, 7 + files.AXOLOTL.count("\n") + 1
+    (tmp_path / "README.md").write_text("\n".join(blocks))
+    done = trainwright("recipe", "from", "README.md", cwd=tmp_path)
+    assert done.returncode == 2 and f"choose one: README.md:{first}, README.md:{second}" in done.stderr
+    (tmp_path / "axolotl.yaml").write_text(files.AXOLOTL)
+    chosen, alone = (
+        trainwright("recipe", "from", name, cwd=tmp_path) for name in (f"README.md:{second}", "axolotl.yaml")
+    )
+    assert chosen.stdout.splitlines()[1:] == alone.stdout.splitlines()[1:] != []
+
+
 def test_a_file_of_no_tool_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("a: 1\n")
     done = trainwright("recipe", "from", "other.yaml", cwd=tmp_path)

@@ -41,6 +41,63 @@ torchrun --nproc_per_node 4 --nnodes=2 \\
     }
 
 
+def test_a_configuration_that_a_script_writes_is_read(tmp_path: Path) -> None:
+    text = """MODEL=owner/small
+CONFIG="$RUNS/sft.yaml"
+cat > "$CONFIG" <<EOF
+model_name_or_path: ${MODEL}
+per_device_train_batch_size: $(nproc)
+dataset: $NAME  # of the environment
+EOF
+tee quoted.yaml <<'END'
+output_dir: $MODEL
+END
+llamafactory-cli train $CONFIG
+llamafactory-cli train quoted.yaml
+"""
+    (tmp_path / "run.sh").write_text(text)
+    first, second = read(tmp_path / "run.sh")
+    assert first.values == {
+        "model_name_or_path": "owner/small",
+        "per_device_train_batch_size": "${nproc}",
+        "dataset": "${NAME}",
+        "launcher": {"program": "train"},
+    }
+    assert first.origins["dataset",].line == 6
+    assert second.values["output_dir"] == "$MODEL"
+
+
+def test_what_a_script_adds_to_a_file_or_runs_elsewhere_is_no_configuration(tmp_path: Path) -> None:
+    text = "cat >> a.yaml <<EOF\nseed: 7\nEOF\nssh host <<EOF\npython sft.py --learning_rate 1e-4 --bf16\nEOF\n"
+    assert values(tmp_path, text) == {"learning_rate": 1e-4, "bf16": True, "launcher": {"program": "sft"}}
+    with pytest.raises(RequestError, match=r"run\.sh:4: a\.yaml, which the command reads, is not here"):
+        values(tmp_path, "cat >> a.yaml <<EOF\nseed: 7\nEOF\nllamafactory-cli train a.yaml\n")
+
+
+def test_code_blocks_of_a_model_card_are_read(tmp_path: Path) -> None:
+    text = """---
+base_model: owner/other
+---
+```yaml
+base_model: owner/small
+datasets: [{path: owner/rows, type: alpaca}]
+```
+~~~bash
+trl sft --model_name_or_path owner/small --seed 7
+~~~
+```python
+SFTConfig(learning_rate=1e-4)
+```
+```yaml
+not closed: 1
+"""
+    (tmp_path / "README.md").write_text(text)
+    axolotl, command, script = read(tmp_path / "README.md")
+    assert axolotl.values["base_model"] == "owner/small" and axolotl.origins["base_model",].line == 5
+    assert command.values["seed"] == 7 and command.origins["seed",].line == 9
+    assert script.values["learning_rate"] == 1e-4
+
+
 def test_options_in_arrays_and_texts_of_several_lines(tmp_path: Path) -> None:
     text = """
 MODEL=owner/small

@@ -107,9 +107,12 @@ def _one(source: Path, values: list[str], numbers: Numbers, accelerate_config: P
     name, _, line = str(source).rpartition(":")
     file, number = (Path(name), int(line)) if name and line.isdigit() else (source, None)
     trees = read(file, values)
+    trees = [tree for tree in trees if recognize(tree) is not None] or trees
     at = [_line(tree) for tree in trees]
     if len(trees) > 1 and number not in at:
-        raise RequestError(f"{file}: has {len(trees)} commands; choose one: {', '.join(f'{file}:{n}' for n in at)}")
+        raise RequestError(
+            f"{file}: has {len(trees)} configurations; choose one: {', '.join(f'{file}:{n}' for n in at)}"
+        )
     tree = trees[at.index(number)] if number in at else trees[0]
     tool = recognize(tree)
     if tool is None:
@@ -126,7 +129,7 @@ def _one(source: Path, values: list[str], numbers: Numbers, accelerate_config: P
 
 
 def _line(tree: Tree) -> int | None:
-    origin = tree.origins.get(("launcher", "program"))
+    origin = tree.origins.get(("launcher", "program")) or next(iter(tree.origins.values()), None)
     return None if origin is None else origin.line
 
 

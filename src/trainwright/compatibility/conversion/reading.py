@@ -1,4 +1,5 @@
-"""Read a configuration of another tool as one mapping of its keys: YAML, JSON, a command or a script (scripts.py).
+"""Read a configuration of another tool as one mapping of its keys: YAML, JSON, a command, a script (scripts.py), or one
+of these in a code block of a Markdown file.
 
 Nothing in a file is executed.
 
@@ -41,6 +42,10 @@ _ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+|local\s+|export\s+)?(\w+)(\+?)=\((.
 _TEXT = re.compile(r"^\s*(?:local\s+|export\s+)?(\w+)=\"([^\"]*)$")  # that ends on another line
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
 _FILES = ("config", "config_file")
+_HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")  # a here-document, and the file that it is written to
+_WRITTEN = re.compile(r"(?:(?<!>)>|\btee\s)\s*([^\s<>|]*(?:\.ya?ml|\.json|\$\{?\w+\}?)[\"']?)(?=\s|$)")
+_COMPUTED = re.compile(r"\$(\w+)|\$\(([^\n]*)\)|`([^`\n]*)`")
+_FENCE = re.compile(r"^\s*(```+|~~~+)\s*(\w*)")
 # Of what a file may compute, so that no file takes long or much memory.
 _LONGEST_TEXT = 10_000
 _LONGEST_LINE = 100_000  # characters of a command, with the values of its variables
@@ -68,6 +73,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
         overrides = [override for override in overrides if override.partition("=")[0] in written]
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
+    elif path.suffix == ".md":
+        trees = list(_blocks(text, path, overrides))
     else:
         trees = _commands(text, path, overrides)
     for tree in trees:
@@ -94,14 +101,43 @@ def _assignment(override: str) -> tuple[str, Any]:
 
 def _commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     """Return the options of each command of a shell script that starts a training."""
-    trees = [tree for line, words in _lines(text, 1) if (tree := _options(words, path, line, overrides)) is not None]
+    documents: dict[str, str] = {}
+    options = (_options(words, path, line, overrides, documents) for line, words in _lines(text, documents))
+    trees = [tree for tree in options if tree is not None]
     if not trees:
         raise RequestError(f"{path}: has no command that starts a training of a known tool")
     return trees
 
 
-def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line and the words of each command, with variables that the text itself sets."""
+def _blocks(text: str, path: Path, overrides: Sequence[str]) -> Iterator[Tree]:
+    """Yield the configurations, commands and scripts in the code blocks of a Markdown file, such as a model's card."""
+    block, fence, language = "", "", ""  # a block begins with the empty lines that keep the numbers of its own
+    for number, line in enumerate(text.splitlines()):
+        match = _FENCE.match(line)
+        if not fence and match:
+            fence, language, block = match[1], match[2].lower(), "\n" * (number + 1)
+        elif fence and line.strip() == fence:
+            try:
+                if language in ("yaml", "yml", "json"):
+                    yield parse_mapping(block, str(path))
+                elif language in ("python", "py"):
+                    yield tree_of(block, path, {})[0]
+                elif language in ("bash", "sh", "shell", "console", ""):
+                    yield from _commands(block, path, overrides)
+            except RequestError:
+                pass  # a block of something else
+            fence = ""
+        elif fence:
+            block += f"{line}\n"
+
+
+def _lines(text: str, documents: dict[str, str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line and the words of each command, with variables that the text itself sets.
+
+    Args:
+        documents: gets the configurations that the text writes to files (``cat > FILE <<EOF``), before the commands
+            that follow.
+    """
     variables: dict[str, str] = {}
 
     def keep(name: str, text: str) -> None:
@@ -112,6 +148,9 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
     lines = text.splitlines()
     plain = [_COMMENT.sub("", line).rstrip() for line in lines]
     ends = {end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')}
+    for at, line in enumerate(lines):
+        if (word := line.strip()).isidentifier():
+            ends.setdefault(word, []).append(at)
     at = 0
     while at < len(lines):
         start, parts = at, [lines[at]]
@@ -139,13 +178,26 @@ def _lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
         if match := _ASSIGNMENT.match(line):
             keep(match[1], match[2].strip("\"'"))
             continue
+        here, file = _HERE.search(line), _WRITTEN.search(line)
+        if here and file and (places := ends.get(here[2])) and places[-1] >= at:
+            last = places[bisect_left(places, at)]
+            body = "\n" * at + "\n".join(lines[at:last])  # keeps the numbers of lines
+            body = body if here[1] else _COMPUTED.sub(_as_variable, _substituted(body, variables))
+            documents[file[1].strip("\"'")] = body
+            at = last + 1
+            continue
         if len(line) > _LONGEST_LINE or not any(name in line for name in (*_LAUNCHERS, ".py")):
             continue
         devices = [f"{_DEVICES}={variables[_DEVICES]}"] if _DEVICES in variables else []
         try:
-            yield start + first_line, devices + shlex.split(line, comments=True)
+            yield start + 1, devices + shlex.split(line, comments=True)
         except ValueError:  # a quote that ends on another line, as in texts
             continue
+
+
+def _as_variable(match: re.Match[str]) -> str:
+    """Return what a shell computes as the name of a variable, which needs a value."""
+    return "${" + re.sub(r"[^\w.]+", "_", match[1] or match[2] or match[3] or "") + "}"
 
 
 def _substituted(text: str, variables: Mapping[str, str]) -> str:
@@ -166,8 +218,15 @@ def _is_program(word: str) -> bool:
     return len(word) < _LONGEST_PATH and _PROGRAMS.search(word) is not None
 
 
-def _options(words: list[str], path: Path, line: int, overrides: Sequence[str]) -> Tree | None:
-    """Return the options of a command that starts a training; None if it does not. ``overrides``: of Hydra's groups."""
+def _options(
+    words: list[str], path: Path, line: int, overrides: Sequence[str], documents: Mapping[str, str]
+) -> Tree | None:
+    """Return the options of a command that starts a training; None if it does not.
+
+    Args:
+        overrides: of Hydra's groups.
+        documents: configurations that the script has written, by their paths.
+    """
     program = next((at for at, word in enumerate(words) if _is_program(word)), None)
     starts = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS), len(words))
     if program and starts > program and words[program - 1].startswith("$"):
@@ -195,9 +254,12 @@ def _options(words: list[str], path: Path, line: int, overrides: Sequence[str]) 
     files += [
         word
         for before, word in after
-        if word.endswith((".yaml", ".yml")) and "=" not in word and not before.startswith("-")
+        if (word.endswith((".yaml", ".yml")) and "=" not in word and not before.startswith("-")) or word in documents
     ][:1]
-    if files and (file := near(re.sub(r"^\$\{?\w+\}?/", "", str(files[0])), path)) is not None:
+    if files and str(files[0]) in documents:
+        tree = parse_mapping(documents[files[0]], str(path))
+        tree.file = path
+    elif files and (file := near(re.sub(r"^\$\{?\w+\}?/", "", str(files[0])), path)) is not None:
         tree = parse_mapping(read_text(file), str(file))
         tree.file = path
     elif files and len(arguments) < 3:
