@@ -819,3 +819,13 @@ def test_evaluations_without_a_number_of_steps_are_as_often_as_figures(tmp_path:
     assert recipe(of(tmp_path, text, name="trl.yaml"), tmp_path)["evaluate"]["every"] == 30
     text = files.TRL + "eval_strategy: epoch\n"
     assert recipe(of(tmp_path, text, name="trl.yaml", rows=80), tmp_path)["evaluate"]["every"] == 10
+
+
+def test_keys_that_axolotl_does_not_have_are_ignored_as_by_it_if_they_are_anothers(tmp_path: Path) -> None:
+    given = of(tmp_path, files.AXOLOTL + "lr_scheduler_type: linear\nuse_qlora: true\nlearning_rates: 1\n")
+    lines = {line.setting.key: (line.status, line.text) for line in given.lines}
+    assert lines["lr_scheduler_type"] == ("dropped", "is no key of Axolotl, which ignores it")
+    assert lines["use_qlora"][0] == "dropped"
+    assert lines["learning_rates"][0] == "unknown"
+    other = of(tmp_path, files.LLAMA_FACTORY + "lr_scheduler: linear\n", name="factory.yaml")
+    assert statuses(other)["lr_scheduler"] == "unknown"  # it refuses keys that it does not have

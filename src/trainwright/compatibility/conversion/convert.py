@@ -76,10 +76,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Table:
-    """The table of a tool."""
+    """The table of a tool.
+
+    Attributes:
+        ignores_others: whether the tool ignores keys that it does not have, such as those of another tool.
+    """
 
     name: str
     source: str
+    ignores_others: bool
     recognized_by: tuple[tuple[str, ...], ...]
     rules: Mapping[str, Rule]
     defaults: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]
@@ -122,7 +127,8 @@ def table(name: str) -> Table:
         whens = item.get("when", {})
         defaults += [(when, item["values"]) for when in (whens if isinstance(whens, list) else [whens])]
     recognized = tuple(tuple(keys.split()) for keys in document.get("recognized_by", []))
-    return Table(document["name"], document["source"], recognized, rules, tuple(defaults))
+    ignores_others = document.get("ignores_others", False)
+    return Table(document["name"], document["source"], ignores_others, recognized, rules, tuple(defaults))
 
 
 def read_document(name: str) -> dict[str, Any]:
@@ -397,6 +403,8 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
             conversion.drop(setting, "is for the launcher; see trainwright train --help")
         elif f"${{{setting.key}}}" in _text_of(conversion.file):
             conversion.drop(setting, "is read where other keys name it")
+        elif conversion.tool.ignores_others and _is_key_of_another(setting.pattern):
+            conversion.drop(setting, f"is no key of {conversion.tool.name}, which ignores it", differs=True)
         else:
             conversion.add("unknown", setting, f"is no key that the table of {conversion.tool.name} has")
         return
@@ -426,6 +434,10 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
         conversion.refuse(setting, f"{shown(setting.value)} is not supported; {', '.join(rule.values)} are", rule.aside)
     elif rule.to is not None:
         conversion.take(setting, rule.to, setting.value, rule.note)
+
+
+def _is_key_of_another(pattern: str) -> bool:
+    return any(pattern in table(name).rules for name in names())
 
 
 def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> None:
