@@ -10,25 +10,26 @@ from typing import Any
 import pytest
 
 from tests.compatibility.conversion import files
-from trainwright.compatibility.conversion.convert import Conversion, Numbers, convert, recognize, table
+from trainwright.compatibility.conversion.convert import Conversion, Options, convert, recognize, table
 from trainwright.compatibility.conversion.reading import read
+from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.yaml_text import to_yaml
 
 ALPACA = "{instruction}\n\n### Input:\n{input}"
 
 
-def converted(path: Path, *values: str, **numbers: Any) -> Conversion:
+def converted(path: Path, *values: str, **options: Any) -> Conversion:
     """Return the conversion of a file."""
     (tree,) = read(path, values)
     tool = recognize(tree)
     assert tool is not None
-    return convert(tree, tool, Numbers(**numbers))
+    return convert(tree, tool, Options(**options))
 
 
-def of(tmp_path: Path, text: str, *values: str, name: str = "axolotl.yaml", **numbers: Any) -> Conversion:
+def of(tmp_path: Path, text: str, *values: str, name: str = "axolotl.yaml", **options: Any) -> Conversion:
     (tmp_path / name).write_text(text)
-    return converted(tmp_path / name, *values, **numbers)
+    return converted(tmp_path / name, *values, **options)
 
 
 def recipe(conversion: Conversion, tmp_path: Path) -> dict[str, Any]:
@@ -308,7 +309,7 @@ def test_llama_factory_with_earlier_turns_in_a_column_is_refused(tmp_path: Path)
     infos["mine"]["columns"] = {**infos["mine"].get("columns", {}), "history": "before"}
     file.write_text(json.dumps(infos))
     assert [line.text for line in converted(path).failures] == [
-        "has earlier turns in the column before; write rows of turns"
+        "has earlier turns in the column before; write the rows that reach the trainer to a file, and pass --train FILE"
     ]
 
 
@@ -497,7 +498,7 @@ def test_scripts_that_train_nothing_or_on_sound_are_aside(tmp_path: Path, line: 
     (tree,) = read(file)
     tool = recognize(tree)
     assert tool is not None
-    assert {each.aside for each in convert(tree, tool, Numbers()).lines if each.aside} == kinds
+    assert {each.aside for each in convert(tree, tool, Options()).lines if each.aside} == kinds
 
 
 def test_what_other_training_needs_is_aside(tmp_path: Path) -> None:
@@ -829,3 +830,67 @@ def test_keys_that_axolotl_does_not_have_are_ignored_as_by_it_if_they_are_anothe
     assert lines["learning_rates"][0] == "unknown"
     other = of(tmp_path, files.LLAMA_FACTORY + "lr_scheduler: linear\n", name="factory.yaml")
     assert statuses(other)["lr_scheduler"] == "unknown"  # it refuses keys that it does not have
+
+
+SCRIPT = """
+rows = load_dataset("json", data_files="raw.jsonl", split="train").map(lambda row: clean(row, re.compile("x")))
+rows = rows.train_test_split(0.1)
+SFTTrainer(
+    model="owner/small", train_dataset=rows["train"], eval_dataset=rows["test"],
+    args=SFTConfig(learning_rate=1e-4, max_length=64, per_device_train_batch_size=2, eval_strategy="no"),
+)
+"""
+
+
+def test_rows_that_a_script_makes_can_be_passed_as_a_file(tmp_path: Path) -> None:
+    alone = of(tmp_path, SCRIPT, name="train.py")
+    assert alone.kind == "computed" and all("pass --train FILE" in line.text for line in alone.failures)
+    tokens, texts, turns = (tmp_path / f"{name}.jsonl" for name in ("tokens", "texts", "turns"))
+    tokens.write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
+    texts.write_text('{"instruction": "a", "output": "b", "text": "a b"}\n')
+    turns.write_text('{"messages": [{"role": "user", "content": "a"}], "text": "a"}\n')
+    given = of(tmp_path, SCRIPT, name="train.py", train=tokens, validation=texts)
+    made = recipe(given, tmp_path)["data"]
+    assert (made["train"], made["format"], made["max_length"]) == (str(tokens), "tokens", 64)
+    assert made["validation"] == str(texts) or made["validation"]["source"] == str(texts)
+    data = recipe(of(tmp_path, SCRIPT, name="train.py", train=texts), tmp_path)["data"]
+    assert data["format"] == "text"  # which TRL trains on, and not on columns of instructions
+    data = recipe(of(tmp_path, SCRIPT, name="train.py", train=turns), tmp_path)["data"]
+    assert "format" not in data and "columns" not in data
+
+
+def test_rows_of_tokens_are_trained_on_as_the_trainer_of_transformers_does(tmp_path: Path) -> None:
+    script = (
+        SCRIPT.replace("SFTConfig", "TrainingArguments").replace("SFTTrainer", "Trainer").replace("max_length=64,", "")
+    )
+    script = f"model = AutoModelForCausalLM.from_pretrained('owner/small')\n{script}"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 2, 3, 4, 5]}\n')
+    made = recipe(of(tmp_path, script, name="train.py", train=rows), tmp_path)["data"]
+    assert (made["max_length"], made["format"]) == (5, "tokens")  # it cuts no rows
+    rows.write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
+    collator = script.replace("args=", "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), args=")
+    (failure,) = of(tmp_path, collator, name="train.py", train=rows).failures
+    assert failure.status == "needs" and "has labels, which DataCollatorForLanguageModeling replaces" in failure.text
+
+
+def test_rows_are_passed_in_place_of_those_that_a_tool_builds(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    text = (
+        re.sub(r"type: .*", "type: my.prompts", files.AXOLOTL)
+        + "test_datasets: [{path: owner/test, type: my.prompts}]\n"
+    )
+    assert [line.status for line in of(tmp_path, text).failures][:1] == ["needs"]
+    given = of(tmp_path, text, train=rows)
+    made = recipe(given, tmp_path)
+    assert made["data"]["train"] == str(rows) and made["data"]["validation"] == 0.1
+    dropped = {line.setting.key: line for line in given.lines if line.status == "dropped"}
+    assert dropped["test_datasets[0].path"].differs and "--validation FILE" in dropped["test_datasets[0].path"].text
+    tune = of(tmp_path, files.TORCHTUNE, name="tune.yaml", train=rows)
+    assert recipe(tune, tmp_path)["data"]["targets"] == "all"  # as its Alpaca rows are trained on
+    own = files.TORCHTUNE.replace("torchtune.datasets.alpaca_dataset", "my.rows")
+    assert [line.status for line in of(tmp_path, own, name="tune.yaml").failures] == ["needs"]
+    assert recipe(of(tmp_path, own, name="tune.yaml", train=rows), tmp_path)["data"]["train"] == str(rows)
+    with pytest.raises(RequestError, match=r"none\.jsonl"):
+        of(tmp_path, text, train=tmp_path / "none.jsonl")

@@ -130,7 +130,7 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         if columns:
             item["columns.prompt"] = columns
     else:
-        conversion.refuse(setting, "builds the prompts of the rows in a way of its own; write them as turns")
+        conversion.refuse(setting, "builds the prompts of the rows in a way of its own")
 
 
 def _with_end(conversion: Conversion, name: str) -> str:

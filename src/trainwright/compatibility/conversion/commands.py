@@ -16,7 +16,7 @@ from trainwright.recipe.extensions import trusting
 from trainwright.utils.text import plural, quoted, say, table
 
 if TYPE_CHECKING:
-    from trainwright.compatibility.conversion.convert import Conversion, Numbers, ResultLine
+    from trainwright.compatibility.conversion.convert import Conversion, Options, ResultLine
     from trainwright.recipe.yaml_text import Tree
 
 _MOST_BLOCKING = 30
@@ -52,6 +52,15 @@ def convert(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Blocks of the model, for a file that trains the last ones.")
     ] = None,
+    train: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Rows to train on in place of the file's, such as those that a script makes."
+        ),
+    ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Rows to evaluate on in place of the file's.")
+    ] = None,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The Accelerate or DeepSpeed file that the tool is started with."),
@@ -70,15 +79,15 @@ def convert(
     Every key of the file is listed with what becomes of it, and the defaults of its tool are written out. If a key is
     unknown or not possible, nothing is written, and the command ends with 2. Nothing in the file is executed.
     """
-    from trainwright.compatibility.conversion.convert import Numbers
+    from trainwright.compatibility.conversion.convert import Options
 
-    numbers = Numbers(processes, rows, layers)
+    options = Options(processes, rows, layers, train, validation)
     with trusting(False):  # a file may name code as the source of its rows
         if check:
-            for line in _checked(source, numbers):
+            for line in _checked(source, options):
                 say(line)
             return
-        conversion = _one(source, values or [], numbers, accelerate_config)
+        conversion = _one(source, values or [], options, accelerate_config)
     is_written = partly or not conversion.failures
     text = _recipe_text(conversion) if is_written else ""
     if is_written and output is not None:
@@ -97,7 +106,7 @@ def convert(
         )
 
 
-def _one(source: Path, values: list[str], numbers: Numbers, accelerate_config: Path | None) -> Conversion:
+def _one(source: Path, values: list[str], options: Options, accelerate_config: Path | None) -> Conversion:
     """Return the conversion of a file, or of the command on a line of a script, FILE:LINE."""
     from trainwright.compatibility.conversion.convert import convert, names, recognize, table
     from trainwright.compatibility.conversion.reading import LAUNCHER, read
@@ -125,7 +134,7 @@ def _one(source: Path, values: list[str], numbers: Numbers, accelerate_config: P
             str(accelerate_config),
             Origin(f"--accelerate-config {quoted(str(accelerate_config))}"),
         )
-    return convert(tree, tool, numbers)
+    return convert(tree, tool, options)
 
 
 def _line(tree: Tree) -> int | None:
@@ -164,7 +173,7 @@ def _report(conversion: Conversion) -> Iterator[str]:
         yield from table(rows)
 
 
-def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
+def _checked(folder: Path, options: Options) -> Iterator[str]:
     """Yield which share of a folder's files can be converted, by tool, and what blocks the rest."""
     from trainwright.compatibility.conversion.convert import convert, recognize
     from trainwright.compatibility.conversion.reading import SUFFIXES, read
@@ -187,7 +196,7 @@ def _checked(folder: Path, numbers: Numbers) -> Iterator[str]:
             if tool is None:
                 others += 1
                 continue
-            conversion = convert(tree, tool, numbers)
+            conversion = convert(tree, tool, options)
             counts.setdefault(tool.name, Counter())[conversion.kind] += 1
             if conversion.kind == "aside":
                 aside[next(line.aside for line in conversion.lines if line.aside) or ""] += 1

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from trainwright.compatibility.conversion.reading import LAUNCHER
 from trainwright.compatibility.conversion.scripts import Code, near, shown
+from trainwright.data.sources.row_files import iterate_rows
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load
 from trainwright.recipe.loading import checked
@@ -33,6 +34,7 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
 
 _FOLDER = Path(__file__).parent / "tables"
 NULL = "null"  # TOML has no null
+PASS_ROWS = "write the rows that reach the trainer to a file, and pass --train FILE"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Table:
 
     Attributes:
         ignores_others: whether the tool ignores keys that it does not have, such as those of another tool.
+        of_rows: by use (train, validation), patterns of the keys that say where rows are and how they are made.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Table:
     recognized_by: tuple[tuple[str, ...], ...]
     rules: Mapping[str, Rule]
     defaults: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...]
+    of_rows: Mapping[str, tuple[str, ...]]
 
     def rule(self, pattern: str) -> Rule | None:
         """Return the rule of a key, whose places in lists are written ``[]``: its own, or that of the longest match."""
@@ -95,6 +99,10 @@ class Table:
             return self.rules[pattern]
         near = [name for name in self.rules if "*" in name and fnmatchcase(pattern, name.replace("[]", "[[]]"))]
         return self.rules[max(near, key=len)] if near else None
+
+    def is_of_rows(self, pattern: str, use: str = "train") -> bool:
+        """Return whether a key says where rows are, or how they are made."""
+        return any(fnmatchcase(pattern, name.replace("[]", "[[]]")) for name in self.of_rows.get(use, ()))
 
     def has_rules_inside(self, pattern: str) -> bool:
         """Return whether keys inside a key have rules of their own."""
@@ -111,12 +119,14 @@ def table(name: str) -> Table:
     """Return the table of a tool."""
     document = read_document(name)
     rules: dict[str, Rule] = {}
+    of_rows: dict[str, tuple[str, ...]] = {}
     defaults: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for included in document.get("include", []):
         base = table(included["table"])
         for prefix in included.get("prefixes", [""]):
             rules |= {prefix + key: _under(rule, prefix) for key, rule in base.rules.items()}
             defaults += [(_keys_under(when, prefix), _keys_under(values, prefix)) for when, values in base.defaults]
+        of_rows |= base.of_rows
     for group in document.get("without_effect", []):
         rules |= {key: Rule(drop=group["reason"]) for key in group["keys"].split()}
     for group in document.get("not_possible", []):
@@ -127,8 +137,10 @@ def table(name: str) -> Table:
         whens = item.get("when", {})
         defaults += [(when, item["values"]) for when in (whens if isinstance(whens, list) else [whens])]
     recognized = tuple(tuple(keys.split()) for keys in document.get("recognized_by", []))
+    for use, patterns in document.get("of_rows", {}).items():
+        of_rows[use] = (*of_rows.get(use, ()), *patterns.split())
     ignores_others = document.get("ignores_others", False)
-    return Table(document["name"], document["source"], ignores_others, recognized, rules, tuple(defaults))
+    return Table(document["name"], document["source"], ignores_others, recognized, rules, tuple(defaults), of_rows)
 
 
 def read_document(name: str) -> dict[str, Any]:
@@ -214,12 +226,16 @@ class ResultLine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Numbers that configurations do not have: of processes, of training rows, and of the model's blocks."""
+class Options:
+    """What configurations do not have: numbers of processes, of training rows and of the model's blocks, and files with
+    the rows that a script makes.
+    """
 
     processes: int | None = None
     rows: int | None = None
     layers: int | None = None
+    train: Path | None = None
+    validation: Path | None = None
 
 
 @dataclass
@@ -229,7 +245,7 @@ class Conversion:
     Attributes:
         tool: the table of its tool.
         file: where it was read.
-        numbers: what is known beside the file.
+        options: what is known beside the file.
         lines: what became of each key.
         values: our values by dotted key, each with the setting that decided it.
         sources: by use (train, validation, forget, retain), the sources, each with its keys.
@@ -237,7 +253,7 @@ class Conversion:
 
     tool: Table
     file: Path
-    numbers: Numbers
+    options: Options
     settings: dict[str, Setting] = field(default_factory=dict)
     lines: list[ResultLine] = field(default_factory=list)
     values: dict[str, tuple[Any, Setting]] = field(default_factory=dict)
@@ -262,7 +278,7 @@ class Conversion:
     @property
     def processes(self) -> int:
         """The number of processes, 1 if nothing says another."""
-        return self.numbers.processes or 1
+        return self.options.processes or 1
 
     def take(self, setting: Setting, key: str, value: Any, note: str | None = None, *, computed: str = "") -> None:
         """Set our key; with ``@train.source`` and the like, a key of the item's source."""
@@ -301,8 +317,11 @@ class Conversion:
             self.add("dropped", setting, reason, differs=differs)
 
     def refuse(self, setting: Setting, reason: str, aside: str | None = None) -> None:
-        """Say what a key would have done."""
-        self.add("not possible", setting, reason, aside=aside)
+        """Say what a key would have done; of rows, that they can be passed instead."""
+        if aside is None and self.tool.is_of_rows(setting.pattern):
+            self.need(setting, f"{reason}; {PASS_ROWS}")
+        else:
+            self.add("not possible", setting, reason, aside=aside)
 
     def need_value(self, setting: Setting) -> None:
         """Say that only the script, or whoever starts it, knows a value."""
@@ -368,9 +387,9 @@ def recognize(tree: Tree) -> Table | None:
     return None
 
 
-def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
+def convert(tree: Tree, tool: Table, options: Options) -> Conversion:
     """Return the conversion of what was read from a file of ``tool``. What is not possible is in its lines."""
-    conversion = Conversion(tool, tree.file or Path(str(tree)), numbers)
+    conversion = Conversion(tool, tree.file or Path(str(tree)), options)
     written = [_named(setting, tool) for setting in _flatten(tree.values, (), tree, tool)]
     for problem in tree.problems:
         text = problem.message.replace("keep one of the two", "the later one counts, as for the tool")
@@ -382,6 +401,7 @@ def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
     _add_defaults(conversion)
     before, after = (load(f"{_FUNCTIONS}.{name}", "a function of conversions") for name in _AROUND)
     before(conversion)
+    _replace_rows(conversion)
     ignored = {key: setting for setting in conversion.settings.values() for key in _overruled(setting, tool)}
     for setting in list(conversion.settings.values()):
         other = ignored.get(setting.key)
@@ -395,6 +415,47 @@ def convert(tree: Tree, tool: Table, numbers: Numbers) -> Conversion:
     _stream_if_possible(conversion)
     _validate(conversion)
     return conversion
+
+
+_BEFORE_TEXTS = {"messages", "conversations", "prompt", "chosen"}  # columns that count before a text (TRL)
+_ALL_TOKENS = "DataCollatorForLanguageModeling"
+
+
+def _replace_rows(conversion: Conversion) -> None:
+    """Take the rows of the options' files in place of the configuration's."""
+    options = conversion.options
+    field = conversion.value("SFTTrainer.dataset_text_field") or conversion.value("dataset_text_field") or "text"
+    for use, file in (("train", options.train), ("validation", options.validation)):
+        if file is None and (use == "train" or options.train is None):
+            continue
+        why = "pass --validation FILE for these rows" if file is None else f"the rows are those of {file}"
+        for setting in list(conversion.settings.values()):
+            if conversion.tool.is_of_rows(setting.pattern, use):
+                del conversion.settings[setting.key]
+                conversion.drop(setting, why, differs=file is None and not setting.is_default)
+        if file is not None:
+            _take_rows(conversion, use, file, field)
+
+
+def _take_rows(conversion: Conversion, use: str, file: Path, field: str) -> None:
+    """Take the rows of a file; ``field``: the column of texts that TRL trains on."""
+    option = Setting(f"--{use}", f"--{use}", str(file), Origin(f"--{use}"))
+    conversion.take(option, f"@{use}.source", str(file))
+    columns = next((row for _, row in iterate_rows(file)), {})
+    if "input_ids" in columns:
+        conversion.take(option, f"@{use}.format", "tokens")
+        if "labels" in columns and any(key.startswith(_ALL_TOKENS) for key in conversion.settings):
+            conversion.need(
+                option, f"has labels, which {_ALL_TOKENS} replaces by all tokens: leave them out of the file"
+            )
+        if (
+            use == "train" and conversion.value("trainer_arguments") == "transformers"
+        ):  # whose Trainer does not cut rows
+            longest = max(len(row.get("input_ids") or ()) for _, row in iterate_rows(file))
+            conversion.settings["max_length"] = Setting("max_length", "max_length", longest, option.origin)
+    elif "dataset_text_field" in conversion.tool.rules and not _BEFORE_TEXTS & set(columns) and field in columns:
+        conversion.take(option, f"@{use}.format", "text")
+        conversion.take(option, f"@{use}.columns.text", field)
 
 
 def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:

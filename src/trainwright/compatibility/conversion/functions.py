@@ -38,8 +38,8 @@ def read_launcher(conversion: Conversion) -> None:
         setting = conversion.settings.pop(f"{LAUNCHER}.{name}", None)
         if setting is not None:
             processes = accelerate_file(conversion, setting) or processes
-    if conversion.numbers.processes is None and processes is not None:
-        conversion.numbers = replace(conversion.numbers, processes=processes)
+    if conversion.options.processes is None and processes is not None:
+        conversion.options = replace(conversion.options, processes=processes)
 
 
 def accelerate_file(conversion: Conversion, setting: Setting, rule: Rule | None = None) -> int | None:
@@ -150,7 +150,7 @@ def global_batch_size(
     ``sharing``: keys with numbers of processes that work on the same examples.
     """
     rows, steps, processes = conversion.value(micro), setting.value, conversion.processes
-    if world and isinstance(count := conversion.value(world), int) and conversion.numbers.processes is None:
+    if world and isinstance(count := conversion.value(world), int) and conversion.options.processes is None:
         processes = count
     if not isinstance(rows, int) or not isinstance(steps, int):
         conversion.need(setting, f"the batch size is not a number: {rows} x {steps}; pass KEY=VALUE")
@@ -165,7 +165,7 @@ def global_batch_size(
         words += "".join(f" / {count}" for count in shares)
         processes //= math.prod(shares)
     size = rows * steps * processes
-    if conversion.numbers.processes is None and processes == 1:
+    if conversion.options.processes is None and processes == 1:
         words += ": pass --processes N for more"
     if packing and conversion.has_effect(packing):
         conversion.take(setting, "train.batch_unit", "packs", computed="a batch counts packs")
@@ -219,7 +219,7 @@ def per_epoch(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 def _every_part_of_epoch(conversion: Conversion, setting: Setting, key: str, parts: int) -> None:
-    rows, batch = conversion.numbers.rows, conversion.values.get("train.global_batch_size")
+    rows, batch = conversion.options.rows, conversion.values.get("train.global_batch_size")
     if rows is None or batch is None:
         where = (
             "checkpoints are written by time" if key == "checkpoint.every" else "evaluated before and after training"

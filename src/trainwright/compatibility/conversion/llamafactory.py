@@ -22,7 +22,7 @@ def modules_to_save(conversion: Conversion, setting: Setting, rule: Rule) -> Non
 
 def frozen_layers(conversion: Conversion, setting: Setting, rule: Rule, modules: str, extra: str) -> None:
     """Train the last blocks, or the first ones for a negative number, or parts of them, and modules beside them."""
-    count, layers = int(setting.value), conversion.numbers.layers
+    count, layers = int(setting.value), conversion.options.layers
     if count > 0 and layers is None:
         conversion.need(setting, f"trains the last {count} blocks: pass --layers N, the number of the model's blocks")
         return

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, read_document
+from trainwright.compatibility.conversion.convert import PASS_ROWS, Conversion, Rule, Setting, read_document
 from trainwright.compatibility.conversion.scripts import Code, near, shown
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
@@ -126,7 +126,7 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     elif files:
         name = files if name in (None, *_FILE_KINDS) or str(files).startswith(("/", ".")) else str(Path(name) / files)
     if isinstance(name, Code) or not isinstance(name, str):
-        conversion.refuse(setting, f"the script makes the rows: {shown(name)}; write them to a file and name it")
+        conversion.refuse(setting, f"the script makes the rows: {shown(name)}")
         return None
     if wrong := [part for part in (config, split) if part is not None and not isinstance(part, str)]:
         conversion.refuse(setting, f"{shown(wrong[0])} names no part of {name}")
@@ -200,7 +200,7 @@ def _llamafactory_item(
         conversion.refuse(setting, "is a script")
         return
     if columns.get("history"):
-        conversion.refuse(setting, f"has earlier turns in the column {columns['history']}; write rows of turns")
+        conversion.refuse(setting, f"has earlier turns in the column {columns['history']}")
     hub = info.get("hf_hub_url") or info.get("ms_hub_url")
     item["source"] = hub or str(folder / str(info.get("file_name", "")))
     item["config"], item["split"] = info.get("subset"), info.get("split")
@@ -313,11 +313,19 @@ def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule) -> N
         conversion.refuse(setting, "has images", "vision")
         return
     source, kind = _TORCHTUNE_SOURCES.get(name, (None, None))
-    if source is None and name not in _TORCHTUNE_ROWS:
-        conversion.refuse(setting, "is a data set that torchtune builds in a way of its own; write rows of turns")
+    replaced = use == "train" and conversion.options.train is not None
+    if source is None and name not in _TORCHTUNE_ROWS and not replaced:
+        conversion.need(setting, f"is a data set that torchtune builds in a way of its own; {PASS_ROWS}")
         return
     if source is not None:
         item.setdefault("source", source)
+    if use == "train":
+        written = conversion.value(setting.key.removesuffix("_component_") + "train_on_input")
+        on_input = written if written is not None else kind == "alpaca"
+        if kind != "text" and "preference" not in name and kind != "preference":
+            conversion.take(setting, "data.targets", "all" if on_input else "answers")
+    if replaced:
+        return
     if kind == "alpaca":
         more = ", paired with an input that provides further context"
         item["prompt"] = _OF_ALPACA.format(more=more, input="### Input:\n{input}\n\n")
@@ -329,10 +337,6 @@ def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule) -> N
         item["format"] = "text"
     if use == "train":
         conversion.add("taken", setting, f"data.train: {shown(item.get('source') or name)}")
-        written = conversion.value(setting.key.removesuffix("_component_") + "train_on_input")
-        on_input = written if written is not None else kind == "alpaca"
-        if kind != "text" and "preference" not in name and kind != "preference":
-            conversion.take(setting, "data.targets", "all" if on_input else "answers")
 
 
 def json_text(value: Any) -> Any:

@@ -191,7 +191,7 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     try:
         settings = settings_of(script_of(conversion.file))
     except Unclear as error:
-        why = f"changes the rows by a function of the script ({shown(str(error))}); write them to a file"
+        why = f"changes the rows by a function of the script ({shown(str(error))})"
         conversion.refuse(setting, why)
         return
     template = settings.pop("chat_template", None)
@@ -209,7 +209,7 @@ def selection(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     if re.fullmatch(r"range\([A-Za-z_][\w.]*\)", str(setting.value)):
         conversion.need(setting, f"the script computes how many: {setting.value}; pass {setting.key}='range(N)'")
     elif chosen is None:
-        conversion.refuse(setting, "chooses rows by what the script computes; write them to a file")
+        conversion.refuse(setting, "chooses rows by what the script computes")
     elif chosen[1] in (None, "0"):
         conversion.take(setting, "@train.limit", int(chosen[2]), "the first rows of the file, not of shuffled ones")
     else:
