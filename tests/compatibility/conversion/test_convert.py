@@ -852,6 +852,7 @@ def test_rows_that_a_script_makes_can_be_passed_as_a_file(tmp_path: Path) -> Non
     given = of(tmp_path, SCRIPT, name="train.py", train=tokens, validation=texts)
     made = recipe(given, tmp_path)["data"]
     assert (made["train"], made["format"], made["max_length"]) == (str(tokens), "tokens", 64)
+    assert made["targets"] == "answers"  # the labels count
     assert made["validation"] == str(texts) or made["validation"]["source"] == str(texts)
     data = recipe(of(tmp_path, SCRIPT, name="train.py", train=texts), tmp_path)["data"]
     assert data["format"] == "text"  # which TRL trains on, and not on columns of instructions
@@ -867,7 +868,7 @@ def test_rows_of_tokens_are_trained_on_as_the_trainer_of_transformers_does(tmp_p
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 2, 3, 4, 5]}\n')
     made = recipe(of(tmp_path, script, name="train.py", train=rows), tmp_path)["data"]
-    assert (made["max_length"], made["format"]) == (5, "tokens")  # it cuts no rows
+    assert (made["max_length"], made["format"], made["targets"]) == (5, "tokens", "all")  # it cuts no rows
     rows.write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
     collator = script.replace("args=", "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), args=")
     (failure,) = of(tmp_path, collator, name="train.py", train=rows).failures

@@ -444,13 +444,11 @@ def _take_rows(conversion: Conversion, use: str, file: Path, field: str) -> None
     columns = next((row for _, row in iterate_rows(file)), {})
     if "input_ids" in columns:
         conversion.take(option, f"@{use}.format", "tokens")
-        if "labels" in columns and any(key.startswith(_ALL_TOKENS) for key in conversion.settings):
-            conversion.need(
-                option, f"has labels, which {_ALL_TOKENS} replaces by all tokens: leave them out of the file"
-            )
-        if (
-            use == "train" and conversion.value("trainer_arguments") == "transformers"
-        ):  # whose Trainer does not cut rows
+        if "labels" in columns and use == "train":
+            conversion.take(option, "data.targets", "answers", computed="the labels")
+            if any(key.startswith(_ALL_TOKENS) for key in conversion.settings):
+                conversion.need(option, f"has labels, which {_ALL_TOKENS} replaces by all tokens: leave them out of it")
+        if use == "train" and conversion.value("trainer_arguments") == "transformers":  # its Trainer does not cut rows
             longest = max(len(row.get("input_ids") or ()) for _, row in iterate_rows(file))
             conversion.settings["max_length"] = Setting("max_length", "max_length", longest, option.origin)
     elif "dataset_text_field" in conversion.tool.rules and not _BEFORE_TEXTS & set(columns) and field in columns:
