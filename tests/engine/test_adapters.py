@@ -64,6 +64,11 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
         *MIXTRAL,
         "model.adapter={type: lora, rank: 4, target_parameters: [experts.gate_up_proj, experts.down_proj]}",
     ),
+    "lora on quantized experts": (
+        *MIXTRAL,
+        "model.adapter={type: qlora, quantize_experts: true, rank: 4, target_parameters: [experts.gate_up_proj, "
+        "experts.down_proj]}",
+    ),
     "oft": ("model.adapter={type: oft, block_size: 16}",),
     "oft on nf4": ("model.adapter={type: oft, quantization: nf4}",),
     "pissa": ("model.adapter={type: lora, rank: 4, initialization: pissa}",),
@@ -75,7 +80,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # Those of the fast tests.
-FEWER = ("lora", "nf4", "lora on embeddings and head", "lora on experts", "oft")
+FEWER = ("lora", "nf4", "lora on embeddings and head", "lora on experts", "lora on quantized experts", "oft")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 
@@ -169,6 +174,7 @@ def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained]
         ("oft", "fsdp"),
         ("lora on experts", "ddp"),
         ("lora on experts", "fsdp"),
+        ("lora on quantized experts", "fsdp"),
     ],
 )
 def test_a_run_goes_on_bit_for_bit(
@@ -309,6 +315,7 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tm
         ),
         (("model.adapter=ia3",), "ia3 also scales the biases of its modules, which merge and export do not"),
         (("model.adapter.initialization=loftq",), "loftq needs the weights before their quantization"),
+        (("model.adapter.quantize_experts=true",), "quantize_experts: has no effect without a quantization; set it to"),
         (("model.adapter.double_quantization=false",), "has no effect with quantization none, only with nf4"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, int8_vectorwise_quant, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -38,6 +38,16 @@ CONFIGS = {
     "tied": {**LLAMA, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
+    "nemotron_h": {
+        **{key: value for key, value in LLAMA.items() if key != "num_hidden_layers"},
+        **{"model_type": "nemotron_h", "layers_block_type": ["attention", "moe"], "head_dim": 8},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        "moe_shared_expert_intermediate_size": 48,
+    },
+    "llama4_text": {
+        **LLAMA,
+        **{"model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4},
+    },
     "gpt_oss": {**LLAMA, "model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -232,6 +242,75 @@ def test_an_nf4_base_is_the_one_that_transformers_makes(bases: dict[str, Path], 
     with torch.no_grad():  # as in training: where the processor can, Linear4bit evaluates in bf16
         found_logits = PeftModel.from_pretrained(plain, tmp_path / "final").train()(input_ids=IDS).logits
     assert close(found_logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "double nf4", "int8"])
+@pytest.mark.parametrize("base", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_quantized_experts_train_as_dequantized_ones_do_in_peft(
+    bases: dict[str, Path], base: str, kind: str, tmp_path: Path
+) -> None:
+    """Losses of the first steps; the weights are those of bitsandbytes, and PEFT adds matrices to them."""
+    names = EXPERTS if base != "nemotron_h" else ["experts.up_proj", "experts.down_proj"]
+    quantization = {"quantization": kind.split()[-1], "quantize_experts": True}
+    quantization |= {"double_quantization": kind == "double nf4"} if "nf4" in kind else {}
+    fields = {"targets": [], "target_parameters": names, "initialization": "gaussian", "rank_stabilized": True}
+    trained, adapter = attached(section(bases[base], **quantization, **fields))
+    plain = AutoModelForCausalLM.from_pretrained(bases[base], dtype=torch.float32)
+    replace_with_dequantized(plain, kind)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=[], target_parameters=names, use_rslora=True)
+    theirs = get_peft_model(plain, config)
+    ours = {name: parameter for name, parameter in trained.named_parameters() if parameter.requires_grad}
+    for name, parameter in theirs.base_model.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(ours[name].data)
+    assert len(ours) == 4 * (1 if base == "nemotron_h" else 2)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        trained(input_ids=IDS, labels=IDS)
+    assert max(t.numel() for t in kept if t.dim() == 3 and t.shape[0] == 4) <= 4 * 8 * 96, "no weights of experts"
+    losses = []
+    for model in (trained, theirs):
+        model.train()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        losses.append([])
+        for _ in range(4):
+            loss = model(input_ids=IDS, labels=IDS).loss
+            losses[-1].append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0] - 1e-3
+    save(trained, adapter, tmp_path / "final")
+    adapter.read_back(trained, tmp_path / "final", IDS, all_parameters=True)
+    again = AutoModelForCausalLM.from_pretrained(bases[base], dtype=torch.float32)
+    replace_with_dequantized(again, kind)
+    assert close(logits(PeftModel.from_pretrained(again, tmp_path / "final")), logits(trained))
+
+
+def replace_with_dequantized(model: PreTrainedModel, kind: str) -> None:
+    """Give linear layers and experts the values that bitsandbytes makes of their weights."""
+    head = model.get_output_embeddings()
+    layers = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    for weight in [*layers, *(p for p in model.parameters() if p.dim() == 3 and p.shape[0] == 4)]:
+        if kind == "int8":
+            rows = weight.data.reshape(-1, weight.shape[-1])
+            bits, scales, _ = int8_vectorwise_quant(rows.half())
+            weight.data = int8_vectorwise_dequant(bits, scales).view(weight.shape)
+        else:
+            how = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": kind == "double nf4"}
+            weight.data = dequantize_4bit(*quantize_4bit(weight.data, **how))
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("llama", "LlamaForCausalLM has no frozen weights of experts in one parameter; remove it"),
+        ("llama4_text", "computes feed_forward.experts.gate_up_proj by code of its own"),
+    ],
+)
+def test_experts_that_cannot_be_quantized_are_refused(bases: dict[str, Path], base: str, message: str) -> None:
+    assert message in refused(section(bases[base], quantization="nf4", quantize_experts=True))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.support.slow import slow_but
 from trainwright.models.load import load_model
-from trainwright.models.quantization import DoubleNF4Linear, Int8Linear, NF4Linear, QuantizedLinear, count_parameters
+from trainwright.models.quantization import NF4, DoubleNF4, Format, Int8, QuantizedLinear, count_parameters
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
-KINDS: dict[str, type[QuantizedLinear]] = {"nf4": NF4Linear, "double nf4": DoubleNF4Linear, "int8": Int8Linear}
+KINDS: dict[str, type[Format]] = {"nf4": NF4, "double nf4": DoubleNF4, "int8": Int8}
 # Rows and columns: one where neither the bits nor the blocks of scales come out even.
 SHAPES = ((96, 128), (30, 70), (7, 34))
 
@@ -39,7 +39,7 @@ def expected(kind: str, of: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_is_what_bitsandbytes_makes_of_it(kind: str, shape: tuple[int, int]) -> None:
-    layer = KINDS[kind](weight(shape), None)
+    layer = QuantizedLinear(weight(shape), None, KINDS[kind])
     torch.testing.assert_close(layer.dequantize(), expected(kind, weight(shape)), rtol=1e-6, atol=1e-9)
     assert (layer.dequantize() - weight(shape)).abs().max() < 0.012
 
@@ -48,7 +48,7 @@ def test_a_weight_is_what_bitsandbytes_makes_of_it(kind: str, shape: tuple[int, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_stay_bits_whatever_they_are_looked_at_as(kind: str, dtype: torch.dtype) -> None:
     for shape in SHAPES:
-        layer = KINDS[kind](weight(shape), None)
+        layer = QuantizedLinear(weight(shape), None, KINDS[kind])
         before = layer.dequantize()
         layer.weight.data = layer.weight.data.view(dtype)
         assert torch.equal(layer.dequantize(), before)
@@ -57,7 +57,7 @@ def test_bits_stay_bits_whatever_they_are_looked_at_as(kind: str, dtype: torch.d
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_is_that_with_the_expanded_weight(kind: str) -> None:
     torch.manual_seed(0)
-    layer = KINDS[kind](weight((96, 128)), torch.randn(96))
+    layer = QuantizedLinear(weight((96, 128)), torch.randn(96), KINDS[kind])
     x = torch.randn(5, 3, 128, requires_grad=True)
     plain = nn.functional.linear(x, layer.dequantize(), layer.bias)
     gradient = torch.randn_like(plain)
@@ -76,7 +76,7 @@ def test_a_product_is_that_with_the_expanded_weight(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
-    layer = KINDS[kind](weight((96, 128)), None)
+    layer = QuantizedLinear(weight((96, 128)), None, KINDS[kind])
     rows = torch.randn(4, 128, generator=torch.Generator().manual_seed(2))
     rows[2] *= 100  # an outlier, by which LLM.int8() would treat columns of all rows otherwise
     torch.testing.assert_close(layer(rows)[:1], layer(rows[:1]), rtol=1e-5, atol=1e-6)
@@ -84,7 +84,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_the_bits_is_kept_for_the_backward_pass(kind: str) -> None:
-    layer = KINDS[kind](weight((96, 128)), None)
+    layer = QuantizedLinear(weight((96, 128)), None, KINDS[kind])
     kept: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

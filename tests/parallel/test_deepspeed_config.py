@@ -16,7 +16,7 @@ from torch import nn
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
 from tests.support.training import Case, train
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.quantization import NF4Linear
+from trainwright.models.quantization import NF4, QuantizedLinear
 from trainwright.parallel.zero.deepspeed_config import DEFAULTS, read_file, settings
 from trainwright.parallel.zero.deepspeed_config import check_file as check
 from trainwright.recipe.loading import load_recipe
@@ -282,7 +282,7 @@ def test_the_bits_of_a_quantized_matrix_are_cut_and_counted_as_what_they_become(
     tmp_path: Path, dtype: torch.dtype, width: int
 ) -> None:
     """Its bits are flat, as a vector is, which stays whole on every rank."""
-    module = nn.Sequential(NF4Linear(torch.randn(64, 128), None), nn.LayerNorm(32))
+    module = nn.Sequential(QuantizedLinear(torch.randn(64, 128), None, NF4), nn.LayerNorm(32))
     zero = settings(recipe(tmp_path, OFFLOADED, *OFFLOADING).parallel, dtype, module)["zero_optimization"]
     assert zero["stage3_param_persistence_threshold"] == 32
     assert zero["reduce_bucket_size"] == 64 * 128 // 2 // width + 2 * 32

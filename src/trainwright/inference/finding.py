@@ -214,7 +214,7 @@ def _adapted(section: ModelSection, directory: Path) -> ModelSection:
     from trainwright.models.adapters.files import SavedAdapter
 
     saved = SavedAdapter.open(str(directory))
-    keep = {key: getattr(section.adapter, key) for key in ("quantization", "double_quantization")}
+    keep = {key: getattr(section.adapter, key) for key in ("quantization", "double_quantization", "quantize_experts")}
     values = section.model_dump() | {"adapter": {**keep, "type": saved.type, "start_from": str(directory)}}
     if section.config is None and any((directory / file).exists() for file in TOKENIZER_FILES):
         values |= {"tokenizer": str(directory), "chat_template": None}

@@ -268,7 +268,13 @@ def _quantize(model: PreTrainedModel, adapter: AdapterSection) -> None:
         from trainwright.models.adapters.files import fully_trained
         from trainwright.models.quantization import quantize
 
-        quantize(model, adapter.quantization, double=adapter.double_quantization, keep=fully_trained(adapter))
+        quantize(
+            model,
+            adapter.quantization,
+            double=adapter.double_quantization,
+            keep=fully_trained(adapter),
+            experts=adapter.quantize_experts,
+        )
 
 
 def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:

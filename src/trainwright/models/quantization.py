@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from trainwright.models.adapters.config import ends_with
+from trainwright.models.adapters.config import ends_with, expert_parameters
+from trainwright.models.experts import Format, formats_of, store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,53 +34,9 @@ Quantization = Literal["nf4", "int8"]
 _BLOCK = 64  # elements of NF4 per scale, and scales per second-level scale, as in the paper
 _SCALES_BLOCK = 256
 _AT_A_TIME = 2**20  # elements to quantize at once, which takes about 20 bytes each where there are data
-_ALIGNMENT = 4  # bytes, so that the bits can be viewed as any compute dtype
 
 
-class QuantizedLinear(nn.Linear):
-    """Compute ``x @ weight.T + bias`` with a frozen ``weight`` [out, in] that is dequantized for each product.
-
-    Attributes:
-        weight: its bits, flat, in any dtype of whole bytes: a strategy may view them as the compute dtype.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        bits = self._quantized(weight.detach()).reshape(-1).view(torch.uint8)
-        self._bytes = len(bits)
-        padded = nn.functional.pad(bits, (0, -self._bytes % _ALIGNMENT))
-        self.weight = nn.Parameter(padded, requires_grad=False)
-        frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.register_parameter("bias", frozen)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply by the dequantized weights."""
-        product: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.expand)
-        return product
-
-    def expand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dequantized weight [out, in] of the bits ``weight``."""
-        return self._expanded(weight.reshape(-1).view(torch.uint8)[: self._bytes], dtype)
-
-    @property
-    def W_q(self) -> torch.Tensor:
-        """The bits, under the name by which PEFT detects layers with ``dequantize``."""
-        return self.weight
-
-    def dequantize(self) -> torch.Tensor:
-        """Return the weight [out, in] in fp32."""
-        return self.expand(self.weight, torch.float32)
-
-    def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the bits of ``weight`` [out, in], and register the buffers needed to dequantize them."""
-        raise NotImplementedError
-
-    def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class NF4Linear(QuantizedLinear):
+class NF4(Format):
     """4 bits per element, and one scale per 64 elements."""
 
     scales: torch.Tensor
@@ -99,11 +57,10 @@ class NF4Linear(QuantizedLinear):
         return self.scales
 
     def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        shape = self.out_features, self.in_features
-        return _operations().dequantize_4bit.default(bits[:, None], self._scales(), _BLOCK, "nf4", shape, dtype)
+        return _operations().dequantize_4bit.default(bits[:, None], self._scales(), _BLOCK, "nf4", self.shape, dtype)
 
 
-class DoubleNF4Linear(NF4Linear):
+class DoubleNF4(NF4):
     """4 bits per element, and one scale per 64 elements; scales minus their mean are quantized to 8 bits."""
 
     mean: torch.Tensor
@@ -125,12 +82,13 @@ class DoubleNF4Linear(NF4Linear):
         return scales + self.mean
 
 
-class Int8Linear(QuantizedLinear):
-    """8 bits per element, and one scale per row."""
+class Int8(Format):
+    """8 bits per element, and one scale per row, which is the last dimension."""
 
     scales: torch.Tensor
 
     def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.reshape(-1, weight.shape[-1])
         rows = max(1, _AT_A_TIME // weight.shape[1])
         # bitsandbytes only supports fp16.
         parts = [_functional().int8_vectorwise_quant(part.to(torch.float16)) for part in weight.split(rows)]
@@ -138,8 +96,42 @@ class Int8Linear(QuantizedLinear):
         return torch.cat([bits for bits, _, _ in parts])
 
     def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        integers = bits.view(torch.int8).view(self.out_features, self.in_features)
-        return integers.to(dtype).mul_(self.scales[:, None])
+        integers = bits.view(torch.int8).view(-1, self.shape[-1])
+        return integers.to(dtype).mul_(self.scales[:, None]).view(self.shape)
+
+
+class QuantizedLinear(nn.Linear):
+    """Compute ``x @ weight.T + bias`` with a frozen ``weight`` [out, in] that is dequantized for each product.
+
+    Attributes:
+        weight: its bits, as ``Format.store`` returns them.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: type[Format]) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.format = kind()
+        self.weight = self.format.store(weight)
+        frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", frozen)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply by the dequantized weights."""
+        product: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.expand)
+        return product
+
+    def expand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the dequantized weight [out, in] of the bits ``weight``."""
+        return self.format.expand(weight, dtype)
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The bits, under the name by which PEFT detects layers with ``dequantize``."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight [out, in] in fp32."""
+        return self.expand(self.weight, torch.float32)
 
 
 class _Product(torch.autograd.Function):
@@ -163,20 +155,28 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.expand(bits, grad.dtype), None, None, None
 
 
-def quantize(model: PreTrainedModel, kind: Quantization, *, double: bool, keep: Sequence[str] = ()) -> None:
+def quantize(
+    model: PreTrainedModel, kind: Quantization, *, double: bool, keep: Sequence[str] = (), experts: bool = False
+) -> None:
     """Replace the linear layers of ``model``, except the head, one by one, and free their memory.
 
     Args:
         double: for nf4, whether its scales are quantized too.
         keep: name suffixes of modules that are not quantized.
+        experts: also quantize weights of experts that the model keeps in one parameter (models/experts.py).
     """
-    chosen = Int8Linear if kind == "int8" else DoubleNF4Linear if double else NF4Linear
+    chosen = Int8 if kind == "int8" else DoubleNF4 if double else NF4
     mapped = _mapped_files()
     for parent, name, layer in list(_linears(model, keep)):
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
         bias = None if layer.bias is None else layer.bias.detach().float()
-        setattr(parent, name, chosen(weight, bias).train(layer.training))
+        setattr(parent, name, QuantizedLinear(weight, bias, chosen).train(layer.training))
         _release(layer.weight, mapped)
+    for name in expert_parameters(model) if experts else ():
+        if not ends_with(name, keep, inside=True):
+            (path, _, own), weight = name.rpartition("."), model.get_parameter(name)
+            store(model.get_submodule(path), own, chosen())
+            _release(weight, mapped)
 
 
 def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -215,10 +215,17 @@ def _release(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
 def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of all and of trainable parameters of ``module``; quantized ones count as dequantized."""
     sizes: dict[nn.Parameter, int] = {parameter: parameter.numel() for parameter in module.parameters()}
-    for layer in module.modules():
-        if isinstance(layer, QuantizedLinear):
-            sizes[layer.get_parameter("weight")] = layer.out_features * layer.in_features
+    sizes |= {bits: math.prod(form.shape) for bits, form in quantized_parameters(module)}
     return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+
+
+def quantized_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Format]]:
+    """Yield the bits of every quantized weight, and how they are stored."""
+    for part in module.modules():
+        if isinstance(part, QuantizedLinear):
+            yield part.get_parameter("weight"), part.format
+        for name, form in formats_of(part).items():
+            yield part.get_parameter(name), form
 
 
 @cache

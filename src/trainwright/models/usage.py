@@ -53,6 +53,8 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
     elif quantized:
         how = _QUANTIZATION[base.quantization].format(double=base.double_quantization)
         arguments.append(f"quantization_config={how}")
+        if base.quantize_experts:
+            before.append("# trained with its experts quantized, too, which BitsAndBytesConfig does not do")
     classes = [model_class(weights), "AutoTokenizer"]
     classes += ["BitsAndBytesConfig"] * (quantized and base.file is None)
     return "\n".join(

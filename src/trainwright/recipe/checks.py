@@ -151,6 +151,9 @@ def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
             ("model.adapter.double_quantization", "model.adapter.quantization"),
             f"has no effect with quantization {adapter.quantization}, only with nf4",
         )
+    if adapter.quantize_experts and adapter.quantization == "none":
+        keys = "model.adapter.quantize_experts", "model.adapter.quantization"
+        yield Contradiction(keys, "has no effect without a quantization; set it to nf4 or int8")
     if adapter.layers is not None and adapter.start_from is not None and not adapter.stack:
         why = "the adapter to continue has its modules already; remove it"
         yield Contradiction(("model.adapter.layers", "model.adapter.start_from"), why)

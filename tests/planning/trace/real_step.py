@@ -39,7 +39,13 @@ def real_model(request: TraceRequest) -> CausalLM:
         adapter = AdapterSection(**json.loads(request.model.adapter))
         if adapter.quantization != "none":
             keep = fully_trained(adapter)
-            quantize(model, adapter.quantization, double=adapter.double_quantization, keep=keep)
+            quantize(
+                model,
+                adapter.quantization,
+                double=adapter.double_quantization,
+                keep=keep,
+                experts=adapter.quantize_experts,
+            )
         attach_adapter(model, ModelSection(config=fields, tokenizer="bytes", adapter=adapter), 0)
     balance = RouterLoss(1.0, config.num_experts_per_tok) if request.model.router_loss else None
     lm = CausalLM(model, packed=request.rows in ("packed", "equal"), router_loss=balance)

@@ -101,9 +101,10 @@ def test_a_quantized_model_has_as_many_parameters_as_without() -> None:
     assert model_facts(quantized).total == model_facts(plain).total
 
 
-def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted() -> None:
+@pytest.mark.parametrize("fields", [{}, {"quantization": "nf4", "quantize_experts": True}], ids=["", "quantized"])
+def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted(fields: dict[str, Any]) -> None:
     """torch counts no grouped products, so FLOPs are not compared."""
-    adapter = {"type": "lora", "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    adapter = {"type": "lora", "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], **fields}
     traced = TracedModel.of(small_config("mixtral")).adapted(AdapterSection(**adapter))
     assert traced.adapter_section["target_parameters"] == adapter["target_parameters"]
     plan, real = compared(Case("mixtral", adapter=adapter))

@@ -29,6 +29,7 @@ from trainwright.models.adapters.files import (
     base_model,
     start_from,
 )
+from trainwright.models.experts import adapting
 from trainwright.models.files import has_experts, logit_difference, replacing
 from trainwright.models.safetensors_files import write_weights
 from trainwright.models.text_part import parts_of, whole_name, whole_of
@@ -338,7 +339,8 @@ def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # several adapters are intended
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # PEFT corrects it
-        inject_adapter_in_model(copy.deepcopy(config), model, name)  # PEFT modifies the config
+        with adapting(model):
+            inject_adapter_in_model(copy.deepcopy(config), model, name)  # PEFT modifies the config
 
 
 def _activate(model: nn.Module, names: tuple[str, ...]) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainwright.errors import RequestError
-from trainwright.models.adapters.files import START_FROM, BaseModel, SavedAdapter, start_from
+from trainwright.models.adapters.files import START_FROM, BaseModel, SavedAdapter, fully_trained, start_from
 from trainwright.models.causal_lm import find_blocks
+from trainwright.models.experts import formats_of
 from trainwright.models.text_part import causal_name
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import ADAPTERS
@@ -37,6 +38,8 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     # PEFT imports bitsandbytes, which logs that it found no kernels on the Hub; none are requested.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     saved = start_from(adapter)
+    if adapter.quantize_experts:
+        _check_quantized_experts(adapter, model)
     if saved is not None:
         saved.check_base(base)
         _check_embeddings(saved, model)
@@ -234,8 +237,26 @@ def expert_parameters(model: PreTrainedModel) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() >= 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d | nn.Conv2d)
+        if (module := model.get_submodule(name.rpartition(".")[0]))
+        and (parameter.dim() >= 3 or name.rpartition(".")[2] in formats_of(module))
+        and not isinstance(module, nn.Conv1d | nn.Conv2d)
     ]
+
+
+def _check_quantized_experts(adapter: AdapterSection, model: PreTrainedModel) -> None:
+    """Raise RequestError if ``quantize_experts`` has no effect, or if code of the model's own reads the weights."""
+    names = [name for name in expert_parameters(model) if not ends_with(name, fully_trained(adapter), inside=True)]
+    kind = type(model).__name__
+    if not names:
+        raise RequestError(
+            f"model.adapter.quantize_experts: {kind} has no frozen weights of experts in one parameter; remove it"
+        )
+    own = [name for name in names if not hasattr(model.get_submodule(name.rpartition(".")[0]), "has_gate")]
+    if own:
+        raise RequestError(
+            f"model.adapter.quantize_experts: {kind} computes {_without_numbers(own)[0]} by code of its own, which "
+            "reads whole weights; remove it"
+        )
 
 
 def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | None:
@@ -248,11 +269,13 @@ def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | N
     if not names and not taken:
         return None
     texts = []
+    keep = adapter.quantization == "none" or adapter.quantize_experts
+    unquantized = "" if keep else "; to quantize them, too, set model.adapter.quantize_experts to true"
     if names:
         texts.append(
             f"the experts ({', '.join(names)}): each is a parameter with the weights of all experts, not a linear "
             f"module; to adapt them, set model.adapter.target_parameters to [{', '.join(names)}], or to train them in "
-            f"full, model.adapter.modules_to_save to [{names[0].split('.')[-2]}]"
+            f"full, model.adapter.modules_to_save to [{names[0].split('.')[-2]}]{unquantized}"
         )
     if taken:
         texts.append(f"{', '.join(taken)}, whose names are those of experts for PEFT")

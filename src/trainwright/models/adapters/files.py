@@ -193,14 +193,10 @@ class SavedAdapter:
                 f"{START_FROM}: {self.directory} is an adapter of {own}, but model.name is {base}; set model.name to "
                 "the model it was trained on"
             )
-        elif own.fingerprint == base.fingerprint and own.quantization != base.quantization:
-            kinds = [
-                f"quantized to {weights.quantization}".replace("quantized to none", "not quantized")
-                for weights in (own, base)
-            ]
+        elif own.fingerprint == base.fingerprint and own.storage != base.storage:
             _warn_once(
-                f"{self.directory} was trained on {own.name} {kinds[0]}; here it is {kinds[1]}: with other weights, "
-                "its results differ from those that were trained and measured"
+                f"{self.directory} was trained on {own.name} {own.storage}; here it is {base.storage}: with "
+                "other weights, its results differ from those that were trained and measured"
             )
         elif own.fingerprint != base.fingerprint:
             _warn_once(
@@ -293,6 +289,7 @@ class BaseModel:
         precision: of the weights in the files, such as bf16 or Q4_K_M; "" if unknown.
         quantization: of the linear layers during training: nf4, int8 or none.
         double_quantization: whether the scales of nf4 were quantized too.
+        quantize_experts: whether weights of experts in one parameter were quantized too.
         file: name of the GGUF file with the weights, or None for the model's own files.
         sha256: of that file.
         gguf_file: the value of ``model.gguf_file``.
@@ -307,6 +304,7 @@ class BaseModel:
     precision: str = ""
     quantization: Literal["none", "nf4", "int8"] = "none"
     double_quantization: bool = False
+    quantize_experts: bool = False
     file: str | None = None
     sha256: str | None = None
     gguf_file: str | None = None
@@ -331,8 +329,15 @@ class BaseModel:
         elif self.precision:
             parts += [self.precision]
         if self.quantization != "none":
-            parts += [f"quantized to {self.quantization}"]
+            parts += [self.storage]
         return ", ".join(parts)
+
+    @property
+    def storage(self) -> str:
+        """Describe whether and to what the weights were quantized."""
+        if self.quantization == "none":
+            return "not quantized"
+        return f"quantized to {self.quantization}{' with its experts' * self.quantize_experts}"
 
     @property
     def is_fresh(self) -> bool:
@@ -374,7 +379,12 @@ def base_model(model: ModelSection, seed: int) -> BaseModel:
     """
     base, adapter = _stored_weights(model, seed), model.adapter
     double = adapter.quantization == "nf4" and adapter.double_quantization
-    return replace(base, quantization=adapter.quantization, double_quantization=double)
+    return replace(
+        base,
+        quantization=adapter.quantization,
+        double_quantization=double,
+        quantize_experts=adapter.quantize_experts,
+    )
 
 
 def _stored_weights(model: ModelSection, seed: int) -> BaseModel:

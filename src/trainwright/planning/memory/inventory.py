@@ -62,13 +62,15 @@ class Weight(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Inventory:
     """``weights``: the parameters in the model's order. ``units``: their number. ``width``: bytes per element in
-    computation. ``scales``: bytes of the scales of quantized parameters.
+    computation. ``scales``: bytes of the scales of quantized parameters. ``experts``: elements of quantized weights of
+    experts.
     """
 
     weights: tuple[Weight, ...]
     units: int
     width: int
     scales: int = 0
+    experts: int = 0
 
     @cached_property
     def numel(self) -> int:
@@ -149,13 +151,14 @@ def inventory(trace: ModelTrace[Any], width: int) -> Inventory:
 
 @lru_cache(maxsize=64)
 def _inventory(units: tuple[tuple[TracedParameter, ...], ...], order: tuple[int, ...], width: int) -> Inventory:
-    weights, scales = [], 0
+    weights, scales, experts = [], 0, 0
     for number, parameters in enumerate(units[index] for index in order):
         for p in parameters:
             shape = (-(-p.packed // width),) if p.packed else p.shape
             weights.append(Weight(number, p.name, shape, p.trainable, bool(p.packed)))
             scales += p.buffers
-    return Inventory(tuple(weights), len(order), width, scales)
+            experts += prod(p.shape) if p.packed and len(p.shape) > 2 else 0
+    return Inventory(tuple(weights), len(order), width, scales, experts)
 
 
 def reference_numel(trace: ModelTrace[Any]) -> int:

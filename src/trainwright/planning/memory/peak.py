@@ -23,6 +23,7 @@ from trainwright.planning.trace.traced import modules_of
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.registries import OPTIMIZERS
 
+_STORED = 2  # bytes of an element in most files
 # models/quantization.py: number of elements that are quantized at once, and the approximate bytes that each needs.
 _QUANTIZED, _QUANTIZING = 2**20, 23
 LOADING = "weights while loading"
@@ -178,8 +179,8 @@ def _load(parameters: Inventory, workload: Workload) -> int:
 
     All of a new model is fp32 before it is cast, quantized and adapted, and its head is separate until it is tied.
     """
-    if not workload.fresh:
-        return FP32 * parameters.numel
+    if not workload.fresh:  # files that have each expert's matrices apart are put together before they are quantized
+        return max(FP32 * parameters.numel, _STORED * parameters.experts)
     facts = workload.facts
     embedding = facts.vocabulary * facts.hidden
     drawn = FP32 * embedding if facts.tied else 0

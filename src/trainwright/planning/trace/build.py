@@ -32,7 +32,7 @@ from trainwright.models.float8 import use_float8
 from trainwright.models.fused.choice import Kernels
 from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.low_rank import join_adapters
-from trainwright.models.quantization import QuantizedLinear, quantize
+from trainwright.models.quantization import quantize, quantized_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.models.router_loss import RouterLoss
 from trainwright.parallel.constants import padded_size
@@ -225,7 +225,7 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
             double, keep = section.double_quantization, fully_trained(section)
             # Otherwise bitsandbytes would keep a table without data, and use it for other models.
             bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
-            quantize(model, section.quantization, double=double, keep=keep)
+            quantize(model, section.quantization, double=double, keep=keep, experts=section.quantize_experts)
         attach_without_weights(model, section)
     return model
 
@@ -335,13 +335,8 @@ def _shares(total: int, parts: int) -> tuple[int, ...]:
 def quantized(model: nn.Module) -> dict[int, tuple[tuple[int, ...], int, int]]:
     """Return of each quantized parameter, by its ``id``, the shape that it stands for, its bytes and its scales'."""
     return {
-        id(layer.weight): (
-            (layer.out_features, layer.in_features),
-            layer.weight.nbytes,
-            sum(buffer.nbytes for buffer in layer.buffers()),
-        )
-        for layer in model.modules()
-        if isinstance(layer, QuantizedLinear)
+        id(bits): (form.shape, bits.nbytes, sum(buffer.nbytes for buffer in form.buffers()))
+        for bits, form in quantized_parameters(model)
     }
 
 

@@ -158,6 +158,8 @@ def _adapter_text(section: AdapterSection) -> str:
         values["layers"] = section.layers
     if section.block_size is not None:
         values["block_size"] = section.block_size
+    if section.quantize_experts:
+        values["quantize_experts"] = True
     if section.target_parameters:
         values["target_parameters"] = section.target_parameters
     return canonical(values)

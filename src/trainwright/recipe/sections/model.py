@@ -109,6 +109,11 @@ class AdapterSection(Section):
         description="Quantize the frozen weights of linear modules, except the output head, to 4 bits (nf4, arXiv "
         "2305.14314) or 8 bits (int8, one scale per row). Computation uses the precision of the run.",
     )
+    quantize_experts: bool = Field(
+        False,
+        description="Also quantize the weights of experts that a model keeps in one parameter for all experts of a "
+        "block, which are no linear modules.",
+    )
     double_quantization: bool = Field(True, description="nf4: also quantize the scales, to 8 bits.")
     start_from: Text | None = Field(
         None, description="Directory of an existing adapter of the same model to continue training."
