@@ -233,6 +233,8 @@ def _streaming(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if data.held_out is not None:
         why = "rows cannot be held out of a source that is read while training; set it to another source, or to null"
         yield Contradiction(("data.validation", key), why)
+    if data.deduplicate:
+        yield Contradiction(("data.deduplicate", key), "needs all rows before training begins; set it to false")
     if data.stages is not None:
         yield Contradiction(("data.stages", key), "sources that are read while training are not mixed; remove one")
     elif len(data.sources) > 1 and data.mixing != "concatenate":

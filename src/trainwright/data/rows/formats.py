@@ -212,6 +212,11 @@ def conversation(messages: list[Message], row: Row, remarks: set[str], layout: R
     """
     column = layout.column("system")
     system = row.get(column)
+    if layout.settings.drop_system_message and (system or messages[0]["role"] == "system"):
+        messages, system = messages[messages[0]["role"] == "system" :], None
+        remarks.add("have a system turn, which is left out")
+        if not messages:
+            raise NoTarget(_UNASKED)
     if layout.settings.system is not None and messages[0]["role"] != "system" and not system:
         system = layout.settings.system
     if isinstance(system, str) and system.strip():

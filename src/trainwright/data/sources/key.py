@@ -34,6 +34,7 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
         **({} if data.mixing == "weights" else {"mixing": data.mixing}),
         **({} if data.stages is None else {"stages": True}),  # the summary names no shares of an epoch
         **({} if data.streaming is None else {"streaming": True}),  # the lengths are of the first rows
+        **({"deduplicate": True} if data.deduplicate else {}),
         **({} if data.targets == "answers" else {"targets": data.targets}),
         "max_length": data.max_length,
         "long_documents": data.long_documents,

@@ -209,21 +209,24 @@ def tokenize_and_split(
         sources = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
         _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
+        kept = kept_rows(sources)
         lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
-        sides = [
-            split(rows.hashes, share, seed)
-            for rows, share in zip(sources, validation_sizes(data, list(map(len, sources))), strict=True)
-        ]
-        train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
-        held_out: Chosen = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
+        shares_held_out = validation_sizes(data, [_examples([pair]) for pair in zip(sources, kept, strict=True)])
+        train: Chosen = []
+        held_out: Chosen = []
+        for rows, own, share in zip(sources, kept, shares_held_out, strict=True):
+            trained, aside = split(rows.hashes[own], share, seed)
+            train.append((rows, own[trained]))
+            held_out.append((rows, own[aside]))
         separate = {key: tokenized(source, key) for source, key in data.validation_sources}
+        kept_apart = dict(zip(separate, kept_rows([*separate.values()]), strict=True))
         sets: dict[str, Chosen] = {}
         for name, rows_of_set in data.validation_sets.items():
             key = f"data.validation.{name}" if name else "data.validation"
             if isinstance(rows_of_set, SourceSection):
                 _check_alike([sources[0], separate[key]], (keys[0], key))
                 lines += separate[key].summary(key.removeprefix("data."))
-                sets[name] = [(separate[key], np.arange(len(separate[key].hashes), dtype=np.int64))]
+                sets[name] = [(separate[key], kept_apart[key])]
             else:
                 sets[name] = held_out
         validation_rows = [part for parts in sets.values() for part in parts]
@@ -241,8 +244,8 @@ def tokenize_and_split(
         report = sources[0].report() if len(sources) == 1 else _joined(sources)
         counts = [_write(directory / "train", train, report, mixture)]
         if validation_rows:
-            own = [*(sources if data.held_out is not None else []), *separate.values()]
-            report = own[0].report() if len(own) == 1 else _joined(own)
+            measured = [*(sources if data.held_out is not None else []), *separate.values()]
+            report = measured[0].report() if len(measured) == 1 else _joined(measured)
             counts.append(_write(directory / "validation", validation_rows, report, None))
             np.save(directory / HELD_OUT, _numbered(validation_rows))
     lines.append(_split_line(counts, ", ".join(hows)))
@@ -263,6 +266,22 @@ def validation_parts(data: DataSection) -> list[tuple[SourceSection, str]]:
 
 def _examples(chosen: Chosen) -> int:
     return sum(len(rows.sequences_of(indices)) // rows.sequences_per_example for rows, indices in chosen)
+
+
+def kept_rows(sources: Sequence[TokenRows]) -> list[Indices]:
+    """Return the indices of the rows of each source that are used: with ``data.deduplicate``, those that repeat none
+    before them in any of the sources.
+    """
+    hashes = [rows.hashes for rows in sources]
+    kept = [np.arange(len(own), dtype=np.int64) for own in hashes]
+    if not any(rows.compares_targets for rows in sources):
+        return kept
+    first = np.zeros(sum(map(len, hashes)), dtype=np.bool_)
+    first[np.unique(np.concatenate(hashes), return_index=True)[1]] = True
+    kept = [np.flatnonzero(part) for part in np.split(first, np.cumsum([len(own) for own in hashes])[:-1])]
+    for rows, own, indices in zip(sources, hashes, kept, strict=True):
+        rows.repeats = len(own) - len(indices)
+    return kept
 
 
 def _numbered(chosen: Chosen) -> Indices:

@@ -71,6 +71,8 @@ class TokenRows:
     largest: tuple[int, int] = (-1, 0)  # the largest token id, and minus the index of the first row with it
     notes: list[str] = field(default_factory=list)
     drops: bool = False  # whether examples that are too long are left out
+    compares_targets: bool = False  # whether rows with the same tokens and other targets differ
+    repeats: int = 0  # rows that are left out because they repeat an earlier one
 
     def __len__(self) -> int:
         return len(self.spool) // self.sequences_per_example
@@ -114,8 +116,9 @@ class TokenRows:
             parts |= 0 < len(trained) < len(ends)
             split |= len(trained) > 1
             count += len(trained)
-            for ids, role in zip(tokens, roles, strict=True):
+            for ids, flags, role in zip(tokens, targets, roles, strict=True):
                 digest.update(header(len(ids), role) + ids.tobytes())
+                digest.update(flags.tobytes() if self.compares_targets else b"")
         self.truncated += bool(cut)
         self.cut_tokens += cut
         self.divided += split
@@ -198,7 +201,11 @@ class TokenRows:
         lines += [f"{name}: {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
         lines += [f"{name}: {they(count, 'row', what)}" for what, count in self.remarks.items()]
         lines += [f"{name}: {line}" for line in self.encoding.lines()]
-        if self.duplicates:
+        if self.compares_targets and self.repeats:
+            lines.append(
+                f"{name}: {plural(self.repeats, 'row')} left out: the same tokens and targets as an earlier one"
+            )
+        elif self.duplicates and not self.compares_targets:
             repeat = they(self.duplicates, "row", "repeat an earlier one token by token")
             lines.append(f"{name}: {repeat}; nothing is removed")
         return lines + [f"{name}: {note}" for note in self.notes]
@@ -309,9 +316,18 @@ class RowEncoding:
 
     def token_rows(self, spool: TokenSpool) -> TokenRows:
         """Return an empty store of examples."""
-        data, detected = self.data, self.source.format == "auto"
+        data, detected = self.data, (self.source.format == "auto" or isinstance(self.source.format, list))
         splits, drops = splits_long(data.long_documents, self.layout), data.long_documents == "drop"
-        return TokenRows(self.source.source, self.layout, data.max_length, detected, splits, spool, drops=drops)
+        return TokenRows(
+            self.source.source,
+            self.layout,
+            data.max_length,
+            detected,
+            splits,
+            spool,
+            drops=drops,
+            compares_targets=data.deduplicate,
+        )
 
     def notes(self, unused: Sequence[str]) -> list[str]:
         """Return lines about the columns that are not used, and about what the encoder has changed so far."""

@@ -92,6 +92,7 @@ class RowSettings(NamedTuple):
     system: str | None = None
     prompt: str | None = None
     prompt_without_input: str | None = None
+    drop_system_message: bool = False
 
 
 _COLUMNS = (
@@ -104,6 +105,7 @@ _PROMPT = (
     "answer."
 )
 _WITHOUT_INPUT = "prompt for rows whose field input is empty."
+_DROP_SYSTEM = "Leave out the system turns of the rows, from their turns or a column; system then gives every row its own."
 
 
 class RowsSection(Section):
@@ -118,6 +120,7 @@ class RowsSection(Section):
     system: Text | None = Field(None, description=_SYSTEM)
     prompt: Prompt | None = Field(None, description=_PROMPT)
     prompt_without_input: Prompt | None = Field(None, description=_WITHOUT_INPUT)
+    drop_system_message: bool = Field(False, description=_DROP_SYSTEM)
 
 
 class SourceSection(RowsSection):
@@ -133,7 +136,7 @@ class SourceSection(RowsSection):
     @property
     def rows(self) -> RowSettings:
         """How its rows are read."""
-        return RowSettings(self.format, self.columns, self.system, self.prompt, self.prompt_without_input)
+        return RowSettings(**{name: getattr(self, name) for name in RowSettings._fields})
 
     @property
     def is_documents(self) -> bool:
@@ -280,6 +283,7 @@ class DataSection(Section):
     system: Text | None = Field(None, description=_SYSTEM)
     prompt: Prompt | None = Field(None, description=_PROMPT)
     prompt_without_input: Prompt | None = Field(None, description=_WITHOUT_INPUT)
+    drop_system_message: bool = Field(False, description=_DROP_SYSTEM)
     targets: Annotated[str, BeforeValidator(_targets)] = Field(
         "answers",
         description="Which tokens of a conversation are trained on. answers: the assistant's turns with their stop "
@@ -312,6 +316,12 @@ class DataSection(Section):
         False,
         description="Accept that the chat template leaves out reasoning, content or names: the rows are still counted, "
         "without the ways to keep it.",
+    )
+    deduplicate: bool = Field(
+        False,
+        description="Leave out rows of train that have the same tokens and targets as an earlier row, of any of its "
+        "sources, before some are held out; and rows of separate validation sets that repeat an earlier one of these. "
+        "They are counted.",
     )
     limit: Count | None = Field(
         None,

@@ -44,6 +44,9 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
+    if recipe.data.deduplicate:
+        why = "documents become one stream of tokens; write them without duplicates by trainwright data prepare"
+        yield Contradiction(("data.deduplicate", "task"), why)
     if recipe.data.long_documents in ("cut", "drop"):
         why = "pretraining truncates and leaves out no documents; set it to auto or split"
         yield Contradiction(("data.long_documents", "task"), why)
