@@ -73,6 +73,49 @@ def test_duplicates_are_counted_kept_and_on_one_side(tmp_path: Path) -> None:
     assert any("80 rows repeat an earlier one" in line for line in found.summary)
 
 
+def test_rows_that_repeat_an_earlier_one_are_left_out(tmp_path: Path) -> None:
+    """Of all sources, before some are held out; rows whose targets differ are no duplicates."""
+    turns = [{"role": "user", "content": "Is 1 + 1 = 2?"}, {"role": "assistant", "content": "Yes."}]
+    marked = [{"messages": [*turns, turns[0], turns[1] | {"target": trained}]} for trained in (True, False, True)]
+    one, other = source(tmp_path / "a.jsonl", ROWS[:30] * 2), source(tmp_path / "b.jsonl", ROWS[20:] + ROWS[25:])
+    sources = [{"source": one}, {"source": other}, {"source": source(tmp_path / "c.jsonl", marked)}]
+    found = run(tmp_path, train=sources, mixing="concatenate", deduplicate=True, validation=0.2)
+    assert found.validation is not None
+    every = texts(found.train) + texts(found.validation)
+    assert (len(every), len(set(every)), len(found.validation)) == (42, 41, 9)
+    counts = (30, 25, 1)
+    for number, count in enumerate(counts):
+        rows = "row" if count == 1 else "rows"
+        line = f"train[{number}]: {count} {rows} left out: the same tokens and targets as an earlier one"
+        assert line in found.summary, found.summary
+    alone = run(tmp_path, train=one, deduplicate=True, validation=source(tmp_path / "d.jsonl", ROWS[:9] * 3))
+    assert alone.validation is not None
+    assert (len(alone.train), len(alone.validation)) == (30, 9)
+    assert not any("repeat an earlier one" in line for line in found.summary)
+
+
+def test_system_turns_are_left_out(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    rows = [{"messages": [{"role": "system", "content": "Be brief."}, *turns]}, {"messages": turns}]
+    name, column = source(tmp_path / "a.jsonl", rows), source(tmp_path / "b.jsonl", [{**rows[1], "system": "Be kind."}])
+    bare = run(tmp_path, train=source(tmp_path / "c.jsonl", rows[1:]), validation=None)
+    found = run(tmp_path, train=name, validation=None, drop_system_message=True)
+    assert texts(found.train) == texts(bare.train) * 2
+    assert any("1 row have a system turn" in line or "1 row has a system turn" in line for line in found.summary)
+    assert texts(run(tmp_path, train=column, validation=None, drop_system_message=True).train) == texts(bare.train)
+    replaced = run(tmp_path, train=name, validation=None, drop_system_message=True, system="Be kind.")
+    assert texts(replaced.train) == texts(run(tmp_path, train=column, validation=None).train) * 2
+
+
+def test_a_list_of_formats_is_an_order(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", [{"instruction": "Q", "output": "A", "text": "all of it"}])
+    found = run(tmp_path, train=name, validation=None, format=["messages", "text", "instruction"])
+    assert texts(found.train)[0].startswith("all of it")
+    assert "all of it" not in texts(run(tmp_path, train=name, validation=None).train)[0]
+    with pytest.raises(RequestError, match=r"match no known layout \(messages: messages\)"):
+        run(tmp_path, train=name, validation=None, format=["messages"])
+
+
 def test_a_validation_source_of_its_own(tmp_path: Path) -> None:
     name, held = source(tmp_path / "a.jsonl", ROWS[:30]), source(tmp_path / "b.jsonl", ROWS[28:])
     found = run(tmp_path, train=name, validation=held, limit=30)

@@ -347,7 +347,7 @@ def alternates(
     return file
 
 
-def _rows(source: str, limit: int | None, required: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _rows(source: str, limit: int | None, required: str | Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each row with an answer, and its prompt. Raises RequestError if a row is no question with an answer."""
     from trainwright.data.rows.formats import EXAMPLES, NoTarget
     from trainwright.data.sources.reading import iterate_source

@@ -329,7 +329,8 @@ def _rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
     formats = {"data.format": data.format}
     if isinstance(data.train, list):
         formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
-    for key, layout in formats.items():
+    listed = ((key, name) for key, each in formats.items() for name in (each if isinstance(each, list) else [each]))
+    for key, layout in listed:
         if layout != "auto" and (layout in _PREFERENCES) != compared:
             layouts = " or ".join(_PREFERENCES) if compared else "a layout of single examples"
             yield Contradiction(

@@ -313,9 +313,44 @@ def test_llama_factory_with_earlier_turns_in_a_column_is_refused(tmp_path: Path)
     ]
 
 
+def test_axolotls_keys_of_rows_and_of_experts_are_taken(tmp_path: Path) -> None:
+    text = """base_model: owner/model
+adapter: qlora
+load_in_4bit: true
+quantize_moe_experts: true
+lora_r: 8
+lora_alpha: 16
+lora_target_parameters: [mlp.experts.gate_up_proj]
+dataset_exact_deduplication: true
+datasets:
+  - {path: owner/one, type: chat_template, drop_system_message: true}
+  - {path: owner/two, type: chat_template}
+micro_batch_size: 1
+gradient_accumulation_steps: 1
+"""
+    values = recipe(of(tmp_path, text), tmp_path)
+    adapter, data = values["model"]["adapter"], values["data"]
+    assert adapter["quantize_experts"] is True and adapter["target_parameters"] == ["mlp.experts.gate_up_proj"]
+    assert data["deduplicate"] is True
+    assert [source.get("drop_system_message") for source in data["train"]] == [True, None]
+    off = recipe(of(tmp_path, text.replace("true", "false").replace("load_in_4bit: false", "")), tmp_path)
+    assert "quantize_experts" not in off["model"]["adapter"] and not off["data"].get("deduplicate")
+
+
+def test_rows_of_trl_have_its_order_in_each_source_and_not_in_pairs(tmp_path: Path) -> None:
+    both = "dataset_mixer: {owner/one: 1.0, owner/two: 1.0}\ndataset_splits: [train]\n"
+    mixed = recipe(of(tmp_path, files.TRL.replace("dataset_name: owner/chats\n", both), name="trl.yaml"), tmp_path)
+    assert [source["format"][3] for source in mixed["data"]["train"]] == ["text", "text"]
+    assert "format" not in mixed["data"]
+    pairs = recipe(of(tmp_path, files.TRL + "beta: 0.1\n", name="dpo.yaml"), tmp_path)
+    assert "format" not in pairs["data"]
+
+
 def test_trl_trains_on_all_tokens_and_evaluates_nothing_unless_it_is_told(tmp_path: Path) -> None:
     values = recipe(of(tmp_path, files.TRL, name="trl.yaml"), tmp_path)
-    assert values["data"] == {"train": "owner/chats", "max_length": 512, "targets": "all", "validation": None}
+    formats = ["messages", "conversations", "prompt_completion", "text", "instruction", "question_answer"]
+    rest = {"max_length": 512, "targets": "all", "validation": None}
+    assert values["data"] == {"train": "owner/chats", "format": formats, **rest}
     assert values["optimizer"]["final_learning_rate_ratio"] == 0.1
     assert values["train"]["epochs"] == 1 and "max_steps" not in values["train"]
     assert values["train"]["mixed_precision"] == "bf16" and values["train"]["activation_checkpointing"] == "full"

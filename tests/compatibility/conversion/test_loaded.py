@@ -85,9 +85,19 @@ def test_the_options_of_a_script_name_its_settings(tmp_path: Path) -> None:
     )
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "helpers.py").write_text(LOAD)
-    assert "learning_rate" in recipe_of(tmp_path, script)["failures"]
+    failures = recipe_of(tmp_path, script)["failures"]
+    assert "loads its settings from it" in failures["args.config"] and "learning_rate" not in failures
     values = recipe_of(tmp_path, script, "config=configs/train.yaml", "num_epochs=7")
     assert values["optimizer"]["learning_rate"] == 2e-4 and values["train"]["epochs"] == 7
+
+
+@pytest.mark.parametrize("passed", ["args", "args['training']"])
+def test_a_file_of_settings_that_is_not_there_is_named_once(tmp_path: Path, passed: str) -> None:
+    unpacked = "x = SFTConfig(**cfg['training'])\n" if "[" in passed else ""
+    loads = 'cfg = yaml.safe_load(open("configs/other.yaml"))\n' + unpacked
+    failures = recipe_of(tmp_path, loads + ROWS + TRAINING.format(**KEYS))["failures"]
+    assert failures.keys() == {"configs/other.yaml"}
+    assert "the script loads its settings from it, and it is not there" in failures["configs/other.yaml"]
 
 
 def test_settings_that_the_script_changes_are_not_taken(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ Tables are TOML files in ``tables``, without code. One has
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trainwright.compatibility.conversion.reading import LAUNCHER
-from trainwright.compatibility.conversion.scripts import Code, near, shown
+from trainwright.compatibility.conversion.scripts import Code, is_absent, near, shown
 from trainwright.data.sources.row_files import iterate_rows
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load
@@ -324,7 +325,13 @@ class Conversion:
             self.add("not possible", setting, reason, aside=aside)
 
     def need_value(self, setting: Setting) -> None:
-        """Say that only the script, or whoever starts it, knows a value."""
+        """Say that only the script, or whoever starts it, knows a value; or which file has it that is not there."""
+        if is_absent(setting.value):
+            name = str(ast.literal_eval(setting.value.partition("(")[2].removesuffix(")")))
+            file = Setting(name, name, setting.value, Origin(str(self.file)))
+            why = "the script loads its settings from it, and it is not there"
+            self.need(file, f"{why}; put it there, or pass the option that names it")
+            return
         why = "the script computes it" if isinstance(setting.value, Code) else "it is set elsewhere"
         self.need(setting, f"{why}: {shown(setting.value)}; pass {setting.key}=VALUE")
 
@@ -472,7 +479,9 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
         conversion.drop(setting, f"has no effect with {unmet[0]}: {shown(conversion.value(unmet[0]))}")
         return
     word = _word(setting.value)
-    if word in rule.values:
+    if is_absent(setting.value) and rule.drop is None:
+        conversion.need_value(setting)
+    elif word in rule.values:
         _apply_value(conversion, setting, rule, rule.values[word])
     elif rule.by is not None:
         _compute(conversion, setting, rule, rule.by)
@@ -505,6 +514,9 @@ def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> N
         return
     computed = [key for key in rule.arguments.values() if isinstance(conversion.value(key), Code)]
     if computed and not by.startswith(_OF_CODE):
+        if is_absent(conversion.value(computed[0])):
+            conversion.need_value(conversion.settings[computed[0]])
+            return
         conversion.need(setting, f"counts with {computed[0]}, which the script computes; pass {computed[0]}=VALUE")
         return
     function = load(f"{_FUNCTIONS}.{by}", "a function of conversions")

@@ -19,7 +19,9 @@ from trainwright.recipe.yaml_text import parse_mapping
 
 _OF_OPEN_FILES = ("yaml.safe_load", "yaml.full_load", "yaml.load", "json.load", "json.loads")
 _OF_PATHS = ("OmegaConf.load",)
+_OF_SETTINGS = ("yaml.safe_load", "yaml.full_load", "yaml.load", "OmegaConf.load")
 _LARGEST = 2**20  # bytes of settings
+ABSENT = "settings_that_are_not_there"  # a call of it is in the place of settings whose file is not there
 # Calls that look at rows, and leave them as they are.
 _LOOKING = re.compile(r"len|print|type|(?:\w+\.)?from_list|(?:logger|logging|log)\.\w+")
 
@@ -47,19 +49,28 @@ def _loads(function: ast.FunctionDef) -> bool:
     return any(name in (*_OF_OPEN_FILES, *_OF_PATHS) for name in calls)
 
 
-def with_loaded_files(module: ast.Module, value: Value, find: Callable[[str], Path | None]) -> ast.Module:
+def with_loaded_files(
+    module: ast.Module, value: Value, follow: Callable[[ast.expr], ast.expr], find: Callable[[str], Path | None]
+) -> ast.Module:
     """Replace in a script what loads settings and rows.
 
     Args:
         value: returns the value of an expression, a ``str`` itself if it is a known text.
+        follow: returns the expression that a name is set to.
         find: returns where a file is that the script names.
     """
-    return ast.fix_missing_locations(_Replaced(module, value, find).visit(module))
+    return ast.fix_missing_locations(_Replaced(module, value, follow, find).visit(module))
 
 
 class _Replaced(ast.NodeTransformer):
-    def __init__(self, module: ast.Module, value: Value, find: Callable[[str], Path | None]) -> None:
-        self._value, self._find = value, find
+    def __init__(
+        self,
+        module: ast.Module,
+        value: Value,
+        follow: Callable[[ast.expr], ast.expr],
+        find: Callable[[str], Path | None],
+    ) -> None:
+        self._value, self._follow, self._find = value, follow, find
         self._files = dict(_opened(module))  # by the id of the name of an open file
         self._functions = {node.name: node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
         self._rows = dict(self._unchanged(module))  # by name, the path of their file
@@ -87,6 +98,9 @@ class _Replaced(ast.NodeTransformer):
         path = _loaded(node, self._files)
         name = None if path is None else self._value(path)
         file = self._find(name) if type(name) is str else None
+        if file is None and path is not None and ast.unparse(node.func) in _OF_SETTINGS:
+            shown = name if type(name) is str else ast.unparse(self._follow(path))
+            return ast.Call(ast.Name(ABSENT, ast.Load()), [ast.Constant(shown)], [])
         if file is None or file.suffix not in (".yaml", ".yml", ".json"):
             return None
         try:

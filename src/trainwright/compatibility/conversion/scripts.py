@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.loaded import with_imported_functions, with_loaded_files
+from trainwright.compatibility.conversion.loaded import ABSENT, with_imported_functions, with_loaded_files
 from trainwright.errors import RequestError
 from trainwright.recipe.files import parse_json, read_text
 from trainwright.recipe.yaml_text import Origin, Tree
@@ -128,7 +128,8 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
             elif isinstance(value, dict):
                 arguments |= value
             elif top or name in _WITH_SETTINGS:
-                put(tree, "computed_arguments", f"{name}(**{ast.unparse(word.value)})", Origin(str(path), call.lineno))
+                unknown = value if is_absent(value) else f"{name}(**{ast.unparse(word.value)})"
+                put(tree, "computed_arguments", unknown, Origin(str(path), call.lineno))
             if word.arg == "eval_dataset":
                 arguments["eval_dataset"] = Code(ast.unparse(constants.expression(word.value)))
         arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
@@ -197,7 +198,8 @@ def _parsed(text: str, path: Path, options: dict[str, Any]) -> ast.Module:
         if isinstance(node, ast.Call) and (name := _option(node)) is not None and name in options:
             node.keywords = [word for word in node.keywords if word.arg not in ("default", "action")]
             node.keywords.append(ast.keyword("default", ast.parse(repr(options.pop(name)), mode="eval").body))
-    return with_loaded_files(module, _Constants(module).value, lambda name: near(name, path))
+    constants = _Constants(module)
+    return with_loaded_files(module, constants.value, constants.expression, lambda name: near(name, path))
 
 
 def _syntax(text: str, path: Path) -> ast.Module:
@@ -306,6 +308,11 @@ def _called(call: ast.Call) -> str | None:
     return name if is_known else None
 
 
+def is_absent(value: Any) -> bool:
+    """Return whether a value is in a file of settings that is not there."""
+    return isinstance(value, Code) and value.startswith(f"{ABSENT}(")
+
+
 class _Constants:
     """The values of names and attributes that a script sets to one value, and of expressions of them.
 
@@ -344,6 +351,8 @@ class _Constants:
                 return self._of_name(name, node)
             case ast.Attribute(value=inner, attr=name) if isinstance(values := self._mapping(inner), dict):
                 return values.get(name, Code(ast.unparse(node)))
+            case ast.Attribute(value=inner) if is_absent(values := self._mapping(inner)):
+                return values
             case ast.Attribute(value=ast.Name(), attr=name):
                 return self._of_name(f".{name}", node)
             case ast.List(elts=items) | ast.Tuple(elts=items):
@@ -363,6 +372,8 @@ class _Constants:
                 ast.unparse(inner) != "os.environ"
             ):
                 values = self.value(inner)
+                if is_absent(values):
+                    return values
                 if isinstance(values, dict):
                     return values[key] if key in values else self.value(default[0]) if default else None
             case ast.Call(func=function, args=[_, default]) if ast.unparse(function) in ("os.getenv", "os.environ.get"):
@@ -415,7 +426,7 @@ class _Constants:
         values = self._values[name]
         is_one = all(value == values[0] and type(value) is type(values[0]) for value in values)
         # An expression about what the device supports stays one: it decides the precision.
-        is_known = is_one and (not isinstance(values[0], Code) or "supported" in values[0])
+        is_known = is_one and (not isinstance(values[0], Code) or "supported" in values[0] or is_absent(values[0]))
         return values[0] if is_known else Code(ast.unparse(node))
 
     def _mapping(self, node: ast.expr) -> Any:
@@ -424,10 +435,14 @@ class _Constants:
 
     def _of_mapping(self, mapping: ast.expr, key: Any, node: ast.AST) -> Any:
         values = self.value(mapping)
+        if is_absent(values):
+            return values
         return values[key] if isinstance(values, dict) and key in values else Code(ast.unparse(node))
 
     def _converted(self, kind: str, inner: ast.expr, node: ast.AST) -> Any:
         value = self.value(inner)
+        if is_absent(value):
+            return value
         if isinstance(value, Code) or not isinstance(value, str | int | float):
             return Code(ast.unparse(node))
         try:

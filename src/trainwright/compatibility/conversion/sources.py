@@ -40,9 +40,9 @@ def set_sources(conversion: Conversion) -> None:
             elif sources:
                 _one(conversion, setting, use, sources[0])
         elif sources:
-            system = conversion.values.pop("data.system", None)
-            if system is not None:
-                sources = [{"system": system[0], **source} for source in sources]
+            for key in ("system", "format"):
+                if (value := conversion.values.pop(f"data.{key}", None)) is not None:
+                    sources = [{key: value[0], **source} for source in sources]
             conversion.take(setting, "data.train", sources, computed=f"{len(sources)} sources")
             if "data.mixing" not in conversion.values:
                 conversion.take(setting, "data.mixing", "concatenate", computed="one after another")
@@ -273,6 +273,19 @@ def trl_targets(conversion: Conversion, setting: Setting, rule: Rule, answers: s
     else:
         by_default = "as TRL does for turns and texts; for rows of prompt and completion set answers"
         conversion.take(setting, "data.targets", "all", computed=by_default if setting.is_default else "")
+
+
+_OF_TRL = ["messages", "conversations", "prompt_completion", "text", "instruction", "question_answer"]
+
+
+def trl_texts(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Read the column of texts before those of questions and answers, which TRL does not know."""
+    if setting.value == "unset" or conversion.value("launcher.program") not in (None, "sft"):
+        conversion.drop(setting, "is for fine-tuning alone")
+        return
+    if setting.value not in (None, "text"):
+        conversion.take(setting, "data.columns.text", setting.value)
+    conversion.take(setting, "data.format", _OF_TRL, computed="a text comes before an instruction, as in TRL")
 
 
 def test_split(conversion: Conversion, setting: Setting, rule: Rule, source: str, config: str, strategy: str) -> None:

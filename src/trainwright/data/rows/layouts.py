@@ -164,8 +164,9 @@ def layout_of(
     rows = [{fields.get(column, column): value for column, value in row.items()} for row in first_rows]
     if settings.prompt is not None or settings.prompt_without_input is not None:
         layout = _with_prompt(named, settings, layouts)
-    elif settings.format == "auto":
-        layout = detect_format([name for name in named if name], rows, layouts)
+    elif settings.format == "auto" or not isinstance(settings.format, str):
+        among = layouts if settings.format == "auto" else [name for name in settings.format if name in layouts]
+        layout = detect_format([name for name in named if name], rows, among)
     else:
         layout = check_format(
             [name for name in named if name], "text" if settings.format == "documents" else settings.format
@@ -193,7 +194,8 @@ def _fields_of(settings: RowSettings, columns: Sequence[str]) -> dict[str, str]:
 
 def _with_prompt(columns: Sequence[str], settings: RowSettings, layouts: Sequence[str]) -> RowLayout:
     """Return the layout of rows whose user turn is made by data.prompt: only the answer is matched."""
-    if "question_answer" not in layouts or settings.format not in ("auto", "question_answer", "instruction"):
+    formats = {settings.format} if isinstance(settings.format, str) else {*settings.format}
+    if "question_answer" not in layouts or not formats & {"auto", "question_answer", "instruction"}:
         raise RequestError("data.prompt: is for rows of a question and one answer; remove it")
     answer = _named(("answer", *_ANSWER_NAMES), columns)
     if answer is None:

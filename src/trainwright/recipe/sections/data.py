@@ -33,19 +33,28 @@ from trainwright.recipe.sections.fields import (
     until_of,
 )
 
-DataFormat = Literal[
-    "auto",
+_Layout = Literal[
     "messages",
     "conversations",
     "prompt_completion",
     "instruction",
     "question_answer",
     "text",
-    "documents",
     "segments",
     "tokens",
     "preference",
     "labelled",
+]
+
+
+def _one_or_several(value: Any) -> str:
+    return "several" if isinstance(value, list) else "one"
+
+
+DataFormat = Annotated[
+    Annotated[Literal["auto", "documents"] | _Layout, Tag("one")]
+    | Annotated[list[_Layout], Field(min_length=1), Tag("several")],
+    Discriminator(_one_or_several),
 ]
 
 
@@ -87,7 +96,7 @@ def _mixing(value: Any) -> Any:
 class RowSettings(NamedTuple):
     """How the rows of a source are read: the keys of that name of `SourceSection`."""
 
-    format: str = "auto"
+    format: str | Sequence[str] = "auto"  # several: the first that fits
     columns: dict[str, str] = {}
     system: str | None = None
     prompt: str | None = None
@@ -105,7 +114,9 @@ _PROMPT = (
     "answer."
 )
 _WITHOUT_INPUT = "prompt for rows whose field input is empty."
-_DROP_SYSTEM = "Leave out the system turns of the rows, from their turns or a column; system then gives every row its own."
+_DROP_SYSTEM = (
+    "Leave out the system turns of the rows, from their turns or a column; system then gives every row its own."
+)
 
 
 class RowsSection(Section):
@@ -194,10 +205,6 @@ def _streaming(value: Any) -> Any:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-def _one_or_several(value: Any) -> str:
-    return "several" if isinstance(value, list) else "one"
-
-
 Sources = Annotated[
     Annotated[Text, Tag("one")] | Annotated[Annotated[list[SourceSection], Field(min_length=1)], Tag("several")],
     Discriminator(_one_or_several),
@@ -276,8 +283,8 @@ class DataSection(Section):
     )
     format: DataFormat = Field(
         "auto",
-        description="Format of the rows. auto: detected from the first rows and printed. documents: each file is one "
-        "row.",
+        description="Format of the rows. auto: detected from the first rows and printed. A list: the first of these "
+        "formats that the rows fit. documents: each file is one row.",
     )
     columns: dict[Text, Text] = Field(default_factory=dict, description=_COLUMNS)
     system: Text | None = Field(None, description=_SYSTEM)
