@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright.models.low_rank import join_adapters, separate_adapters
-from trainwright.models.quantization import DoubleNF4Linear, Int8Linear
+from trainwright.models.quantization import DoubleNF4, Int8, QuantizedLinear
 from trainwright.models.recompute import save_activation_memory
 
 
@@ -19,9 +19,9 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         layers: list[nn.Module] = [nn.Linear(32, 48, bias=bias), nn.Linear(48, 32, bias=bias)]
-        quantized = {"nf4": DoubleNF4Linear, "int8": Int8Linear}
+        quantized = {"nf4": DoubleNF4, "int8": Int8}
         if kind in quantized:
-            layers = [quantized[kind](layer.weight, layer.bias) for layer in layers]
+            layers = [QuantizedLinear(layer.weight, layer.bias, quantized[kind]) for layer in layers]
         self.up, self.down = layers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
