@@ -98,6 +98,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     if on_gpu:
         weights = FP32 * parameters.numel
         read = -(-weights // choice.shards) if choice.spec.shards_parameters else weights
+        read = max(read, _STORED * parameters.experts)  # of each process, before they are quantized
         host[LOADING] = max(0, read - sum(host.values()))
     pinned = list(model.pinned()) if on_gpu else []
     if offloads:
@@ -179,7 +180,7 @@ def _load(parameters: Inventory, workload: Workload) -> int:
 
     All of a new model is fp32 before it is cast, quantized and adapted, and its head is separate until it is tied.
     """
-    if not workload.fresh:  # files that have each expert's matrices apart are put together before they are quantized
+    if not workload.fresh:
         return max(FP32 * parameters.numel, _STORED * parameters.experts)
     facts = workload.facts
     embedding = facts.vocabulary * facts.hidden
