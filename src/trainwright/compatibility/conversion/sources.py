@@ -280,10 +280,10 @@ _OF_TRL = ["messages", "conversations", "prompt_completion", "text", "instructio
 
 def trl_texts(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Read the column of texts before those of questions and answers, which TRL does not know."""
-    if setting.value == "unset" or conversion.value("launcher.program") not in (None, "sft"):
-        conversion.drop(setting, "is for fine-tuning alone")
+    if not setting.value or conversion.value("launcher.program") in ("dpo", "kto", "orpo", "cpo", "simpo"):
+        conversion.drop(setting, "is for the texts of fine-tuning")
         return
-    if setting.value not in (None, "text"):
+    if setting.value != "text":
         conversion.take(setting, "data.columns.text", setting.value)
     conversion.take(setting, "data.format", _OF_TRL, computed="a text comes before an instruction, as in TRL")
 
