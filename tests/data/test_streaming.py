@@ -337,6 +337,7 @@ REFUSED = [
     ({"data": {"validation": 0.1}}, "data.validation: rows cannot be held out"),
     ({"task": "dpo"}, "data.streaming: task dpo needs all rows before it begins"),
     ({"train": {"batch_unit": "tokens", "global_batch_size": 64}}, "train.batch_unit: a step is found without"),
+    ({"data": {"deduplicate": True}}, "data.deduplicate: needs all rows before training begins"),
     ({"data": {"streaming": {"disk_gb": 0.001}}}, "data.streaming.disk_gb: the shards of five steps may take"),
     ({"data": {"train": [{"source": "a.jsonl"}, {"source": "b.jsonl"}]}}, "data.mixing: sources are read one after"),
     ({"data": {"stages": [{"weights": {"a.jsonl": 1}}]}}, "data.stages: sources that are read while training"),

@@ -206,6 +206,7 @@ def test_recipes_are_read_and_planned(path: Path, tmp_path: Path) -> None:
         (("train.initial_batch_size=8", "train.batch_warmup_steps=5"), "not less than"),
         (("evaluate.metrics=[f1]",), "evaluate.metrics"),
         (("data.long_documents=cut",), "data.long_documents"),
+        (("data.deduplicate=true",), "data.deduplicate"),
         (("task=sft", "pretrain={}"), "has no effect with task sft"),
         (("model.implementation=gpt",), "model.config.model_type to gpt"),
         (("model.adapter=lora",), "adapters need a model of transformers"),
