@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.support.slow import slow_but
 from trainwright.models.load import load_model
-from trainwright.models.quantization import NF4, DoubleNF4, Format, Int8, QuantizedLinear, count_parameters
+from trainwright.models.quantization import NF4, DoubleNF4, Int8, QuantizedLinear, WeightFormat, count_parameters
 from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
-KINDS: dict[str, type[Format]] = {"nf4": NF4, "double nf4": DoubleNF4, "int8": Int8}
+KINDS: dict[str, type[WeightFormat]] = {"nf4": NF4, "double nf4": DoubleNF4, "int8": Int8}
 # Rows and columns: one where neither the bits nor the blocks of scales come out even.
 SHAPES = ((96, 128), (30, 70), (7, 34))
 

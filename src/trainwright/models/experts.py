@@ -23,7 +23,7 @@ _FORMATS = "formats"  # the module of experts that has them
 _RANKS = 8  # grouped products take rows of multiples of 16 bytes
 
 
-class Format(nn.Module):
+class WeightFormat(nn.Module):
     """How the elements of a frozen weight are stored.
 
     Attributes:
@@ -54,14 +54,14 @@ class Format(nn.Module):
         raise NotImplementedError
 
 
-def store(experts: nn.Module, name: str, form: Format) -> None:
-    """Store the parameter ``name`` of experts in ``form``, and let the module compute with it."""
-    setattr(experts, name, form.store(experts.get_parameter(name)))
-    experts.add_module(_FORMATS, nn.ModuleDict({**formats_of(experts), name: form}))
+def store(experts: nn.Module, name: str, weight_format: WeightFormat) -> None:
+    """Store the parameter ``name`` of experts in ``weight_format``, and let the module compute with it."""
+    setattr(experts, name, weight_format.store(experts.get_parameter(name)))
+    experts.add_module(_FORMATS, nn.ModuleDict({**formats_of(experts), name: weight_format}))
     experts.forward = MethodType(_forward, experts)
 
 
-def formats_of(module: nn.Module) -> Mapping[str, Format]:
+def formats_of(module: nn.Module) -> Mapping[str, WeightFormat]:
     """Return how weights of a module of experts are stored, by their names; nothing of other modules."""
     formats: Any = dict(module.named_children()).get(_FORMATS, {})
     return dict(formats.items())
@@ -99,11 +99,11 @@ def _forward(
     ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
 
     def product(name: str, rows: torch.Tensor) -> torch.Tensor:
-        weight, form = getattr(experts, name), formats_of(experts).get(name)
-        if form is None:
+        weight, weight_format = getattr(experts, name), formats_of(experts).get(name)
+        if weight_format is None:
             result = grouped_mm(rows, weight if experts.is_transposed else weight.mT, offs=ends)
         else:
-            result = _Product.apply(rows, weight, ends, form.expand, experts.is_transposed)
+            result = _GroupedProduct.apply(rows, weight, ends, weight_format.expand, experts.is_transposed)
         if name in adapters:
             result = _adapted(adapters[name], rows, ends, result)
         return result + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else result
@@ -133,7 +133,7 @@ def _adapted(layer: Any, rows: torch.Tensor, ends: torch.Tensor, result: torch.T
     return result
 
 
-class _Product(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     """Grouped products with weights that are dequantized for the forward pass and again for the backward pass."""
 
     @staticmethod

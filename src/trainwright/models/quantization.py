@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from trainwright.models.adapters.config import ends_with, expert_parameters
-from trainwright.models.experts import Format, formats_of, store
+from trainwright.models.experts import WeightFormat, formats_of, store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ _SCALES_BLOCK = 256
 _AT_A_TIME = 2**20  # elements to quantize at once, which takes about 20 bytes each where there are data
 
 
-class NF4(Format):
+class NF4(WeightFormat):
     """4 bits per element, and one scale per 64 elements."""
 
     scales: torch.Tensor
@@ -82,7 +82,7 @@ class DoubleNF4(NF4):
         return scales + self.mean
 
 
-class Int8(Format):
+class Int8(WeightFormat):
     """8 bits per element, and one scale per row, which is the last dimension."""
 
     scales: torch.Tensor
@@ -104,10 +104,10 @@ class QuantizedLinear(nn.Linear):
     """Compute ``x @ weight.T + bias`` with a frozen ``weight`` [out, in] that is dequantized for each product.
 
     Attributes:
-        weight: its bits, as ``Format.store`` returns them.
+        weight: its bits, as ``WeightFormat.store`` returns them.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: type[Format]) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: type[WeightFormat]) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.format = kind()
@@ -215,17 +215,17 @@ def _release(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
 def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of all and of trainable parameters of ``module``; quantized ones count as dequantized."""
     sizes: dict[nn.Parameter, int] = {parameter: parameter.numel() for parameter in module.parameters()}
-    sizes |= {bits: math.prod(form.shape) for bits, form in quantized_parameters(module)}
+    sizes |= {bits: math.prod(weight_format.shape) for bits, weight_format in quantized_parameters(module)}
     return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 
 
-def quantized_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Format]]:
+def quantized_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, WeightFormat]]:
     """Yield the bits of every quantized weight, and how they are stored."""
     for part in module.modules():
         if isinstance(part, QuantizedLinear):
             yield part.get_parameter("weight"), part.format
-        for name, form in formats_of(part).items():
-            yield part.get_parameter(name), form
+        for name, weight_format in formats_of(part).items():
+            yield part.get_parameter(name), weight_format
 
 
 @cache

@@ -335,8 +335,8 @@ def _shares(total: int, parts: int) -> tuple[int, ...]:
 def quantized(model: nn.Module) -> dict[int, tuple[tuple[int, ...], int, int]]:
     """Return of each quantized parameter, by its ``id``, the shape that it stands for, its bytes and its scales'."""
     return {
-        id(bits): (form.shape, bits.nbytes, sum(buffer.nbytes for buffer in form.buffers()))
-        for bits, form in quantized_parameters(model)
+        id(bits): (weight_format.shape, bits.nbytes, sum(buffer.nbytes for buffer in weight_format.buffers()))
+        for bits, weight_format in quantized_parameters(model)
     }
 
 
