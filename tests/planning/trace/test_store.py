@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, environment
 from trainwright.errors import RequestError
 from trainwright.planning.trace import store, tracing
 from trainwright.planning.trace.catalog import known_model
@@ -84,26 +84,6 @@ def test_a_trace_of_other_code_of_ours_is_not_read(changed: str, tmp_path: Path)
     assert read.stdout.strip() == ("1" if changed == "planning/search.py" else "None")
 
 
-@pytest.mark.parametrize(
-    ("error", "is_kept"),
-    [("aten.nonzero reads data", True), ("autograd's threading in combination with fork-based multiprocessing", False)],
-)
-def test_a_bound_is_kept_if_the_model_is_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, is_kept: bool
-) -> None:
-    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
-    request = TraceRequest(
-        TracedModel.of({**CONFIGURATION, "vocab_size": 97 + is_kept}), Device("cpu"), "fp32", "plain"
-    )
-
-    def fails(*_: object) -> None:
-        raise RuntimeError(error)
-
-    monkeypatch.setattr(tracing, "trace", fails)
-    assert error in sized(request, SHAPE).facts.failed
-    assert (store.read(key_of(request, Regime()), request.model.configuration) is not None) is is_kept
-
-
 def test_a_model_that_cannot_be_traced_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
     request = TraceRequest(TracedModel.of({**CONFIGURATION, "vocab_size": 99}), Device("cpu"), "fp32", "plain")
@@ -132,3 +112,32 @@ def test_a_trace_in_a_process_of_its_own_gives_its_values_or_its_error() -> None
         _in_child(refused)
     with pytest.raises(RuntimeError, match="ended with status 1"):
         _in_child(lambda: {}["nothing"])
+
+
+WITH_A_DEVICE = """
+from tests.support.computing_gpus.__main__ import compute_on
+compute_on("1xT4")
+import pytest, torch
+from tests.planning.trace.test_store import CONFIGURATION, SHAPE
+from trainwright.errors import MachineError
+from trainwright.planning.trace.request import Device, TracedModel, TraceRequest
+from trainwright.planning.trace.traced import _in_child, _runs_backward, sized
+
+def exact(vocabulary):
+    request = TraceRequest(TracedModel.of({**CONFIGURATION, "vocab_size": vocabulary}), Device("cuda"), "bf16")
+    return not sized(request, SHAPE).facts.failed
+
+assert exact(101) and _in_child(_runs_backward)
+torch.ones((), requires_grad=True).backward()
+assert exact(102) and not _in_child(_runs_backward)
+with pytest.raises(MachineError, match="forked from one that has run a backward pass"):
+    _in_child(lambda: exact(103))
+"""
+
+
+@pytest.mark.slow
+def test_where_torch_has_a_device_traces_are_exact_before_and_after_a_backward_pass(tmp_path: Path) -> None:
+    """Before it, processes that are forked can run one of their own: those that train."""
+    variables = environment(TRAINWRIGHT_CACHE=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", WITH_A_DEVICE], env=variables, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -276,7 +276,8 @@ def _attention(model: Any) -> tuple[LayerAttention, ...]:
     if model.config.model_type == OWN:
         return ()
     try:
-        needs = list(needs_of(CausalLM(model, packed=False), torch.float32, 2**62))
+        # Blocks find their formulas by backward passes, which a process that forks workers must not run.
+        needs = list(needs_of(CausalLM(model, packed=False, kernels="eager"), torch.float32, 2**62))
     except AttributeError:
         return ()
     return tuple(LayerAttention(*(getattr(each, name) for name in LayerAttention._fields)) for each in needs)

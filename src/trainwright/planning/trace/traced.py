@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, TrainwrightError
 from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
 from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES
 from trainwright.planning.trace import store
@@ -61,21 +61,12 @@ def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
     return dataclasses.replace(trace, units=units, facts=facts_of(request, trace.facts))
 
 
-# A failure of a process that has run a backward pass before on a device of torch's, not of the model.
-_OF_THIS_PROCESS = "fork-based multiprocessing"
-
-
 @lru_cache(maxsize=64)
 def _stored(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
     """Return the trace of a request as it is stored; ``generation``: of the flash attention that computes it."""
-    if (values := store.read(key := key_of(request, regime), request.model.configuration)) is not None:
-        stored = store.from_json(values, generation)
-        if _OF_THIS_PROCESS not in stored.facts.failed:
-            return stored
-    result = store.from_json(values := _trace(request, regime), generation)
-    if _OF_THIS_PROCESS not in result.facts.failed:
-        store.write(key, values)
-    return result
+    if (values := store.read(key := key_of(request, regime), request.model.configuration)) is None:
+        store.write(key, values := _trace(request, regime))
+    return store.from_json(values, generation)
 
 
 def _trace(request: TraceRequest, regime: Regime) -> Any:
@@ -83,7 +74,11 @@ def _trace(request: TraceRequest, regime: Regime) -> Any:
 
     Where torch has a device, a backward pass starts threads for it, also one on tensors without data. A process that
     has them can fork no workers that use the device (torch/csrc/autograd/engine.cpp: track_bad_autograd_forks), so the
-    pass is in a process of its own there.
+    pass is in a process of its own there, unless this one has run another before.
+
+    Raises:
+        RequestError: the model cannot be made, as in a run.
+        MachineError: this process was forked from one that has run a backward pass, and so can run none.
     """
     import torch
 
@@ -93,7 +88,27 @@ def _trace(request: TraceRequest, regime: Regime) -> Any:
         with _one_thread():
             return store.as_json(trace_or_bound(request, regime))
 
-    return values() if torch.accelerator.current_accelerator() is None else _in_child(values)
+    if torch.accelerator.current_accelerator() is None:
+        return values()
+    if (traced := _in_child(lambda: values() if _runs_backward() else None)) is not None:
+        return traced
+    if not _runs_backward():
+        raise MachineError(
+            "this process was forked from one that has run a backward pass on a device, so torch can run none in it "
+            "(https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork); plan in a process that is spawned"
+        )
+    return values()
+
+
+def _runs_backward() -> bool:
+    """Return whether this process can run a backward pass, and start the threads for it."""
+    import torch
+
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -110,7 +125,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _in_child(values: Callable[[], Any]) -> Any:
-    """Return what a forked process computes. Raises RequestError as it does."""
+    """Return what a forked process computes. Raises TrainwrightError as it does."""
     from multiprocessing import get_context
 
     context = get_context("fork")
@@ -119,7 +134,7 @@ def _in_child(values: Callable[[], Any]) -> Any:
     def compute() -> None:
         try:
             sender.send(values())
-        except RequestError as error:
+        except TrainwrightError as error:
             sender.send(error)
 
     child = context.Process(target=compute)
@@ -132,7 +147,7 @@ def _in_child(values: Callable[[], Any]) -> Any:
     child.join()
     if child.exitcode:
         raise RuntimeError(f"the process that traces the model ended with status {child.exitcode}")
-    if isinstance(answer, RequestError):
+    if isinstance(answer, TrainwrightError):
         raise answer
     return answer
 
