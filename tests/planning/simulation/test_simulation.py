@@ -10,7 +10,7 @@ import torch
 
 import trainwright as package
 from tests.planning.simulation.cases import RECIPE, Case, Found, simulate_all
-from tests.support.commands import trainwright
+from tests.support.commands import python, trainwright
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.engine.policies.base import RankReport
 from trainwright.errors import RequestError
@@ -227,6 +227,39 @@ def test_waits_are_counted_by_line(found: dict[str, Found]) -> None:
     ours = [wait for wait in waits if "policies.py" in wait["place"]]
     assert [(wait["cause"], wait["number"]) for wait in ours] == [("reading a value", 3)]
     assert found["mistakes"].report["host_waits"] == 4
+
+
+READS_BACK = """
+from pathlib import Path
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
+from tests.planning.simulation.test_matrix import ARCHITECTURES
+from trainwright.models.files import check_saved, save_model
+from trainwright.models.load import load_tokenizer
+from trainwright.models.weights import empty_model
+from trainwright.planning.simulation.device import install_files
+from trainwright.planning.simulation.mode import Simulated, install
+from trainwright.planning.simulation.recorders import Logs
+from trainwright.recipe.sections.model import ModelSection
+
+logs = Logs()
+install(logs)
+install_files()
+config = AutoConfig.for_model("deepseek_v3", **ARCHITECTURES["deepseek_v3"])
+tokenizer = load_tokenizer(ModelSection(config={"model_type": "deepseek_v3"}, tokenizer="bytes"))
+with FakeTensorMode(allow_non_fake_inputs=True), Simulated(logs, (9, 0)):
+    trained = {name: torch.empty(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
+    assert any("e_score_correction_bias" in name for name in trained)
+    checksums = save_model(Path("final"), config, trained, tokenizer)
+    assert check_saved(Path("final"), checksums, torch.zeros(1, 8, dtype=torch.int64), None) is None
+"""
+
+
+def test_what_is_read_from_a_simulated_file_is_what_was_written(tmp_path: Path) -> None:
+    """Also a buffer, whose values in the file are read, where those that were written are not known."""
+    ended = python("-c", READS_BACK, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize(
