@@ -145,7 +145,7 @@ def _has_heads_first(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is [rows, heads, length, size], made from [rows, length, heads, size]: rows of ``_rows``
     are heads then, of which a part has all.
     """
-    return tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2)
+    return tensor.dim() == 4 and (tensor.shape[1] == 1 or tensor.stride(1) < tensor.stride(2))
 
 
 def _factors(weight: torch.Tensor, offset: bool, rounded: bool) -> torch.Tensor:
