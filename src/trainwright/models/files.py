@@ -1,7 +1,7 @@
 """Write a model as a ``transformers`` directory, atomically, and check it.
 
-The check: what ``from_pretrained`` loads has the trained weights and computes the trained model's logits. Weights stay
-memory-mapped where the file has them in their final form, so that the check needs little memory.
+The check: what ``from_pretrained`` loads has the trained weights and computes the trained model's logits. It needs
+memory for the whole model once more, and is left out where that is not free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainwright.models.configuration import making, restore_source
 from trainwright.models.resolve_model import INDEX, weight_files
 from trainwright.models.safetensors_files import write_weights
 from trainwright.models.text_part import read_causal, whole_of, whole_tensors, write_whole_settings
-from trainwright.parallel.constants import SHARD_BYTES
+from trainwright.parallel.constants import SHARD_BYTES, SUMMED_ELEMENTS
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils.paths import sync, sync_tree
 from trainwright.utils.text import size
@@ -119,7 +119,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().contiguous().view(integers[tensor.element_size()]).sum(dtype=torch.int64)
+    elements = tensor.detach().contiguous().view(integers[tensor.element_size()]).flatten()
+    return torch.stack([part.sum(dtype=torch.int64) for part in elements.split(SUMMED_ELEMENTS)]).sum()
 
 
 def _stored(

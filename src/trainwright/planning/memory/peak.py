@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from trainwright.machine.describe import Cluster
-from trainwright.parallel.constants import CACHED_ELEMENTS, SHARD_BYTES, USABLE
+from trainwright.parallel.constants import CACHED_ELEMENTS, SHARD_BYTES, SUMMED_ELEMENTS, USABLE
 from trainwright.planning.memory.inventory import Inventory, inventory, optimizer_state, reference_numel
 from trainwright.planning.memory.matrices import orthogonalizing, preconditioning
 from trainwright.planning.memory.micro_batch import computed
@@ -95,6 +95,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         "checkpoint": between,
         "export": between + (gathered if workload.model.adapter else _saving(model, workload)),
     }
+    reading = 0 if on_gpu or workload.model.adapter else _reading(parameters, workload.saved_width)
+    if reading <= cluster.usable_bytes - choice.num_processes * between:  # otherwise it is not read back
+        phases["export"] = max(phases["export"], between + reading)
     if on_gpu:
         weights = FP32 * parameters.numel
         read = -(-weights // choice.shards) if choice.spec.shards_parameters else weights
@@ -199,6 +202,11 @@ def _saving(model: StrategyMemory, workload: Workload) -> int:
         return FP32 * copies * parameters.largest
     converts = width != FP32 or (parameters.width < FP32 and not model.optimizer.masters)
     return _saved(parameters, copies, width if copies or converts else 0)
+
+
+def _reading(parameters: Inventory, width: int) -> int:
+    """Return the bytes of the saved model that rank 0 reads back, and of what its checksums convert."""
+    return width * parameters.numel + 8 * min(parameters.largest, SUMMED_ELEMENTS)
 
 
 @lru_cache(maxsize=64)
