@@ -270,7 +270,11 @@ def taken_by_export(precision: str, **more: object) -> int:
 def test_the_saved_model_is_read_back_where_memory_for_it_is_free() -> None:
     """Otherwise one that is saved as it is takes no more, and another one a copy."""
     numel, largest = 2 * 128 * 64 + 2 * (2 * 64**2 + 2 * 64 * 32 + 3 * 64 * 160) + 5 * 64, 64 * 160
-    ways: list[tuple[str, dict[str, Any]]] = [("no", {}), ("no", {"saved_width": 2}), ("bf16", {"master_weights": False})]
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("no", {}),
+        ("no", {"saved_width": 2}),
+        ("bf16", {"master_weights": False}),
+    ]
     read = [taken_by_export(precision, **how) for precision, how in ways]
     assert read == [width * numel + 8 * largest for width in (4, 2, 4)]
     assert [taken_by_export(precision, free=2**20, **how) for precision, how in ways] == [0, 2 * numel, 4 * numel]
