@@ -1,4 +1,4 @@
-"""The errors that plans have had, by kind: from published runs, and of CPUs from runs that were measured here.
+"""The errors that plans have had, by kind: from published runs and from runs of our own.
 
 What ``trainwright/planning/class_errors.json`` says; ``bench/plan_published.py --write`` writes it.
 """
@@ -17,21 +17,33 @@ from trainwright.planning.errors import Interval, interval_of
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _ABOUT = (
     "Measured over predicted, by kind of run: 9 of 10 runs lie between low and high, which have 1 between them. Made "
-    "by `python bench/plan_published.py --write` from tests/planning/published, and for CPUs from bench/results."
+    "by `python bench/plan_published.py --write` from tests/planning/published, and from our own runs in bench/results."
 )
+
+
+_KINDS = {"full": "dense", "lora": "LoRA", "dora": "LoRA", "qlora": "QLoRA"}
 
 
 def class_errors(found: Sequence[Compared]) -> dict[str, Any]:
     """Of all figures, those that were mended on and those that only check."""
     planned = [one for one in found if one.missing is None and one.other is None]
+    own = [
+        (_KINDS[case["kind"]], case["measured"] / case["predicted"])
+        for file in sorted(_RESULTS.glob("plan_accuracy_gpu_*.json"))
+        for case in _cases(file)
+    ]
     kinds = sorted({kind for one in planned for kind in one.kinds})
-    classes = {kind: _of([one for one in planned if kind in one.kinds]) for kind in kinds}
-    return {"about": _ABOUT, "classes": {"all": _of(planned), **classes, "CPU": _of_cpu()}}
+    classes = {
+        kind: _of([one for one in planned if kind in one.kinds], [ratio for name, ratio in own if name == kind])
+        for kind in kinds
+    }
+    return {"about": _ABOUT, "classes": {"all": _of(planned, [ratio for _, ratio in own]), **classes, "CPU": _of_cpu()}}
 
 
-def _of(found: Sequence[Compared]) -> dict[str, Any]:
+def _of(found: Sequence[Compared], own: Sequence[float]) -> dict[str, Any]:
+    """``own``: memory of GPUs that runs of our own took over what was predicted (bench/plan_accuracy.py)."""
     return {
-        "memory": _told(interval_of(1 / one.memory for one in found if one.memory is not None)),
+        "memory": _told(interval_of([*(1 / one.memory for one in found if one.memory is not None), *own])),
         "speed": _told(interval_of(1 / one.speed for one in found if one.speed is not None)),
     }
 
