@@ -35,10 +35,10 @@ TRAINWRIGHT := $(BIN)/trainwright
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 
-# How many files of tests run side by side (0: one after the other, in one process, for a debugger). Tests start several
+# How many files of tests run side by side (1: one after the other, in one process, for a debugger). Tests start several
 # processes each. tests/conftest.py puts the files that take longest first.
 TEST_PROCESSES ?= $(shell getconf _NPROCESSORS_ONLN | awk '{n = int($$1 / 2); print (n < 3 ? 3 : n > 8 ? 8 : n)}')
-TEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+TEST := $(BIN)/python -m pytest -q --processes $(TEST_PROCESSES)
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -13,7 +13,9 @@ import pytest
 
 from tests.support import commands
 from tests.support.commands import MACHINE
+from tests.support.forked import fork_server
 from tests.support.janitor import Janitor
+from tests.support.processes import Processes
 from tests.support.runs import Runs
 from tests.support.traces import share, shared_directory
 from trainwright.utils import heartbeat
@@ -46,6 +48,8 @@ _janitor = pytest.StashKey[Janitor]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     told = "the machine that tests take theirs for: a file as `trainwright machine --json` writes it"
     parser.addoption("--machine", metavar="FILE", default=str(MACHINE), help=told)
+    forked = "run the files of tests side by side in so many processes, forked when all tests are collected"
+    parser.addoption("--processes", type=int, metavar="N", default=1, help=forked)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,6 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
         machine = {"TRAINWRIGHT_MACHINE": str(Path(config.getoption("machine")).absolute())}
         os.environ.update({**_SET, **caches, **machine})
     config.stash[_janitor] = Janitor(directory)
+    if (processes := config.getoption("processes")) > 1:
+        config.pluginmanager.register(Processes(processes))
+        fork_server()  # it imports while tests are collected, and is one for all
     gc.disable()  # until all is imported: there is no garbage among it, and much to look through
 
 
@@ -81,7 +88,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start most runs come first: pytest-xdist deals files, and a long one at the end would be alone."""
+    """Files that start most runs come first: a process that takes a long one at the end would work alone."""
     runs = Counter(item.path for item in items if "runs" in getattr(item, "fixturenames", ()))
     items.sort(key=lambda item: -runs[item.path])
 
@@ -132,7 +139,9 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Use]:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Starts training runs; tests that ask for the same finished run share it."""
-    made = Runs(tmp_path_factory.mktemp("runs"))
+    shared = Path(os.environ["TRAINWRIGHT_CACHE"]).with_name("trained")
+    shared.mkdir(exist_ok=True)
+    made = Runs(tmp_path_factory.mktemp("runs"), shared)
     share(made.directory / "cache")
     yield made
     made.close()

@@ -28,7 +28,8 @@ def test_it(runs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "processes", [pytest.param((), id="alone"), pytest.param(("-n", "1"), id="of xdist", marks=pytest.mark.slow)]
+    "processes",
+    [pytest.param((), id="alone"), pytest.param(("--processes", "2"), id="of several", marks=pytest.mark.slow)],
 )
 def test_a_pytest_that_is_killed_in_mid_launch_leaves_nothing_behind(
     tmp_path: Path, processes: tuple[str, ...]

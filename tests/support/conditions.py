@@ -23,7 +23,7 @@ from tests.support.commands import ROOT
 
 _NOBODY, _NAMELESS = 65534, 54321  # the latter is in no list of users
 _NOT_COPIED = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", "shared")
-_WHOLE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow")
+_WHOLE = ("--processes", "2", "-m", "not slow")
 # Nothing that needs a moment of the processor is to fail for want of it.
 _FIXED = ("-q", "-p", "no:cacheprovider", "--timeout", "1800")
 

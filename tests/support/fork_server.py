@@ -7,6 +7,7 @@ of its own, and its exit code is written to the file `status` when it ends.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -22,7 +23,6 @@ from typing import Any
 def main() -> None:
     _import_everything()
     started: dict[int, Path] = {}
-    print("ready", flush=True)
     pending = b""
     while True:
         readable, _, _ = select.select([0], [], [], 0.01)
@@ -46,9 +46,24 @@ def main() -> None:
 _OWN = (
     *("trainwright.cli.main", "trainwright.run.supervisor", "trainwright.run.run_worker", "trainwright.tasks.sft.task"),
     *("trainwright.worker", "trainwright.run.observers.tensorboard", "trainwright.run.observers.console"),
-    *("trainwright.planning.output", "trainwright.data.check"),
+    *(
+        "trainwright.planning.output",
+        "trainwright.planning.planner",
+        "trainwright.data.check",
+        "trainwright.api.training",
+    ),
+    *("trainwright.planning.memory.replicated", "trainwright.planning.memory.fsdp", "trainwright.planning.memory.zero"),
+    *("trainwright.planning.trace.catalog", "trainwright.planning.plan_watch", "trainwright.faults.hangs.watcher"),
+    *("trainwright.parallel.replicated.replicated", "trainwright.parallel.replicated.spec"),
+    *("trainwright.parallel.fsdp.spec", "trainwright.engine.optimizers.plain", "trainwright.observe.report"),
+    *("trainwright.compatibility.accelerate.translation", "trainwright.clusters.slurm.job_step"),
+    *("trainwright.observe.ledger", "trainwright.observe.specs", "trainwright.run.program", "trainwright.run.hub"),
+    *(f"trainwright.tasks.{task}.spec" for task in ("algorithm_distillation", "dpo", "pretrain", "unlearn")),
+    *("trainwright.tasks.unlearn.benchmarks", "trainwright.tasks.unlearn.section", "tests.support.training"),
 )
 _MODULES = (
+    *("multiprocessing.heap", "multiprocessing.popen_fork", "multiprocessing.sharedctypes", "pydantic.dataclasses"),
+    *("torch._subclasses.schema_check_mode", "typer._click.decorators"),
     *(f"transformers.models.{name}" for name in ("llama.modeling_llama", "gpt2.modeling_gpt2")),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "multiprocessing.queues", "peft"),
 )
@@ -66,6 +81,8 @@ def _import_everything() -> None:
             importlib.import_module(name)
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "importing has started a thread"
+    gc.collect()
+    gc.freeze()  # a collection in a child would go through all of it, and copy its pages
 
 
 def _child(request: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ forks its workers from a parent in just this state.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,7 @@ class Started:
 
 
 class ForkServer:
-    """The process that forks; see fork_server.py."""
+    """The process that forks; see fork_server.py. Processes that are forked from this one may use it too."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -86,7 +88,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._read() == "ready"
+        self._lock = tempfile.TemporaryFile()  # noqa: SIM115
 
     def start(self, request: dict[str, Any], files: Path, cwd: Path | None = None) -> Started:
         """Fork a process for ``request``, in ``cwd`` or a new directory, ``files``, where its output goes.
@@ -97,10 +99,15 @@ class ForkServer:
         paths = {name: str(files / name) for name in ("stdout", "stderr", "status")}
         variables = environment(**request["environment"])
         whole = {**request, **paths, "cwd": str(cwd or files), "environment": variables}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(whole, default=str) + "\n")
-        self._process.stdin.flush()
-        return Started(int(self._read()), files)
+        line = json.dumps(whole, default=str) + "\n"
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)  # of those that were forked from the process that has started it
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            return Started(int(self._read()), files)
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """End it; what it has forked goes on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import shutil
 import socket
 from collections.abc import Sequence
@@ -22,9 +24,13 @@ ON_ROWS = f"data.train={ROWS}"
 
 @dataclass
 class Runs:
-    """Starts commands; close it at the end. `directory` holds everything they write."""
+    """Starts commands; close it at the end. `directory` holds everything they write.
+
+    `shared` is of all processes of the tests: it says where finished runs are.
+    """
 
     directory: Path
+    shared: Path
     _count: int = 0
     _memory: dict[tuple[str, ...], Path] = field(default_factory=dict)
     _started: list[Started] = field(default_factory=list)
@@ -51,12 +57,21 @@ class Runs:
         """The directory of a finished run. The same recipe and overrides give the same run: only read it."""
         key = (str(recipe), *overrides)
         if key not in self._memory:
-            started = self.train(*overrides, recipe=recipe)
-            ended = started.wait()
-            assert ended.code == 0, ended.stdout + ended.stderr
-            assert started.run is not None
-            self._memory[key] = started.run
+            file = self.shared / hashlib.sha256(repr(key).encode()).hexdigest()
+            with file.open("a+") as found:
+                fcntl.flock(found, fcntl.LOCK_EX)  # another process may be training it
+                found.seek(0)
+                if not (run := found.read()):
+                    found.write(run := str(self._finished(*overrides, recipe=recipe)))
+            self._memory[key] = Path(run)
         return self._memory[key]
+
+    def _finished(self, *overrides: str, recipe: Path) -> Path:
+        started = self.train(*overrides, recipe=recipe)
+        ended = started.wait()
+        assert ended.code == 0, ended.stdout + ended.stderr
+        assert started.run is not None
+        return started.run
 
     def resume(self, run: Path, *overrides: str) -> Started:
         """Start `trainwright train --resume RUN`."""

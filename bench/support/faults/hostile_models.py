@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS
+from support.faults.setting import in_bounds
 from trainwright.faults.drills.invariants import require
 from trainwright.faults.drills.kinds import fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
@@ -158,9 +158,9 @@ def hostile_model(scene: Scene) -> None:
         scene.recipe.write_text(recipe[:begin] + "model: {name: model}\n" + recipe[end:])
         where = (f"logging.run_directory={scene.run}", "train.max_steps=2") if words[0] == "train" else ()
         command = scene.trainwright(*words, "recipe.yaml", *where)
-    ended = command.wait(REFUSAL_SECONDS)
+    ended = scene.wait(command)
     require(not list(scene.directory.rglob("pwned")), f"code of the model's was run: {ended}")
     harmless = scene.variant in _HARMLESS or ("tokenizer" in scene.variant and words[0] == "data")
     codes = (FINISHED, REQUEST, MACHINE, FAILED) if harmless else (REQUEST, MACHINE)
     scene.expect(ended, codes)
-    require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
+    in_bounds(ended)

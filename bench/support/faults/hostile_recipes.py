@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from support.faults.setting import REFUSAL_SECONDS, refused
+from support.faults.setting import refused
 from trainwright.faults.drills.kinds import fault
 from trainwright.faults.drills.trial_environment import MACHINE, REQUEST, Scene
 
@@ -129,7 +129,7 @@ def no_recipe(scene: Scene) -> None:
     scene.recipe = Path(place.get(scene.variant, "\x1b]52;c;cHduZWQ=\x07.yaml"))
     words = scene.draw.choice(_LOOKS)
     command = scene.trainwright(*words, str(scene.recipe))
-    refused(scene, command.wait(REFUSAL_SECONDS), ())
+    refused(scene, scene.wait(command), ())
 
 
 def _look(scene: Scene, *overrides: str, looks: Sequence[tuple[str, ...]] = _LOOKS) -> None:
@@ -137,7 +137,7 @@ def _look(scene: Scene, *overrides: str, looks: Sequence[tuple[str, ...]] = _LOO
     where = (f"logging.run_directory={scene.run}",) if words[0] == "train" else ()
     command = scene.trainwright(*words, scene.recipe.name, *where, *overrides)
     # What no machine has room for may be the machine's fault rather than the request's.
-    refused(scene, command.wait(REFUSAL_SECONDS), (), codes=(REQUEST, MACHINE))
+    refused(scene, scene.wait(command), (), codes=(REQUEST, MACHINE))
 
 
 def _included(scene: Scene, name: str) -> str:

@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable
 
 from support.faults.hostile_recipes import ESCAPES
-from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS
-from trainwright.faults.drills.invariants import require
+from support.faults.setting import in_bounds
 from trainwright.faults.drills.kinds import fault
 from trainwright.faults.drills.trial_environment import FINISHED, REQUEST, Scene
 
@@ -77,9 +76,9 @@ def _look(scene: Scene, may_be_read: bool, says: str, *overrides: str) -> None:
     words = scene.draw.choice(_LOOKS)
     where = (f"logging.run_directory={scene.run}", "train.max_steps=2") if words[0] == "train" else ()
     command = scene.trainwright(*words, scene.recipe.name, *where, *overrides)
-    ended = command.wait(REFUSAL_SECONDS)
+    ended = scene.wait(command)
     scene.expect(ended, (FINISHED, REQUEST) if may_be_read else (REQUEST,), says)
-    require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
+    in_bounds(ended)
 
 
 def _make(scene: Scene) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS, refused
+from support.faults.setting import in_bounds, refused
 from trainwright.faults.drills.invariants import require
 from trainwright.faults.drills.kinds import fault
 from trainwright.faults.drills.trial_environment import FINISHED, REQUEST, Scene
@@ -121,8 +121,9 @@ def near_files(scene: Scene) -> None:
 def near_keys(scene: Scene) -> None:
     """Refused with the name that is meant."""
     words = scene.draw.choice((("recipe", "check"), ("plan",), ("train", "--dry-run")))
-    ended = scene.trainwright(*words, scene.recipe.name, scene.variant).wait(REFUSAL_SECONDS)
-    refused(scene, ended, re.escape(_KEYS[scene.variant]))
+    refused(
+        scene, scene.wait(scene.trainwright(*words, scene.recipe.name, scene.variant)), re.escape(_KEYS[scene.variant])
+    )
 
 
 def _understood(scene: Scene, name: str, *overrides: str) -> None:
@@ -130,10 +131,9 @@ def _understood(scene: Scene, name: str, *overrides: str) -> None:
     words = scene.draw.choice((("data", "check"), ("data", "check"), ("train",)))
     where = (f"logging.run_directory={scene.run}", "train.max_steps=2") if words[0] == "train" else ()
     more = (f"data.train={name}", "data.validation=4", *where, *overrides)
-    command = scene.trainwright(*words, scene.recipe.name, *more)
-    ended = scene.wait(command) if words[0] == "train" else command.wait(REFUSAL_SECONDS)  # it may train to its end
+    ended = scene.wait(scene.trainwright(*words, scene.recipe.name, *more))
     scene.expect(ended, (FINISHED, REQUEST), re.escape(name.rpartition("/")[2]))
-    require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
+    in_bounds(ended)
     if ended.code == FINISHED:
         text = " ".join(ended.text.split())
         found = re.search(r"(\d+) (?:rows|pairs)", text)

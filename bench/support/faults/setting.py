@@ -14,8 +14,10 @@ from trainwright.faults.drills.trial_settings import TrialSettings
 from trainwright.faults.drills.watched_commands import CommandResult
 
 ROOT = Path(__file__).resolve().parents[3]
-# A command that only refuses does so soon, and in bounded memory.
+# A command that only refuses takes this much of a processor and of memory at most.
 REFUSAL_SECONDS, REFUSAL_BYTES = 60.0, 1536 * 2**20
+# What does not end in this time never does, however much else the machine does.
+_PATIENCE = 600.0
 _SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3), ("zero2", 2), ("zero3", 2))
 
 
@@ -41,6 +43,7 @@ def setting(work: Path) -> TrialSettings:
         },
         # Memory that ran out may have halved the micro-batch, which changes what dropout draws.
         halvable=("model.dropout=0.0", "train.micro_batch_size=4"),
+        patience=_PATIENCE,
     )
 
 
@@ -54,8 +57,14 @@ def write_rows(path: Path, count: int = 72) -> None:
             file.write(json.dumps({"question": f"What is {a} and {b}?", "answer": answer}) + "\n")
 
 
+def in_bounds(ended: CommandResult) -> None:
+    """It took no more of a processor and of memory than a refusal may."""
+    require(ended.processor < REFUSAL_SECONDS, f"took {ended.processor:.0f} s of a processor: {ended}")
+    require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
+
+
 def refused(scene: Scene, ended: CommandResult, says: str | Sequence[str], codes: Collection[int] = (REQUEST,)) -> None:
     """It was refused in words, in bounded time and memory, and nothing was left behind."""
     scene.expect(ended, codes, says)
-    require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
+    in_bounds(ended)
     require(not scene.run.exists(), "a refused run is there")

@@ -37,6 +37,7 @@ class CommandResult:
     Attributes:
         code: negative for signals.
         peak: the resident memory of its largest process, in bytes.
+        processor: the seconds of processors that it took, with the processes that it started and waited for.
         at: when, in seconds since the epoch.
     """
 
@@ -44,6 +45,7 @@ class CommandResult:
     text: str
     seconds: float
     peak: int
+    processor: float
     at: float
 
     def __str__(self) -> str:
@@ -104,7 +106,12 @@ class Command:
                 self._process.returncode = code
                 text = self.output.read_text(errors="replace")
                 self._ended = CommandResult(
-                    code, text, time.monotonic() - self._started_at, peak_resident(usage.ru_maxrss), time.time()
+                    code,
+                    text,
+                    seconds=time.monotonic() - self._started_at,
+                    peak=peak_resident(usage.ru_maxrss),
+                    processor=usage.ru_utime + usage.ru_stime,
+                    at=time.time(),
                 )
         return self._ended is not None
 
