@@ -94,6 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if fork_server.cache_info().currsize:
+        fork_server().close()
     if (janitor := config.stash.get(_janitor, None)) is not None:
         janitor.close()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, function
 from tests.support.hub import Hub
 from tests.support.runs import ON_ROWS, TINY
 
@@ -26,12 +25,9 @@ def hub() -> Iterator[Hub]:
 def command(
     hub: Hub, *arguments: str, token: str | None = TOKEN, cwd: Path = ROOT, module: str = "trainwright"
 ) -> subprocess.CompletedProcess[str]:
-    """A command in a new process: the library reads where the Hub is as it is imported."""
-    more = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN_PATH": str(cwd / "none")}
-    variables = environment(**more, **({} if token is None else {"HF_TOKEN": token}))
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments], env=variables, cwd=cwd, capture_output=True, text=True
-    )
+    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN_PATH": str(cwd / "none")}
+    variables |= {} if token is None else {"HF_TOKEN": token}
+    return function("tests.support.hub:command", module, *arguments, cwd=cwd, **variables)
 
 
 def train(

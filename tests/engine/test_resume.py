@@ -49,10 +49,10 @@ def resumed_from(run: Path) -> int | None:
     [(2, 2, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0, 2), (2, 1, 3), (3, 3, 1)))],
 )
 def test_killed_at_a_random_moment(runs: Runs, count: int, seed: int, elsewhere: int | None) -> None:
-    uninterrupted = runs.trained(processes(count))
+    uninterrupted = runs.trained(processes(count), ON_ROWS)
     chance = random.Random(seed)
     step = chance.randint(4, 22)
-    run = killed(runs, processes(count), "checkpoint.every=3", step=step, later=chance.random() * 0.05)
+    run = killed(runs, processes(count), ON_ROWS, "checkpoint.every=3", step=step, later=chance.random() * 0.05)
     copy = runs.copied(run) if elsewhere else None
 
     runs.resumed(run)
@@ -71,8 +71,8 @@ def test_killed_at_a_random_moment(runs: Runs, count: int, seed: int, elsewhere:
 
 @pytest.mark.slow
 def test_killed_before_the_first_checkpoint_begins_again(runs: Runs) -> None:
-    uninterrupted = runs.trained(processes(2))
-    run = killed(runs, processes(2), step=3)
+    uninterrupted = runs.trained(processes(2), ON_ROWS)
+    run = killed(runs, processes(2), ON_ROWS, step=3)
     runs.resumed(run)
     assert resumed_from(run) is None
     assert column(run, "loss") == column(uninterrupted, "loss")
@@ -81,8 +81,8 @@ def test_killed_before_the_first_checkpoint_begins_again(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_a_line_cut_by_the_kill_is_taken_out(runs: Runs) -> None:
-    uninterrupted = runs.trained(processes(1))
-    run = killed(runs, processes(1), "checkpoint.every=2", step=5)
+    uninterrupted = runs.trained(processes(1), ON_ROWS)
+    run = killed(runs, processes(1), ON_ROWS, "checkpoint.every=2", step=5)
     with (run / "events.jsonl").open("a") as file:
         file.write('{"event": "step", "time": 17952')
     runs.resumed(run)
@@ -92,8 +92,8 @@ def test_a_line_cut_by_the_kill_is_taken_out(runs: Runs) -> None:
 
 
 def test_a_signal_ends_with_a_checkpoint_and_75(runs: Runs) -> None:
-    uninterrupted = runs.trained(processes(2))
-    started = runs.train(processes(2))
+    uninterrupted = runs.trained(processes(2), ON_ROWS)
+    started = runs.train(processes(2), ON_ROWS)
     started.wait_for_step(5)
     started.kill(signal.SIGTERM)
     ended = started.wait()
@@ -118,7 +118,7 @@ def test_a_signal_ends_with_a_checkpoint_and_75(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(runs: Runs) -> None:
-    finished = runs.trained(processes(1))
+    finished = runs.trained(processes(1), ON_ROWS)
     run = runs.copied(finished)
     runs.resumed(run)
     assert resumed_from(run) == 30
@@ -128,7 +128,7 @@ def test_a_finished_run_has_nothing_left_to_do(runs: Runs) -> None:
 
 
 def test_more_steps_can_be_asked_for_but_not_other_data(runs: Runs) -> None:
-    run = runs.copied(runs.trained(processes(1)))
+    run = runs.copied(runs.trained(processes(1), ON_ROWS))
     refused = runs.resume(run, "data.max_length=64").wait()
     assert refused.code == 2
     assert "data" in refused.stderr and "resumed" in refused.stderr

@@ -39,7 +39,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("count", slow_but(2, among=(2, 3)))
 def test_losses_do_not_depend_on_the_number_of_processes(runs: Runs, count: int) -> None:
-    one, several = runs.trained(processes(1)), runs.trained(processes(count))
+    one, several = runs.trained(processes(1), ON_ROWS), runs.trained(processes(count), ON_ROWS)
     assert len(column(one, "loss")) == 30
     assert events(several, "start")[0]["world_size"] == count
     assert column(several, "tokens") == column(one, "tokens")
@@ -49,8 +49,8 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: Runs, count: int)
 
 
 def test_the_same_run_twice_is_bit_identical(runs: Runs) -> None:
-    one = runs.trained(processes(2))
-    again = runs.trained(processes(2), "train.seed=0")
+    one = runs.trained(processes(2), ON_ROWS)
+    again = runs.trained(processes(2), ON_ROWS, "train.seed=0")
     assert one != again
     assert column(again, "loss") == column(one, "loss")
     assert column(again, "grad_norm") == column(one, "grad_norm")

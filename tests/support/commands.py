@@ -48,6 +48,11 @@ def python(*arguments: str, cwd: Path, **variables: str) -> subprocess.Completed
     return _forked({"python": arguments, "arguments": arguments, "environment": variables}, cwd)
 
 
+def function(name: str, *arguments: Any, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Call `module:function` in `cwd`, in a forked process."""
+    return _forked({"function": name, "arguments": arguments, "environment": variables}, cwd)
+
+
 def _forked(request: dict[str, Any], cwd: Path) -> subprocess.CompletedProcess[str]:
     from tests.support.forked import fork_server
 

@@ -81,6 +81,8 @@ def _import_everything() -> None:
             importlib.import_module(name)
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "importing has started a thread"
+    # Every process that saves a model would make the expressions for the names of all architectures' weights.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     gc.collect()
     gc.freeze()  # a collection in a child would go through all of it, and copy its pages
 

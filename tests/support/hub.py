@@ -1,12 +1,25 @@
-"""A stand-in for the Hugging Face Hub: it takes commits of small files, and can refuse them."""
+"""A stand-in for the Hugging Face Hub: it takes commits of small files, and can refuse them.
+
+What uploads to it reads its address when the library is imported.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import runpy
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+
+def command(module: str, *arguments: str) -> None:
+    """`python -m MODULE ARGUMENTS`, in a process that was forked for it, which imports the library again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class Hub:
