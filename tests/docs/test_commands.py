@@ -64,7 +64,7 @@ def test_every_command_is_one_that_there_is(command: Command) -> None:
 def test_the_readme_names_every_command() -> None:
     table = (ROOT / "README.md").read_text().partition("| Command |")[2].partition("\n\n")[0]
     named = re.findall(r"`([\w-]+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    commands: Any = typer.main.get_command(app)
+    commands = _program()
     assert sorted(named) == sorted(commands.commands)
 
 
@@ -133,11 +133,16 @@ def test_python_of_the_pages_runs(page: str, shown: str, checkout: Path) -> None
     assert re.fullmatch(shown, result.stdout, re.S), result.stdout
 
 
+@functools.cache
+def _program() -> Any:
+    return typer.main.get_command(app)
+
+
 @functools.cache  # many commands are on several pages
 def _check_trainwright(arguments: tuple[str, ...]) -> None:
     """Parse the words by the command line's own parser, read the recipe they name, and apply their overrides."""
     words = list(arguments)
-    command: Any = typer.main.get_command(app)
+    command = _program()
     context = typer.Context(command, info_name="trainwright")
     path = []
     while getattr(command, "commands", None) and words and words[0] in command.commands:
