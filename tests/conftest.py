@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -75,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         share(directory / "cache", traces)
         machine = {"TRAINWRIGHT_MACHINE": str(Path(config.getoption("machine")).absolute())}
         os.environ.update({**_SET, **caches, **machine})
+        sys.dont_write_bytecode = False  # as in what is started from here
     config.stash[_janitor] = Janitor(directory)
     if (processes := config.getoption("processes")) > 1:
         config.pluginmanager.register(Processes(processes))

@@ -33,6 +33,7 @@ from trainwright.recipe.extensions import inherited_environment
 from trainwright.run.group.environment import refuse_worker
 from trainwright.run.program import passing_on, started
 from trainwright.run.run_directory import override_of
+from trainwright.utils.activity import Activity
 from trainwright.utils.paths import user_path, write_file
 from trainwright.utils.text import metric as shown
 from trainwright.utils.text import metric_name, say
@@ -533,10 +534,11 @@ def ablate(
                 say(f"{variant.name} is trained once, as {run.name}", file=sys.stderr)
     all_overrides = [*overrides, *([] if rungs is None else rungs.overrides)]
     VariantRuns(recipe, all_overrides, directory, distinct, metric, jobs, progress).train(rungs)
-    rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
-    ablation = Ablation(directory, rows, metric, highest)
-    write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
-    _write_page(ablation)
+    with Activity(sys.stderr if progress else None, "comparing the runs"):
+        rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
+        ablation = Ablation(directory, rows, metric, highest)
+        write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
+        _write_page(ablation)
     return ablation
 
 
