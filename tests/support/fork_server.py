@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
@@ -73,12 +74,14 @@ def _import_everything() -> None:
     """Without starting a thread or running an operation: what is forked must be as good as new."""
     from trainwright.run.process import preload_libraries
 
+    logging.disable(logging.WARNING)  # of libraries that are not there
     preload_libraries()
     for name in _OWN:
         importlib.import_module(name)
     for name in _MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
             importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "importing has started a thread"
     # Every process that saves a model would make the expressions for the names of all architectures' weights.

@@ -10,8 +10,10 @@ import itertools
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 
 _NUMBER_BYTES = 4
+_LOOK_SECONDS = 1.0
 _REPORT, _WARNING, _FINISH = "report", "warning", "finish"  # what a process tells
 
 
@@ -47,9 +50,13 @@ class Processes:
             for _ in range(min(self._count, len(files))):
                 self._fork(session, files, numbers)
             while self._pids:
-                for connection in wait(list(self._pids)):
-                    assert isinstance(connection, Connection)
+                wait(list(self._pids), _LOOK_SECONDS)
+                for connection, pid in list(self._pids.items()):
+                    # Not the end of what it tells: another process that it has forked may live on with the pipe.
+                    has_ended = bool(os.waitpid(pid, os.WNOHANG)[0])
                     self._receive(session.config, connection)
+                    if has_ended:
+                        del self._pids[connection]
                     if session.shouldfail:
                         raise session.Failed(session.shouldfail)
             for nodeid, location in self._left.items():
@@ -73,17 +80,19 @@ class Processes:
                 ours.close()
                 _run(session.config, files, numbers, its)
                 code = 0
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         its.close()
         self._pids[ours] = pid
 
     def _receive(self, config: pytest.Config, connection: Connection) -> None:
-        try:
-            kind, values = connection.recv()
-        except EOFError:
-            os.waitpid(self._pids.pop(connection), 0)
-            return
+        with suppress(EOFError):
+            while connection.poll():
+                self._tell(config, *connection.recv())
+
+    def _tell(self, config: pytest.Config, kind: str, values: Any) -> None:
         if kind == _REPORT:
             report = config.hook.pytest_report_from_serializable(config=config, data=values)
             config.hook.pytest_runtest_logreport(report=report)
@@ -91,7 +100,7 @@ class Processes:
             config.hook.pytest_warning_recorded.call_historic(kwargs=values)
         else:
             config.hook.pytest_runtest_logfinish(**values)
-            del self._left[values["nodeid"]]
+            self._left.pop(values["nodeid"], None)
 
 
 def _run(config: pytest.Config, files: Sequence[Sequence[pytest.Item]], numbers: int, to: Connection) -> None:
