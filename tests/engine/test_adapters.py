@@ -83,6 +83,10 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
 FEWER = ("lora", "nf4", "lora on embeddings and head", "lora on experts", "lora on quantized experts", "oft")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
+# The strategy with which fast tests train each of them in two processes.
+FAST = {"ddp": ("lora on embeddings and head", "lora on experts"), "fsdp": ("lora", "nf4", "oft")}
+SPREAD = [(strategy, name) for strategy, names in FAST.items() for name in names]
+OTHERS = [(strategy, name) for strategy in FAST for name in ADAPTERS if (strategy, name) not in SPREAD]
 
 
 def case(name: str, strategy: str, *more: str) -> Case:
@@ -126,15 +130,12 @@ def test_losses_fall(alone: dict[str, Trained], name: str) -> None:
 @pytest.fixture(scope="module")
 def in_two(runs: Runs) -> dict[tuple[str, str], Trained]:
     """Every adapter on two processes, whole and in shards."""
-    strategies = ("ddp", "fsdp")
-    groups = [
-        {(strategy, name): case(name, strategy) for strategy in strategies for name in names} for names in (FEWER, MORE)
-    ]
-    return Groups(runs, groups, 2)
+    return Groups(runs, [{(s, name): case(name, s) for s, name in pairs} for pairs in (SPREAD, OTHERS)], 2)
 
 
-@pytest.mark.parametrize("name", ANY)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "name"), [*SPREAD, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+)
 def test_two_processes_train_as_one_does(
     alone: dict[str, Trained], in_two: dict[tuple[str, str], Trained], strategy: str, name: str
 ) -> None:

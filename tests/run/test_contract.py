@@ -80,7 +80,7 @@ def test_a_rank_that_is_not_as_the_recipe_says_stops_all(runs: Runs, kind: str, 
     assert "to fix it: " in said
 
 
-@pytest.mark.parametrize(("asked", "started"), [(2, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("asked", "started"), [(2, 1), (2, 3), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_as_many_processes_as_were_asked_for(runs: Runs, asked: int, started: int) -> None:
     said = refusal(runs, directory(runs, asked, "ddp"), "none", started)
     assert f"processes: number: the recipe asks for {asked}, and it is {started} on rank" in said
