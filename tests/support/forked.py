@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.commands import PATIENCE, ROOT, environment, wait_for
 
 
@@ -56,11 +58,12 @@ class Started:
             wait_for(self._gone)
 
     def _gone(self) -> bool:
+        """Whether its group has ended; a container's first process may never reap what has."""
         try:
             os.killpg(self.pid, 0)
         except ProcessLookupError:
             return True
-        return False
+        return not any(_is_alive_in(process, self.pid) for process in psutil.process_iter())
 
     def wait_for_step(self, step: int) -> None:
         """Until the events of the run have this step."""
@@ -74,6 +77,13 @@ class Started:
 
         wait_for(lambda: reached() or self.ended, every=0.002)
         assert not self.ended, f"the run ended before step {step}:\n{self.wait()}"
+
+
+def _is_alive_in(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.Error):
+        return False
 
 
 class ForkServer:

@@ -146,8 +146,10 @@ class _Teller:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: Any, nodeid: str, location: Any
     ) -> None:
+        of = warning_message.category
+        kind = of if of.__module__ == "builtins" else UserWarning  # others may not be there in the first process
         plain = warnings.WarningMessage(
-            str(warning_message.message), UserWarning, warning_message.filename, warning_message.lineno
+            str(warning_message.message), kind, warning_message.filename, warning_message.lineno
         )
         values = {"warning_message": plain, "when": when, "nodeid": nodeid, "location": location}
         self._to.send((_WARNING, values))
