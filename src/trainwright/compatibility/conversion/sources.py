@@ -275,12 +275,13 @@ def trl_targets(conversion: Conversion, setting: Setting, rule: Rule, answers: s
         conversion.take(setting, "data.targets", "all", computed=by_default if setting.is_default else "")
 
 
+_PROGRAMS_OF_PAIRS = ("dpo", "kto", "orpo", "cpo", "simpo")  # of TRL, and of people's scripts
 _OF_TRL = ["messages", "conversations", "prompt_completion", "text", "instruction", "question_answer"]
 
 
 def trl_texts(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Read the column of texts before those of questions and answers, which TRL does not know."""
-    if not setting.value or conversion.value("launcher.program") in ("dpo", "kto", "orpo", "cpo", "simpo"):
+    if not setting.value or conversion.value("launcher.program") in _PROGRAMS_OF_PAIRS:
         conversion.drop(setting, "is for the texts of fine-tuning")
         return
     if setting.value != "text":
