@@ -66,7 +66,7 @@ def interval_of(ratios: Iterable[float]) -> Interval | None:
     logarithms = sorted(math.log(ratio) for ratio in ratios)
     if len(logarithms) < FEWEST:
         return None
-    outside = (1 - SHARE) / 2
+    outside = round((1 - SHARE) / 2, 9)
     if outside * (len(logarithms) + 1) >= 1:
         low, high = (_quantile(logarithms, part) for part in (outside, 1 - outside))
     else:

@@ -584,7 +584,7 @@ def _metrics(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(
             ("evaluate.metrics", "data.validation"), "no validation rows to answer; set data.validation"
         )
-    if evaluate.metrics and recipe.data.format in ("text", "segments", "tokens"):
+    if evaluate.metrics and recipe.data.format in ("text", "segments", "tokens", ["text"]):
         yield Contradiction(("evaluate.metrics", "data.format"), "texts contain no prompts to answer; remove it")
 
 

@@ -884,15 +884,27 @@ def test_rows_that_a_script_makes_can_be_passed_as_a_file(tmp_path: Path) -> Non
     tokens.write_text('{"input_ids": [1, 2], "labels": [-100, 2]}\n')
     texts.write_text('{"instruction": "a", "output": "b", "text": "a b"}\n')
     turns.write_text('{"messages": [{"role": "user", "content": "a"}], "text": "a"}\n')
-    given = of(tmp_path, SCRIPT, name="train.py", train=tokens, validation=texts)
+    given = of(tmp_path, SCRIPT, name="train.py", train=tokens, validation=tokens)
     made = recipe(given, tmp_path)["data"]
     assert (made["train"], made["format"], made["max_length"]) == (str(tokens), "tokens", 64)
     assert made["targets"] == "answers"  # the labels count
-    assert made["validation"] == str(texts) or made["validation"]["source"] == str(texts)
+    assert made["validation"] == str(tokens)
+    with pytest.raises(RequestError, match=r"--validation .*texts\.jsonl: has rows of another kind"):
+        of(tmp_path, SCRIPT, name="train.py", train=tokens, validation=texts)
     data = recipe(of(tmp_path, SCRIPT, name="train.py", train=texts), tmp_path)["data"]
     assert data["format"] == "text"  # which TRL trains on, and not on columns of instructions
     data = recipe(of(tmp_path, SCRIPT, name="train.py", train=turns), tmp_path)["data"]
     assert "format" not in data and "columns" not in data
+    unsloth = "from unsloth import FastModel\nFastModel.from_pretrained('owner/small', full_finetuning=True)\n" + SCRIPT
+    data = recipe(of(tmp_path, unsloth, name="train.py", train=turns), tmp_path)["data"]
+    assert data["format"] == "text"  # which counts before turns there
+    turns.write_text('{"prompt": "a", "completion": "b"}\n')
+    data = recipe(of(tmp_path, SCRIPT, name="train.py", train=turns), tmp_path)["data"]
+    assert data["targets"] == "answers"  # as TRL does by default with completions
+    turns.write_text("\n")
+    for file, why in ((turns, "has no rows"), (tmp_path, "is no file of rows")):
+        with pytest.raises(RequestError, match=f"--train {file}: {why}"):
+            of(tmp_path, SCRIPT, name="train.py", train=file)
 
 
 def test_rows_of_tokens_are_trained_on_as_the_trainer_of_transformers_does(tmp_path: Path) -> None:

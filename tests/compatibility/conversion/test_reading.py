@@ -68,10 +68,27 @@ llamafactory-cli train quoted.yaml
 
 
 def test_what_a_script_adds_to_a_file_or_runs_elsewhere_is_no_configuration(tmp_path: Path) -> None:
-    text = "cat >> a.yaml <<EOF\nseed: 7\nEOF\nssh host <<EOF\npython sft.py --learning_rate 1e-4 --bf16\nEOF\n"
+    text = "ssh host <<EOF\npython sft.py --learning_rate 1e-4 --bf16\nEOF\n"
     assert values(tmp_path, text) == {"learning_rate": 1e-4, "bf16": True, "launcher": {"program": "sft"}}
-    with pytest.raises(RequestError, match=r"run\.sh:4: a\.yaml, which the command reads, is not here"):
-        values(tmp_path, "cat >> a.yaml <<EOF\nseed: 7\nEOF\nllamafactory-cli train a.yaml\n")
+    written, command = "cat <<\\EOF >./a.yaml; echo done\nseed: 7\n EOF\nEOF\n", "llamafactory-cli train a.yaml\n"
+    (tmp_path / "a.yaml").write_text("seed: 8")
+    for change in (
+        "cat >> a.yaml <<EOF\nseed: 9\nEOF\n",
+        "echo seed: 9 >> a.yaml\n",
+        "sed -i s/7/9/ a.yaml\n",
+        "cat > a.yaml <<EOF\nseed: 9\nEOF\n",
+        "echo seed: 9 | tee -a a.yaml\n",
+    ):
+        with pytest.raises(RequestError, match=r"run\.sh:\d+: a\.yaml is written in parts, or changed"):
+            values(tmp_path, written.replace(" EOF\n", "") + change + command)
+    two = written.replace(" EOF\n", "") + command + "cat > a.yaml <<-EOF\n\tseed: 9\n\tEOF\n" + command
+    (tmp_path / "run.sh").write_text(two)
+    assert [tree.values["seed"] for tree in read(tmp_path / "run.sh")] == [7, 9]
+    accelerate = (
+        "cat > acc.yaml <<EOF\nnum_processes: 8\nEOF\naccelerate launch --config_file acc.yaml sft.py --seed 7 --bf16\n"
+    )
+    with pytest.raises(RequestError, match=r"run\.sh:4: acc\.yaml is written by the script"):
+        values(tmp_path, accelerate)
 
 
 def test_code_blocks_of_a_model_card_are_read(tmp_path: Path) -> None:
@@ -88,14 +105,19 @@ trl sft --model_name_or_path owner/small --seed 7
 ```python
 SFTConfig(learning_rate=1e-4)
 ```
-```yaml
-not closed: 1
+````yaml
+base_model: owner/open
 """
     (tmp_path / "README.md").write_text(text)
-    axolotl, command, script = read(tmp_path / "README.md")
+    axolotl, command, script, unclosed = read(tmp_path / "README.md")
+    assert unclosed.values["base_model"] == "owner/open"
     assert axolotl.values["base_model"] == "owner/small" and axolotl.origins["base_model",].line == 5
     assert command.values["seed"] == 7 and command.origins["seed",].line == 9
     assert script.values["learning_rate"] == 1e-4
+    for text, message in (("text", "has no code block"), ("```yaml\na: [\n```\n", r"README\.md:\d")):
+        (tmp_path / "README.md").write_text(text)
+        with pytest.raises(RequestError, match=message):
+            read(tmp_path / "README.md")
 
 
 def test_options_in_arrays_and_texts_of_several_lines(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from trainwright.compatibility.conversion.reading import LAUNCHER
 from trainwright.compatibility.conversion.scripts import Code, is_absent, near, shown
-from trainwright.data.sources.row_files import iterate_rows
+from trainwright.data.sources.row_files import READERS, iterate_rows, suffix_of
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load
 from trainwright.recipe.loading import checked
@@ -426,6 +426,7 @@ def convert(tree: Tree, tool: Table, options: Options) -> Conversion:
 
 _BEFORE_TEXTS = {"messages", "conversations", "prompt", "chosen"}  # columns that count before a text (TRL)
 _ALL_TOKENS = "DataCollatorForLanguageModeling"
+_TEXT_FIELD = "dataset_text_field"
 
 
 def _replace_rows(conversion: Conversion) -> None:
@@ -439,28 +440,56 @@ def _replace_rows(conversion: Conversion) -> None:
         for setting in list(conversion.settings.values()):
             if conversion.tool.is_of_rows(setting.pattern, use):
                 del conversion.settings[setting.key]
+                if setting.pattern.endswith(".drop_system_message") and setting.is_on:
+                    conversion.take(setting._replace(key="--train"), "@train.drop_system_message", True)
+                    continue
                 conversion.drop(setting, why, differs=file is None and not setting.is_default)
         if file is not None:
             _take_rows(conversion, use, file, field)
 
 
 def _take_rows(conversion: Conversion, use: str, file: Path, field: str) -> None:
-    """Take the rows of a file; ``field``: the column of texts that TRL trains on."""
+    """Take the rows of a file; ``field``: the column of texts that TRL trains on.
+
+    Raises:
+        RequestError: the file is not there, has no rows, or rows of another kind than those to train on.
+    """
     option = Setting(f"--{use}", f"--{use}", str(file), Origin(f"--{use}"))
     conversion.take(option, f"@{use}.source", str(file))
-    columns = next((row for _, row in iterate_rows(file)), {})
-    if "input_ids" in columns:
-        conversion.take(option, f"@{use}.format", "tokens")
-        if "labels" in columns and use == "train":
-            conversion.take(option, "data.targets", "answers", computed="the labels")
-            if any(key.startswith(_ALL_TOKENS) for key in conversion.settings):
-                conversion.need(option, f"has labels, which {_ALL_TOKENS} replaces by all tokens: leave them out of it")
-        if use == "train" and conversion.value("trainer_arguments") == "transformers":  # its Trainer does not cut rows
-            longest = max(len(row.get("input_ids") or ()) for _, row in iterate_rows(file))
-            conversion.settings["max_length"] = Setting("max_length", "max_length", longest, option.origin)
-    elif "dataset_text_field" in conversion.tool.rules and not _BEFORE_TEXTS & set(columns) and field in columns:
-        conversion.take(option, f"@{use}.format", "text")
-        conversion.take(option, f"@{use}.columns.text", field)
+    columns = set(_first_row(option, file))
+    by_unsloth = conversion.value("trainer_arguments") == "unsloth"  # where the column counts before all others
+    is_text = field in columns and (by_unsloth or not _BEFORE_TEXTS & columns)
+    kind = "tokens" if "input_ids" in columns else "text" if is_text and _TEXT_FIELD in conversion.tool.rules else None
+    if use == "validation":
+        if conversion.options.train is not None and conversion.source("train", option).get("format") != kind:
+            raise RequestError(f"--validation {file}: has rows of another kind than {conversion.options.train}")
+        return
+    if kind is not None:
+        conversion.take(option, "@train.format", kind)
+    if kind == "text":
+        conversion.take(option, "@train.columns.text", field)
+    if kind == "tokens" and {"labels", "assistant_masks"} & columns:
+        conversion.take(option, "data.targets", "answers", computed="what is marked in the rows")
+        if "labels" in columns and any(key.startswith(_ALL_TOKENS) for key in conversion.settings):
+            conversion.need(option, f"has labels, which {_ALL_TOKENS} replaces by all tokens: leave them out of it")
+    elif "completion" in columns and conversion.settings.get("completion_only_loss", option).is_default:
+        conversion.take(option, "data.targets", "answers", computed="the completions, as TRL does by default")
+    if kind == "tokens" and conversion.value("trainer_arguments") == "transformers":  # whose Trainer does not cut rows
+        longest = 0
+        for line, row in iterate_rows(file):
+            if not isinstance(ids := row.get("input_ids"), list):
+                raise RequestError(f"{file}:{line}: input_ids should be a list of token ids")
+            longest = max(longest, len(ids))
+        conversion.settings["max_length"] = Setting("max_length", "max_length", longest, option.origin)
+
+
+def _first_row(option: Setting, file: Path) -> dict[str, Any]:
+    if file.is_dir() or suffix_of(file) not in READERS:
+        raise RequestError(f"{option.key} {file}: is no file of rows; they have the endings {', '.join(READERS)}")
+    row = next((row for _, row in iterate_rows(file)), None)
+    if row is None:
+        raise RequestError(f"{option.key} {file}: has no rows")
+    return dict(row)
 
 
 def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ _ARRAY = re.compile(r"^\s*(?:declare\s+-a\s+|local\s+|export\s+)?(\w+)(\+?)=\((.
 _TEXT = re.compile(r"^\s*(?:local\s+|export\s+)?(\w+)=\"([^\"]*)$")  # that ends on another line
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;$`(]*)\s*(?:#.*)?$")
 _FILES = ("config", "config_file")
-_HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")  # a here-document, and the file that it is written to
-_WRITTEN = re.compile(r"(?:(?<!>)>|\btee\s)\s*([^\s<>|]*(?:\.ya?ml|\.json|\$\{?\w+\}?)[\"']?)(?=\s|$)")
+_HERE = re.compile(r"<<(-?)\s*(['\"\\]?)(\w+)")  # a here-document, and the file that it is written to
+_WRITTEN = re.compile(r"(>>?|\btee\s(?:-a\s)?)\s*([^\s<>|;&]*(?:\.ya?ml|\.json|\$\{?\w+\}?)[\"']?)(?=[\s;<>|&]|$)")
+_EDITED = re.compile(r"\b(?:sed|yq|perl|envsubst|mv|cp)\s")
 _COMPUTED = re.compile(r"\$(\w+)|\$\(([^\n]*)\)|`([^`\n]*)`")
 _FENCE = re.compile(r"^\s*(```+|~~~+)\s*(\w*)")
 # Of what a file may compute, so that no file takes long or much memory.
@@ -101,7 +103,7 @@ def _assignment(override: str) -> tuple[str, Any]:
 
 def _commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     """Return the options of each command of a shell script that starts a training."""
-    documents: dict[str, str] = {}
+    documents: dict[str, str | None] = {}
     options = (_options(words, path, line, overrides, documents) for line, words in _lines(text, documents))
     trees = [tree for tree in options if tree is not None]
     if not trees:
@@ -112,31 +114,43 @@ def _commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree
 def _blocks(text: str, path: Path, overrides: Sequence[str]) -> Iterator[Tree]:
     """Yield the configurations, commands and scripts in the code blocks of a Markdown file, such as a model's card."""
     block, fence, language = "", "", ""  # a block begins with the empty lines that keep the numbers of its own
+    blocks: list[tuple[str, str]] = []
     for number, line in enumerate(text.splitlines()):
         match = _FENCE.match(line)
         if not fence and match:
             fence, language, block = match[1], match[2].lower(), "\n" * (number + 1)
-        elif fence and line.strip() == fence:
-            try:
-                if language in ("yaml", "yml", "json"):
-                    yield parse_mapping(block, str(path))
-                elif language in ("python", "py"):
-                    yield tree_of(block, path, {})[0]
-                elif language in ("bash", "sh", "shell", "console", ""):
-                    yield from _commands(block, path, overrides)
-            except RequestError:
-                pass  # a block of something else
+        elif fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+            blocks.append((language, block))
             fence = ""
         elif fence:
             block += f"{line}\n"
+    blocks += [(language, block)] * bool(fence)  # one that is not closed ends with the file
+    problems: list[RequestError] = []
+    has_any = False
+    for language, block in blocks:
+        trees: list[Tree] = []
+        try:
+            if language in ("yaml", "yml", "json"):
+                trees = [parse_mapping(block, str(path))]
+            elif language in ("python", "py"):
+                trees = [tree_of(block, path, {})[0]]
+            elif language in ("bash", "sh", "shell", "console", ""):
+                trees = _commands(block, path, overrides)
+        except RequestError as error:  # a block of something else
+            problems += [error] if language in ("yaml", "yml", "json") else []
+        has_any |= bool(trees)
+        yield from trees
+    if not has_any:
+        why = f"{path}: has no code block with a configuration, a command or a script (yaml, json, bash, python)"
+        raise problems[0] if problems else RequestError(why)
 
 
-def _lines(text: str, documents: dict[str, str]) -> Iterator[tuple[int, list[str]]]:
+def _lines(text: str, documents: dict[str, str | None]) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the words of each command, with variables that the text itself sets.
 
     Args:
-        documents: gets the configurations that the text writes to files (``cat > FILE <<EOF``), before the commands
-            that follow.
+        documents: gets the configurations that the text writes to files (``cat > FILE <<EOF``) before the commands
+            that follow; None for one that is written in parts, or changed.
     """
     variables: dict[str, str] = {}
 
@@ -149,8 +163,10 @@ def _lines(text: str, documents: dict[str, str]) -> Iterator[tuple[int, list[str
     plain = [_COMMENT.sub("", line).rstrip() for line in lines]
     ends = {end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')}
     for at, line in enumerate(lines):
-        if (word := line.strip()).isidentifier():
-            ends.setdefault(word, []).append(at)
+        if (word := line.lstrip("\t")).isidentifier():
+            ends.setdefault(f"\t{word}", []).append(at)  # of <<-
+            ends.setdefault(line, []).append(at)
+    unread: set[str] = set()
     at = 0
     while at < len(lines):
         start, parts = at, [lines[at]]
@@ -179,13 +195,23 @@ def _lines(text: str, documents: dict[str, str]) -> Iterator[tuple[int, list[str
             keep(match[1], match[2].strip("\"'"))
             continue
         here, file = _HERE.search(line), _WRITTEN.search(line)
-        if here and file and (places := ends.get(here[2])) and places[-1] >= at:
+        name = normpath(file[2].strip("\"'")) if file else ""
+        places = ends.get(("\t" if here[1] else "") + here[3], []) if here else []
+        if here and file and places and places[-1] >= at:
             last = places[bisect_left(places, at)]
-            body = "\n" * at + "\n".join(lines[at:last])  # keeps the numbers of lines
-            body = body if here[1] else _COMPUTED.sub(_as_variable, _substituted(body, variables))
-            documents[file[1].strip("\"'")] = body
+            parts = [part.lstrip("\t") if here[1] else part for part in lines[at:last]]
+            body = "\n" * at + "\n".join(parts)  # keeps the numbers of lines
+            body = body if here[2] else _COMPUTED.sub(_as_variable, _substituted(body, variables))
+            is_whole = ">>" not in file[1] and "-a" not in file[1] and name not in unread
+            documents[name] = body if is_whole else None
+            unread.add(name)
             at = last + 1
             continue
+        if name in documents or (documents and _EDITED.search(line)):
+            for each in documents:
+                if each == name or Path(each).name in line:
+                    documents[each] = None
+        unread = {each for each in unread if Path(each).name not in line}
         if len(line) > _LONGEST_LINE or not any(name in line for name in (*_LAUNCHERS, ".py")):
             continue
         devices = [f"{_DEVICES}={variables[_DEVICES]}"] if _DEVICES in variables else []
@@ -219,7 +245,7 @@ def _is_program(word: str) -> bool:
 
 
 def _options(
-    words: list[str], path: Path, line: int, overrides: Sequence[str], documents: Mapping[str, str]
+    words: list[str], path: Path, line: int, overrides: Sequence[str], documents: Mapping[str, str | None]
 ) -> Tree | None:
     """Return the options of a command that starts a training; None if it does not.
 
@@ -254,10 +280,16 @@ def _options(
     files += [
         word
         for before, word in after
-        if (word.endswith((".yaml", ".yml")) and "=" not in word and not before.startswith("-")) or word in documents
+        if ((word.endswith((".yaml", ".yml")) and "=" not in word) or normpath(word) in documents)
+        and not before.startswith("-")
     ][:1]
-    if files and str(files[0]) in documents:
-        tree = parse_mapping(documents[files[0]], str(path))
+    others = [str(value) for value in (*launcher.values(), *arguments.values()) if normpath(str(value)) in documents]
+    if others:
+        raise RequestError(f"{path}:{line}: {others[0]} is written by the script; write it to a file beside it")
+    if files and (name := normpath(str(files[0]))) in documents:
+        if (document := documents[name]) is None:
+            raise RequestError(f"{path}:{line}: {files[0]} is written in parts, or changed; write all of it to a file")
+        tree = parse_mapping(document, str(path))
         tree.file = path
     elif files and (file := near(re.sub(r"^\$\{?\w+\}?/", "", str(files[0])), path)) is not None:
         tree = parse_mapping(read_text(file), str(file))

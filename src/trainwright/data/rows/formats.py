@@ -24,6 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.rows.layouts import MARKED, SINGLE, RowLayout, layout_of
@@ -213,7 +214,7 @@ def conversation(messages: list[Message], row: Row, remarks: set[str], layout: R
     column = layout.column("system")
     system = row.get(column)
     if layout.settings.drop_system_message and (system or messages[0]["role"] == "system"):
-        messages, system = messages[messages[0]["role"] == "system" :], None
+        messages, system = [*dropwhile(lambda turn: turn["role"] == "system", messages)], None
         remarks.add("have a system turn, which is left out")
         if not messages:
             raise NoTarget(_UNASKED)

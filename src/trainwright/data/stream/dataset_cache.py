@@ -210,6 +210,11 @@ def tokenize_and_split(
         _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
         kept = kept_rows(sources)
+        for key, own in zip(keys, kept, strict=True):
+            if not len(own):
+                raise RequestError(
+                    f"{key}: all rows repeat those of earlier sources (data.deduplicate); remove the source"
+                )
         lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
         shares_held_out = validation_sizes(data, [_examples([pair]) for pair in zip(sources, kept, strict=True)])
         train: Chosen = []
@@ -219,7 +224,7 @@ def tokenize_and_split(
             train.append((rows, own[trained]))
             held_out.append((rows, own[aside]))
         separate = {key: tokenized(source, key) for source, key in data.validation_sources}
-        kept_apart = dict(zip(separate, kept_rows([*separate.values()]), strict=True))
+        kept_apart = {key: kept_rows([rows])[0] for key, rows in separate.items()}  # a set does not depend on others
         sets: dict[str, Chosen] = {}
         for name, rows_of_set in data.validation_sets.items():
             key = f"data.validation.{name}" if name else "data.validation"

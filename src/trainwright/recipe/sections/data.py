@@ -327,7 +327,7 @@ class DataSection(Section):
     deduplicate: bool = Field(
         False,
         description="Leave out rows of train that have the same tokens and targets as an earlier row, of any of its "
-        "sources, before some are held out; and rows of separate validation sets that repeat an earlier one of these. "
+        "sources, before some are held out; and rows of a separate validation set that repeat an earlier one of it. "
         "They are counted.",
     )
     limit: Count | None = Field(
