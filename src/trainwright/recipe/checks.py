@@ -329,13 +329,16 @@ def _rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
     formats = {"data.format": data.format}
     if isinstance(data.train, list):
         formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
-    listed = ((key, name) for key, each in formats.items() for name in (each if isinstance(each, list) else [each]))
-    for key, layout in listed:
+    for key, layout in ((key, layout) for key, written in formats.items() for layout in _listed(written)):
         if layout != "auto" and (layout in _PREFERENCES) != compared:
             layouts = " or ".join(_PREFERENCES) if compared else "a layout of single examples"
             yield Contradiction(
                 (key, "task"), f"task {recipe.task} does not train on {layout} rows; set it to {layouts}"
             )
+
+
+def _listed(formats: str | Sequence[str]) -> Sequence[str]:
+    return [formats] if isinstance(formats, str) else formats
 
 
 def _length(recipe: RecipeSchema) -> Iterator[Contradiction]:
@@ -584,7 +587,7 @@ def _metrics(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(
             ("evaluate.metrics", "data.validation"), "no validation rows to answer; set data.validation"
         )
-    if evaluate.metrics and recipe.data.format in ("text", "segments", "tokens", ["text"]):
+    if evaluate.metrics and {*_listed(recipe.data.format)} <= {"text", "segments", "tokens"}:
         yield Contradiction(("evaluate.metrics", "data.format"), "texts contain no prompts to answer; remove it")
 
 

@@ -98,16 +98,21 @@ class Table:
         """Return the rule of a key, whose places in lists are written ``[]``: its own, or that of the longest match."""
         if pattern in self.rules:
             return self.rules[pattern]
-        near = [name for name in self.rules if "*" in name and fnmatchcase(pattern, name.replace("[]", "[[]]"))]
+        near = [name for name in self.rules if "*" in name and _matches(pattern, name)]
         return self.rules[max(near, key=len)] if near else None
 
     def is_of_rows(self, pattern: str, use: str = "train") -> bool:
         """Return whether a key says where rows are, or how they are made."""
-        return any(fnmatchcase(pattern, name.replace("[]", "[[]]")) for name in self.of_rows.get(use, ()))
+        return any(_matches(pattern, name) for name in self.of_rows.get(use, ()))
 
     def has_rules_inside(self, pattern: str) -> bool:
         """Return whether keys inside a key have rules of their own."""
         return any(name.startswith((f"{pattern}.", f"{pattern}[]")) for name in self.rules)
+
+
+def _matches(key: str, name: str) -> bool:
+    """Return whether a key is one of those that a name of a table stands for."""
+    return fnmatchcase(key, name.replace("[]", "[[]]"))
 
 
 def names() -> list[str]:

@@ -76,7 +76,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
     elif path.suffix == ".md":
-        trees = list(_blocks(text, path, overrides))
+        trees = _blocks(text, path, overrides)
     else:
         trees = _commands(text, path, overrides)
     for tree in trees:
@@ -111,38 +111,40 @@ def _commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree
     return trees
 
 
-def _blocks(text: str, path: Path, overrides: Sequence[str]) -> Iterator[Tree]:
-    """Yield the configurations, commands and scripts in the code blocks of a Markdown file, such as a model's card."""
-    block, fence, language = "", "", ""  # a block begins with the empty lines that keep the numbers of its own
-    blocks: list[tuple[str, str]] = []
+def _blocks(text: str, path: Path, overrides: Sequence[str]) -> list[Tree]:
+    """Return the configurations, commands and scripts in the code blocks of a Markdown file, such as a model's card."""
+    trees: list[Tree] = []
+    problems: list[RequestError] = []
+    for language, block in _fenced(text):
+        try:
+            if language in ("yaml", "yml", "json"):
+                trees.append(parse_mapping(block, str(path)))
+            elif language in ("python", "py"):
+                trees.append(tree_of(block, path, {})[0])
+            elif language in ("bash", "sh", "shell", "console", ""):
+                trees += _commands(block, path, overrides)
+        except RequestError as error:  # a block of something else
+            problems += [error] if language in ("yaml", "yml", "json") else []
+    if not trees:
+        why = f"{path}: has no code block with a configuration, a command or a script (yaml, json, bash, python)"
+        raise problems[0] if problems else RequestError(why)
+    return trees
+
+
+def _fenced(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the text of each code block, which begins with the empty lines that keep its numbers."""
+    fence, language, block = "", "", [""]
     for number, line in enumerate(text.splitlines()):
         match = _FENCE.match(line)
         if not fence and match:
-            fence, language, block = match[1], match[2].lower(), "\n" * (number + 1)
+            fence, language, block = match[1], match[2].lower(), [""] * (number + 1)
         elif fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
-            blocks.append((language, block))
+            yield language, "\n".join(block)
             fence = ""
         elif fence:
-            block += f"{line}\n"
-    blocks += [(language, block)] * bool(fence)  # one that is not closed ends with the file
-    problems: list[RequestError] = []
-    has_any = False
-    for language, block in blocks:
-        trees: list[Tree] = []
-        try:
-            if language in ("yaml", "yml", "json"):
-                trees = [parse_mapping(block, str(path))]
-            elif language in ("python", "py"):
-                trees = [tree_of(block, path, {})[0]]
-            elif language in ("bash", "sh", "shell", "console", ""):
-                trees = _commands(block, path, overrides)
-        except RequestError as error:  # a block of something else
-            problems += [error] if language in ("yaml", "yml", "json") else []
-        has_any |= bool(trees)
-        yield from trees
-    if not has_any:
-        why = f"{path}: has no code block with a configuration, a command or a script (yaml, json, bash, python)"
-        raise problems[0] if problems else RequestError(why)
+            block.append(line)
+    if fence:  # one that is not closed ends with the file
+        yield language, "\n".join(block)
 
 
 def _lines(text: str, documents: dict[str, str | None]) -> Iterator[tuple[int, list[str]]]:

@@ -209,29 +209,29 @@ def tokenize_and_split(
         sources = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
         _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
-        kept = kept_rows(sources)
-        for key, own in zip(keys, kept, strict=True):
+        used = used_rows(sources)
+        for key, own in zip(keys, used, strict=True):
             if not len(own):
                 raise RequestError(
                     f"{key}: all rows repeat those of earlier sources (data.deduplicate); remove the source"
                 )
         lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
-        shares_held_out = validation_sizes(data, [_examples([pair]) for pair in zip(sources, kept, strict=True)])
+        shares_held_out = validation_sizes(data, [_examples([pair]) for pair in zip(sources, used, strict=True)])
         train: Chosen = []
         held_out: Chosen = []
-        for rows, own, share in zip(sources, kept, shares_held_out, strict=True):
+        for rows, own, share in zip(sources, used, shares_held_out, strict=True):
             trained, aside = split(rows.hashes[own], share, seed)
             train.append((rows, own[trained]))
             held_out.append((rows, own[aside]))
         separate = {key: tokenized(source, key) for source, key in data.validation_sources}
-        kept_apart = {key: kept_rows([rows])[0] for key, rows in separate.items()}  # a set does not depend on others
+        used_apart = {key: used_rows([rows])[0] for key, rows in separate.items()}  # a set does not depend on others
         sets: dict[str, Chosen] = {}
         for name, rows_of_set in data.validation_sets.items():
             key = f"data.validation.{name}" if name else "data.validation"
             if isinstance(rows_of_set, SourceSection):
                 _check_alike([sources[0], separate[key]], (keys[0], key))
                 lines += separate[key].summary(key.removeprefix("data."))
-                sets[name] = [(separate[key], kept_apart[key])]
+                sets[name] = [(separate[key], used_apart[key])]
             else:
                 sets[name] = held_out
         validation_rows = [part for parts in sets.values() for part in parts]
@@ -273,20 +273,20 @@ def _examples(chosen: Chosen) -> int:
     return sum(len(rows.sequences_of(indices)) // rows.sequences_per_example for rows, indices in chosen)
 
 
-def kept_rows(sources: Sequence[TokenRows]) -> list[Indices]:
+def used_rows(sources: Sequence[TokenRows]) -> list[Indices]:
     """Return the indices of the rows of each source that are used: with ``data.deduplicate``, those that repeat none
     before them in any of the sources.
     """
     hashes = [rows.hashes for rows in sources]
-    kept = [np.arange(len(own), dtype=np.int64) for own in hashes]
+    indices = [np.arange(len(own), dtype=np.int64) for own in hashes]
     if not any(rows.compares_targets for rows in sources):
-        return kept
+        return indices
     first = np.zeros(sum(map(len, hashes)), dtype=np.bool_)
     first[np.unique(np.concatenate(hashes), return_index=True)[1]] = True
-    kept = [np.flatnonzero(part) for part in np.split(first, np.cumsum([len(own) for own in hashes])[:-1])]
-    for rows, own, indices in zip(sources, hashes, kept, strict=True):
-        rows.repeats = len(own) - len(indices)
-    return kept
+    indices = [np.flatnonzero(part) for part in np.split(first, np.cumsum([len(own) for own in hashes])[:-1])]
+    for rows, own, part in zip(sources, hashes, indices, strict=True):
+        rows.repeats = len(own) - len(part)
+    return indices
 
 
 def _numbered(chosen: Chosen) -> Indices:
