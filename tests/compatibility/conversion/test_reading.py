@@ -65,6 +65,10 @@ llamafactory-cli train quoted.yaml
     }
     assert first.origins["dataset",].line == 6
     assert second.values["output_dir"] == "$MODEL"
+    escaped = (
+        "MODEL=a\ncat > a.yaml <<EOF\noutput_dir: '\\$MODEL \\`x\\` \\\\ $MODEL'\nEOF\nllamafactory-cli train a.yaml\n"
+    )
+    assert values(tmp_path, escaped)["output_dir"] == "$MODEL `x` \\ a"
 
 
 def test_what_a_script_adds_to_a_file_or_runs_elsewhere_is_no_configuration(tmp_path: Path) -> None:

@@ -109,8 +109,9 @@ def convert(
 def _one(source: Path, values: list[str], options: Options, accelerate_config: Path | None) -> Conversion:
     """Return the conversion of a file, or of the command on a line of a script, FILE:LINE."""
     from trainwright.compatibility.conversion.convert import convert, names, recognize, table
-    from trainwright.compatibility.conversion.reading import LAUNCHER, read
+    from trainwright.compatibility.conversion.reading import read
     from trainwright.compatibility.conversion.scripts import put
+    from trainwright.compatibility.conversion.shell import LAUNCHER
     from trainwright.recipe.yaml_text import Origin
 
     name, _, line = str(source).rpartition(":")

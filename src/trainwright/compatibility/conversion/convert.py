@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trainwright.compatibility.conversion.reading import LAUNCHER
 from trainwright.compatibility.conversion.scripts import Code, is_absent, near, shown
+from trainwright.compatibility.conversion.shell import LAUNCHER
 from trainwright.data.sources.row_files import READERS, iterate_rows, suffix_of
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load

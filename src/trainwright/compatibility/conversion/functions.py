@@ -14,8 +14,8 @@ from typing import Any
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, files_named
-from trainwright.compatibility.conversion.reading import LAUNCHER
 from trainwright.compatibility.conversion.scripts import Code, near, shown
+from trainwright.compatibility.conversion.shell import LAUNCHER
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS
 from trainwright.recipe.yaml_text import parse_value

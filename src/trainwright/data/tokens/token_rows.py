@@ -312,6 +312,9 @@ class RowEncoding:
             raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
         if layout in PLAIN and data.targets not in ("answers", "all"):
             raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has {layout} rows")
+        for setting in ("system", "drop_system_message"):
+            if layout in PLAIN and getattr(source, setting):
+                raise RequestError(f"data.{setting}: is for conversations, but {name} has {layout} rows; remove it")
         return cls(source, data, kind, layout, encoder_of(layout, tokenizer, data.targets), key)
 
     def token_rows(self, spool: TokenSpool) -> TokenRows:

@@ -109,7 +109,7 @@ def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(
             ("data.long_documents", "task"), "answers to compare cannot be split; set it to auto or cut"
         )
-    if data.format == "labelled" and not loss.rates_answers:
+    if data.format in ("labelled", ["labelled"]) and not loss.rates_answers:
         yield Contradiction(
             ("dpo.loss", "data.format"), f"{dpo.loss} compares two answers, but labelled rows have one; set it to kto"
         )
