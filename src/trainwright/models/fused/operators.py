@@ -282,6 +282,7 @@ def rotary(
     cos, sin = cos.contiguous(), sin.contiguous()
     size, rotated = query.shape[-1], cos.shape[-1]
     out, tokens = (_like(query), _like(key)), query.shape[2]
+    query_heads, key_heads, half = (_power_of_two(n) for n in (query.shape[1], key.shape[1], rotated // 2))
     if query.numel():
         kernels.rotary[(query.shape[0] * tokens,)](
             query,
@@ -296,13 +297,14 @@ def rotary(
             key.shape[1],
             (*query.stride()[:3], *out[0].stride()[:3]),
             (*key.stride()[:3], *out[1].stride()[:3]),
-            QUERY_HEADS=_power_of_two(query.shape[1]),
-            KEY_HEADS=_power_of_two(key.shape[1]),
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
             SIZE=size,
             ROTATED=rotated,
-            HALF=_power_of_two(rotated // 2),
+            HALF=half,
             REST=_power_of_two(max(1, size - rotated)),
             INVERSE=inverse,
+            num_warps=max(4, _warps(max(query_heads, key_heads) * half)),
         )
     return out
 
@@ -344,5 +346,5 @@ def _power_of_two(count: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Return the warps of a program with a row of ``block`` numbers in registers."""
+    """Return the warps of a program with ``block`` numbers in registers, 16 for each thread, far from what spills."""
     return min(16, max(1, block // 512))
