@@ -78,8 +78,7 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     fields = dict(fields)
     kind = _causal_kind(fields)
     del fields["model_type"]
-    config_class = CONFIG_MAPPING[kind]
-    _check_keys(fields, config_class, "model.config")
+    _check_keys(fields, CONFIG_MAPPING[kind], "model.config")
     size = fields.setdefault("vocab_size", len(tokenizer))
     if isinstance(size, int) and size < len(tokenizer):
         raise RequestError(
@@ -87,8 +86,15 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
         )
     for name in SPECIAL_IDS:
         fields.setdefault(name, getattr(tokenizer, name))
+    return config_of(kind, fields)
+
+
+def config_of(kind: str, fields: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the configuration of a model type; raise RequestError for values that it refuses."""
+    from transformers import AutoConfig
+
     try:
-        return config_class(**fields)
+        return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # validation errors of huggingface_hub, or errors in a config's own arithmetic
         raise RequestError(f"model.config: {kind}: {' '.join(str(error).split())}") from error
 

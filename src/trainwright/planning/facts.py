@@ -266,15 +266,14 @@ def experts_notes(model: ModelSection) -> list[str]:
         or not any("expert" in key for key in config_and_origin[0])
     ):
         return []
-    from transformers import AutoConfig
-
     from trainwright.models.adapters.config import experts_left_out
-    from trainwright.models.configuration import NOT_MADE, without_ignored
+    from trainwright.models.configuration import NOT_MADE, config_of, without_ignored
     from trainwright.models.files import skeleton
 
     configuration = without_ignored(text_part(config_and_origin[0]))
     try:
-        note = experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**configuration)))
+        config = config_of(configuration.pop("model_type"), configuration)
+        note = experts_left_out(model.adapter, skeleton(config))
     except (RequestError, *NOT_MADE):  # which the check of the model reports
         return []
     return [] if note is None else [note]

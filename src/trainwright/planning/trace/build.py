@@ -26,7 +26,7 @@ from trainwright.models.attention.kernels import AttentionNeeds, choose
 from trainwright.models.attention.packs import DTYPES, PackArguments, call_of, sequence_by_sequence, varlen
 from trainwright.models.attention.plain import are_equal
 from trainwright.models.causal_lm import CausalLM, find_blocks
-from trainwright.models.configuration import layer_configs, making, register, set_dropout, without_ignored
+from trainwright.models.configuration import config_of, layer_configs, making, register, set_dropout, without_ignored
 from trainwright.models.files import has_experts
 from trainwright.models.float8 import use_float8
 from trainwright.models.fused.choice import Kernels
@@ -191,15 +191,16 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
     """Return the model on the meta device in fp32, with its adapter. ``window``: instead of those of its
     configuration.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     given = json.loads(wanted.configuration)
     fields = {key: value for key, value in without_ignored(given).items() if key != "source_sha256"}
     if given.get("model_type") == OWN:
         fields["implementation"] = given["implementation"]
-    register(fields.get("model_type"))
-    config = AutoConfig.for_model(**fields)
+    kind = fields.pop("model_type")
+    register(kind)
+    config = config_of(kind, fields)
     if wanted.implementation == "gpt" and config.model_type != "gpt":
         register("gpt")
         config = gpt_config(config)
