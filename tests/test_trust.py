@@ -38,6 +38,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("named", [(), ("evaluate.metrics=[own_metrics:score]",)], ids=["own", "names code"])
+def test_a_module_of_the_working_directory_is_imported_if_it_is_named_alone(
+    tmp_path: Path, named: tuple[str, ...]
+) -> None:
+    # Libraries try to import these, of which some are not installed.
+    for module in ("torch", "h2", "socks", "wandb", "flash_attn", "kernels", "hf_xet", "apex", "uvloop", "own_metrics"):
+        (tmp_path / f"{module}.py").write_text(f"open('executed-{module}', 'w').close()\n")
+    metric = "from trainwright import extension\n@extension('metric')\ndef score(answer, row):\n    return 1.0\n"
+    with (tmp_path / "own_metrics.py").open("a") as file:
+        file.write(metric)
+    program = (sys.executable, "-m", "trainwright", "train", str(TINY), "--dry-run", *named)
+    ended = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    executed = {file.name for file in tmp_path.glob("executed-*")}
+    # With code that is named, what it may need is found too, after all that is installed.
+    assert executed == set() if not named else "executed-own_metrics" in executed and "executed-torch" not in executed
+
+
 @pytest.mark.parametrize(
     "command",
     [

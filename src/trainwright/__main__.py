@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from trainwright.errors import EXIT_STOPPED, Interrupted
 from trainwright.utils.activity import Activity
-from trainwright.utils.paths import search_working_directory_last
+from trainwright.utils.paths import leave_out_working_directory
 from trainwright.utils.text import say
 
 _INTERRUPTED = 130  # the shell's exit code of a program ended by ctrl-C
@@ -18,7 +18,7 @@ _BETWEEN_COLLECTIONS = 200_000
 
 def main() -> None:
     """Run the command line. Imports take seconds, so handle a stop during them, too."""
-    search_working_directory_last()
+    leave_out_working_directory()
     gc.set_threshold(_BETWEEN_COLLECTIONS)
     try:
         with (

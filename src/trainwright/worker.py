@@ -23,13 +23,13 @@ from trainwright.run.joined import run_joined
 from trainwright.run.request import TrainingRequest, is_bare_resume
 from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.shutdown.stop import interruptible
-from trainwright.utils.paths import search_working_directory_last
+from trainwright.utils.paths import leave_out_working_directory
 from trainwright.utils.text import say
 
 
 def main() -> None:
     """Run one worker and exit with its code: those of `trainwright train`."""
-    search_working_directory_last()
+    leave_out_working_directory()
     arguments = _parse(sys.argv[1:])
     try:
         with interruptible():

@@ -260,7 +260,8 @@ def _trusts() -> bool:
 
 
 def load_named(entry_point: str, described: str) -> Any:
-    """Return like ``load`` what a recipe itself names.
+    """Return like ``load`` what a recipe itself names; modules in the working directory and in the folder of the recipe
+    are found, after all that are installed.
 
     Raises:
         RequestError: also if it is of the standard library, or this command imports nothing that a recipe names.
@@ -271,8 +272,9 @@ def load_named(entry_point: str, described: str) -> Any:
             f"{described} is code that would run on this machine, and this command imports none that a recipe names; "
             "read it, then pass --trust-code"
         )
-    _look_in_working_directory()
-    sys.path += [folder for folder in _folders() if folder not in sys.path]
+    # Last, so that nothing in them replaces what is installed; and only here, as optional modules of libraries that are
+    # not installed would be found in them, too.
+    sys.path += [folder for folder in dict.fromkeys((os.getcwd(), *_folders())) if folder not in sys.path]
     return load(entry_point, described)
 
 
@@ -280,14 +282,11 @@ def load(entry_point: str, described: str) -> Any:
     """Return the object at ``entry_point``, ``package.module:Name`` or ``file.py:Name``; ``described`` is its origin in
     messages.
 
-    Modules in the working directory are found, after all that are installed.
-
     Raises:
         RequestError: the place is malformed, or cannot be imported.
     """
     if not all(_split(entry_point)):
         raise RequestError(f"{described}: expected package.module:Name")
-    _look_in_working_directory()
     try:
         return _at(entry_point)
     except (Exception, SystemExit) as error:  # importing a module can raise anything
@@ -328,10 +327,9 @@ def _file_of(module: str) -> Path | None:
         paths = [Path(os.path.abspath(folder), user_path(module)) for folder in (os.getcwd(), *_folders())]
         return next((path for path in paths if path.is_file()), None)
     first, *parts = module.split(".")
-    _look_in_working_directory()
     try:
-        # Not in sys.path: nothing else may be imported from the folder of a recipe that is only read.
-        spec = find_spec(first) or PathFinder.find_spec(first, _folders())
+        # Not in sys.path: nothing else may be imported from folders that are only looked at.
+        spec = find_spec(first) or PathFinder.find_spec(first, [os.getcwd(), *_folders()])
     except (ImportError, ValueError):
         return None
     if spec is None:
@@ -369,12 +367,6 @@ def _split(entry_point: str) -> tuple[str, str]:
 
 def _folders() -> list[str]:
     return [*filter(None, os.environ.get(_FOLDERS, "").split(os.pathsep)), *_folders_of_recipes]
-
-
-def _look_in_working_directory() -> None:
-    # `python -m` searches it, but a console script does not. Last, so that nothing in it replaces what is installed.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
 
 
 def _at(entry_point: str) -> Any:

@@ -7,9 +7,11 @@ import os
 import re
 import stat
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import dropwhile
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -48,13 +50,19 @@ def is_working_directory(path: str) -> bool:
         return False
 
 
-def search_working_directory_last() -> None:
-    """Have Python look for modules in the working directory, as ``python -m`` does, but after all that are installed:
-    it may be anybody's folder, and a ``torch.py`` in it would be imported as torch.
+def leave_out_working_directory() -> None:
+    """Have Python not look for modules in the working directory, as ``python -m`` and empty parts of PYTHONPATH do.
+
+    It may be anybody's folder, and a ``torch.py`` in it would be imported as torch; if it were the last one, still a
+    module that a library tries to import and that is not installed. If PYTHONPATH or an installed package names it, it
+    stays, as the last.
     """
-    # More than once where PYTHONPATH ends with a colon, as in PYTHONPATH=/mine:$PYTHONPATH.
-    if here := [path for path in sys.path if is_working_directory(path)]:
-        sys.path[:] = [*(path for path in sys.path if path not in here), here[0]]
+    paths = [path for path in sys.path if not is_working_directory(path)]
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    installed = dropwhile(lambda path: path != sysconfig.get_path("stdlib"), sys.path)
+    if any(path and is_working_directory(path) for path in (*named, *installed)):
+        paths.append(os.getcwd())
+    sys.path[:] = paths
 
 
 def run_path(path: str | os.PathLike[str]) -> Path:
