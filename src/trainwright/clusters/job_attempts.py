@@ -158,7 +158,7 @@ def _trained(words: Sequence[str]) -> int:
     child: subprocess.Popen[bytes] | None = None
     for each in STOP_SIGNALS:
         signal.signal(each, pass_on)
-    command = [sys.executable, "-m", "trainwright", "train", *words]
+    command = [sys.executable, "-P", "-m", "trainwright", "train", *words]
     child = started(command, env={**variables_of_node(os.environ), STARTS_AGAIN: "1"})
     for number in received:
         child.send_signal(number)

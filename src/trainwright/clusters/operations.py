@@ -135,7 +135,7 @@ def launch_on_hosts(
     check_script(script, module)
     port = ask(host_list, exports())[0].port
     directory = make_logs(script, module, logs)
-    words = [sys.executable, "-m", "trainwright", "launch", *options, f"--logs={directory}"]
+    words = [sys.executable, "-P", "-m", "trainwright", "launch", *options, f"--logs={directory}"]
     count = num_processes or processes_of(host_list)
     words += [f"--num-processes={count}"] if count else []
     words += [f"--rendezvous-timeout={node_options.seconds}"] if node_options.seconds and len(host_list) > 1 else []
@@ -173,7 +173,7 @@ def _words(training: TrainingRequest, run: Path, *, has_started: bool) -> list[s
     from trainwright.run.run_directory import override_of
 
     key = "logging.run_directory="
-    words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-m", "trainwright", "train"]
+    words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-P", "-m", "trainwright", "train"]
     words += [str(training.recipe)] if training.recipe is not None else []
     words += [each for each in training.overrides if not each.startswith(key)]
     words += [f"--resume={run}"] if has_started else ["--resume=auto", override_of(run)]

@@ -197,7 +197,18 @@ def _serve_tensorboard(directory: Path, command: Sequence[str] | None, port: int
         )
     port = _free(port)
     server = started(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--host", _HOST, "--port", str(port)],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "tensorboard.main",
+            "--logdir",
+            str(directory),
+            "--host",
+            _HOST,
+            "--port",
+            str(port),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # a stop is for the command; the server is ended after it
