@@ -188,6 +188,18 @@ def test_passes_without_gradients_and_compiled_ones_have_the_modules_own_operati
     assert "blocked" not in str(graph)
 
 
+@pytest.mark.parametrize("evaluated_first", [False, True])
+def test_blocks_are_compiled_for_passes_with_and_without_gradients(evaluated_first: bool) -> None:
+    model, tokens = model_of("llama"), torch.arange(7)[None]
+    expected = model(input_ids=tokens).logits
+    compute_in_blocks(model)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend="eager")
+    for is_evaluation in (evaluated_first, not evaluated_first):
+        with torch.set_grad_enabled(not is_evaluation):
+            torch.testing.assert_close(model(input_ids=tokens).logits, expected)
+
+
 def test_a_norm_that_rounds_otherwise_keeps_its_own_code() -> None:
     class Norm(nn.Module):  # multiplies by the weight first, which is the same but for the last bits
         def __init__(self) -> None:

@@ -290,10 +290,13 @@ def _rotating(own: Any, in_blocks: bool) -> Callable[..., Any]:
     """Return the ``forward`` of a class with other rotary positions.
 
     It is one function for all modules of the class, with a code object of its own: the compiler keeps what it has
-    compiled with the code object, and finds it by a name among the globals of the function.
+    compiled with the code object, and finds it by a name among the globals of the function. Without a name of their
+    own, it does not take these for those of the module.
     """
     names = {**own.__globals__, _ROTARY: _rotary(own.__globals__[_ROTARY], in_blocks)}
+    del names["__name__"]
     rotating = FunctionType(own.__code__.replace(), names, own.__name__, own.__defaults__, own.__closure__)
+    rotating.__module__ = own.__module__
     rotating.__kwdefaults__ = own.__kwdefaults__
     return rotating
 
