@@ -228,7 +228,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
     if "attention" in operator or "attn" in operator or "flash" in operator:
         kind, flops = "attention", _attention_flops(operator, args, kwargs)
         generation = 3 if "flash_attn_3" in str(packet) else 2
-    elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm_v2"):
+    elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm_v2", "block_product"):
         kind, (a, b) = "product", args[1:3] if "add" in operator else args[:2]
         width = b.element_size()  # of a sum in fp32, the result is wider
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
