@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.models.attention.plain import flash_backward, flash_forward
+from trainwright.models.attention.plain import backward_from, flash_forward
+from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.planning.trace.units import FUSED, OperationKind
 from trainwright.planning.trace.values import compute, operands
 
@@ -191,7 +193,8 @@ class Recorder(TorchDispatchMode):
 # Operators whose code is made of operations of torch.
 _OF_OURS: dict[Any, Callable[..., Any]] = {
     torch.ops.trainwright.packed_flash_cpu.default: flash_forward,
-    torch.ops.trainwright.packed_flash_cpu_backward.default: flash_backward,
+    # As with AMX; without it, the sequences of what is traced are short (``Regime.long``).
+    torch.ops.trainwright.packed_flash_cpu_backward.default: partial(backward_from, BF16_FROM_LENGTH),
 }
 # Operations in blocks (models/fused/blocked.py) take as long as elementwise ones of so many times their bytes, as they
 # are limited by the processor and not by its memory: measured.
