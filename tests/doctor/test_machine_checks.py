@@ -36,9 +36,9 @@ from trainwright.doctor.checks.kernels import (
     TOLERANCES,
     ComparedKernel,
     compare,
+    float8_of,
     float8_products,
     fused_kernels,
-    has_float8,
     has_fused,
     kernels,
 )
@@ -200,7 +200,9 @@ def test_optional_kernels_are_checked_where_a_run_could_have_them() -> None:
 
     old, new = machine(Gpu("Tesla T4", 2**34, (7, 5))), machine(Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)))
     assert [has_fused(here) for here in (machine(), old, new)] == [False, False, why_no_triton() is None]
-    assert [has_float8(here) for here in (machine(), old, new)] == [True, False, True]
+    newest = machine(Gpu("NVIDIA B200", 180 * 2**30, (10, 0)))
+    plain, blocks = ("rowwise", "tensorwise"), ("rowwise", "tensorwise", "mxfp8")
+    assert [float8_of(here) for here in (machine(), old, new, newest)] == [blocks, (), plain, blocks]
 
 
 def test_kernels_that_are_wrong_in_the_result_or_in_a_gradient_alone() -> None:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainwright.machine.processor import Processor
+from trainwright.models.attention import plain as kernels
 from trainwright.models.attention.packs import packed_attention
 
 LENGTHS = [1, 7, 33, 2, 50]
@@ -61,6 +66,48 @@ def test_bf16_is_as_good_as_its_rounding() -> None:
     output, _ = packed_attention(nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), plain(q, k, v, None, None), rtol=1e-2, atol=1e-2)
+
+
+class Kernels(TorchDispatchMode):
+    """Note in which dtypes flash attention is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash_attention_for_cpu" in str(func):
+            self.dtypes += {x.dtype for x in args if isinstance(x, torch.Tensor) and x.dim() == 4}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("instructions", "lengths", "backward"),
+    [
+        (("amx_bf16",), (300, 511), torch.float32),
+        (("amx_bf16",), (300, 512), torch.bfloat16),
+        (("avx2", "avx512_bf16"), (300, 512), torch.float32),
+    ],
+)
+def test_a_processor_computes_in_the_precision_that_is_fast_on_it(
+    monkeypatch: pytest.MonkeyPatch, instructions: tuple[str, ...], lengths: tuple[int, ...], backward: torch.dtype
+) -> None:
+    monkeypatch.setattr(kernels, "detect_processor", lambda: Processor(instructions=instructions))
+    kernels.least_in_bf16.cache_clear()
+    q, k, v = (torch.randn(1, sum(lengths), heads, 16).transpose(1, 2).bfloat16() for heads in (6, 2, 2))
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    with Kernels() as computed:
+        output, sums = kernels.flash_forward(q, k, v, edges, 0.25)
+        gradients = kernels.flash_backward(output, q, k, v, output, sums, edges, 0.25)
+    kernels.least_in_bf16.cache_clear()
+    assert computed.dtypes == [torch.bfloat16] * 2 + [backward] * 2
+    double = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    parts = zip(*(x.split(lengths, 2) for x in double), strict=True)
+    exact = torch.cat(
+        [F.scaled_dot_product_attention(*p, is_causal=True, scale=0.25, enable_gqa=True) for p in parts], 2
+    )
+    for got, want in zip(gradients, torch.autograd.grad(exact, double, output.double()), strict=True):
+        assert (got.double() - want).norm() < 1e-2 * want.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ from tests.support.runs import Runs
 from tests.support.small_models import small_config
 from tests.support.training import Case, Trained, train
 from trainwright.models.causal_lm import CausalLM, compile_blocks
-from trainwright.models.float8 import use_float8
+from trainwright.models.float8 import block_product_on_gpu, swizzled, use_float8
 from trainwright.models.recompute import save_activation_memory
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,6 +26,11 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, dim: int | None, power: bool) -
     if power:
         scale = 2.0 ** scale.log2().floor()
     return (values * scale).to(dtype).double() / scale.double()
+
+
+def by_blocks(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` rounded to MXFP8 along its last dimension, in fp64."""
+    return torch.cat([rounded(part, E4M3, 1, True) for part in x.split(32, 1)], 1)
 
 
 def linear(inputs: int = 64, outputs: int = 96, *, bias: bool = False) -> nn.Linear:
@@ -68,9 +73,51 @@ def test_a_layer_computes_its_formula(scales: str, rows: int) -> None:
         torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=2**-8 * float(wanted.abs().mean()))
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(40, 64, 96), (37, 32, 32), (1, 160, 64)])
+def test_a_layer_in_mxfp8_computes_its_formula(rows: int, inputs: int, outputs: int) -> None:
+    layer, (x, gradient) = linear(inputs, outputs), data(rows, inputs, outputs)
+    with torch.no_grad():  # blocks differ by more than e4m3 reaches, and all of them count in a sum
+        for numbers, of_weight in ((x, layer.weight), (gradient, layer.weight.t())):
+            numbers[:, :32] *= 2.0**18
+            of_weight[:, :32] *= 2.0**-18
+    assert use_float8([layer], "mxfp8") == 1
+    out, of_x, of_weight = passed(layer, x, gradient)
+    weight = layer.weight.detach()
+    formulas = (
+        (out, by_blocks(x) @ by_blocks(weight).t()),
+        (of_x, by_blocks(gradient) @ by_blocks(weight.t().contiguous()).t()),
+        (of_weight, gradient.double().t() @ x.double()),
+    )
+    for got, wanted in formulas:
+        torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=2**-8 * float(wanted.abs().mean()))
+
+
+def test_scales_of_mxfp8_have_the_order_of_a_gpu() -> None:
+    scales = torch.arange(200 * 6).remainder(251).to(torch.uint8).view(200, 6)
+    expected = torch.zeros(256 * 8, dtype=torch.uint8)
+    for row in range(200):
+        for column in range(6):
+            tile = 512 * (row // 128 * 2 + column // 4)  # tiles of 128 x 4, row by row
+            expected[tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales[row, column]
+    assert torch.equal(swizzled(scales), expected)
+
+
+def test_torch_takes_what_mxfp8_gives_a_gpu() -> None:
+    def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*sizes, dtype=dtype, device="meta")
+
+    rows, columns = empty(37, 96, dtype=E4M3), empty(160, 96, dtype=E4M3).t()
+    of_rows, of_columns = empty(37, 3, dtype=torch.uint8), empty(160, 3, dtype=torch.uint8)
+    out = block_product_on_gpu(rows, columns, of_rows, of_columns)
+    assert (out.shape, out.dtype) == ((37, 160), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="scale_a must have"):  # torch checks them also without a GPU
+        block_product_on_gpu(rows, columns, empty(200, 3, dtype=torch.uint8), of_columns)
+
+
+@pytest.mark.parametrize("scales", ["rowwise", "mxfp8"])
+def test_a_row_does_not_depend_on_the_others(scales: str) -> None:
     layer, (x, gradient) = linear(bias=True), data()
-    use_float8([layer], "rowwise")
+    use_float8([layer], scales)
     out, of_x, _ = passed(layer, x, gradient)
     part_out, part_of_x, _ = passed(layer, x[:7], gradient[:7])
     torch.testing.assert_close(part_out, out[:7], rtol=0, atol=0)
@@ -90,6 +137,8 @@ def test_routers_and_other_sizes_are_left_alone() -> None:
     block = nn.ModuleDict({"gate": linear(), "odd": linear(64, 40), "up": linear(), "norm": nn.LayerNorm(64)})
     assert use_float8([block], "no") == 0
     assert use_float8([block], "rowwise") == 1
+    odd = linear(48, 96)  # a multiple of 16, but not of 32
+    assert [use_float8([odd], scales) for scales in ("mxfp8", "tensorwise")] == [0, 1]
     assert "forward" in vars(block["up"]) and "forward" not in vars(block["gate"])
     assert list(block.state_dict()) == ["gate.weight", "odd.weight", "up.weight", "norm.weight", "norm.bias"]
 
@@ -111,15 +160,17 @@ def gradients(lm: CausalLM) -> list[torch.Tensor]:
     return [parameter.grad.float() for parameter in lm.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputed_blocks_have_the_same_gradients(recompute: str) -> None:
-    plain, again = language_model("rowwise"), language_model("rowwise")
+@pytest.mark.parametrize(
+    ("recompute", "scales"), [("full", "rowwise"), ("selective", "rowwise"), ("selective", "mxfp8")]
+)
+def test_recomputed_blocks_have_the_same_gradients(recompute: str, scales: str) -> None:
+    plain, again = language_model(scales), language_model(scales)
     save_activation_memory(again.blocks(), recompute)
     assert all(map(torch.equal, gradients(plain), gradients(again)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scales", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scales", ["rowwise", "tensorwise", "mxfp8"])
 def test_a_compiled_layer_computes_the_same(scales: str) -> None:
     layers, (x, gradient) = [nn.Sequential(linear()) for _ in range(2)], data()
     for layer in layers:
@@ -135,11 +186,19 @@ def test_a_compiled_layer_computes_the_same(scales: str) -> None:
 
 
 FLOAT8 = ("train.mixed_precision=bf16", "train.float8=rowwise", "model.dropout=0", "train.max_steps=8")
+MXFP8 = (*FLOAT8, "train.float8=mxfp8")
 
 
 @pytest.fixture(scope="module")
 def trained(runs: Runs) -> dict[str, Trained]:
-    return train(runs, {"float8": Case(FLOAT8), "bf16": Case((*FLOAT8, "train.float8=no"))}, 1)
+    return train(runs, {"float8": Case(FLOAT8), "bf16": Case((*FLOAT8, "train.float8=no")), "mxfp8": Case(MXFP8)}, 1)
+
+
+def test_micro_batches_of_one_have_the_losses_of_larger_ones(runs: Runs, trained: dict[str, Trained]) -> None:
+    divided = train(runs, {"divided": Case((*MXFP8, "train.micro_batch_size=1"))}, 1)["divided"].column("loss")
+    assert divided == pytest.approx(trained["mxfp8"].column("loss"), rel=2e-4)
+    assert trained["mxfp8"].column("loss") != trained["bf16"].column("loss")
+    assert trained["mxfp8"].column("loss") == pytest.approx(trained["bf16"].column("loss"), rel=5e-3)
 
 
 @pytest.mark.parametrize("strategies", [("ddp", "fsdp"), pytest.param(("zero1", "zero3"), marks=pytest.mark.slow)])
@@ -148,8 +207,10 @@ def test_two_processes_have_the_losses_of_one(
 ) -> None:
     one, bf16 = (trained[name].column("loss") for name in ("float8", "bf16"))
     cases = {name: Case((*FLOAT8, f"parallel.strategy={name}")) for name in strategies}
-    for run in train(runs, cases, 2).values():
-        assert run.column("loss") == pytest.approx(one, rel=2e-4)
+    blocks = {f"mxfp8 {name}": Case((*MXFP8, f"parallel.strategy={name}")) for name in strategies}
+    for name, run in train(runs, cases | blocks, 2).items():
+        expected = trained["mxfp8"].column("loss") if name.startswith("mxfp8") else one
+        assert run.column("loss") == pytest.approx(expected, rel=2e-4)
     assert one != bf16
     assert one == pytest.approx(bf16, rel=5e-3)
 

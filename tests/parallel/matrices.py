@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.odd_models import RATE, strategy_over
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.parallel.matrix_owners import assign, operations
+from trainwright.parallel import matrix_exchange
+from trainwright.parallel.matrix_owners import assign, operations, stacks
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.schema import OptimizerSection
@@ -76,9 +78,15 @@ def alone() -> tuple[nn.Module, dict[str, torch.Tensor], int]:
     return model, momenta, counted
 
 
-def update_as_one(cases: list[tuple[str, dict[str, Any]]]) -> None:
-    """Under each strategy, with its settings, updates are to the bit those of one process, and divided."""
+def update_as_one(cases: list[tuple[str, dict[str, Any]]], as_on_gpus: bool = False) -> None:
+    """Under each strategy, with its settings, updates are to the bit those of one process, and divided.
+
+    ``as_on_gpus``: those of one shape are computed together, up to rounding.
+    """
     world = join("cpu")
+    if as_on_gpus:
+        matrix_exchange.assign = partial(_as_on_gpus, assign)  # type: ignore[attr-defined]
+        matrix_exchange.stacks = partial(_as_on_gpus, stacks)  # type: ignore[attr-defined]
     expected, momenta, whole = alone()
     assert whole == 2 * sum(operations(*shape) for shape in SHAPES)
     for name, settings in cases:
@@ -94,17 +102,21 @@ def update_as_one(cases: list[tuple[str, dict[str, Any]]]) -> None:
             with FlopCounterMode(display=False) as counter:
                 strategy.step(RATE, 1.0)
             counted = counter.get_total_flops()
-        _check(strategy, expected, momenta)
+        _check(strategy, expected, momenta, 1e-6 if as_on_gpus else 0.0)
         shares = [share for (share,) in world.gather_floats([float(counted)])]
         assert sum(shares) == whole
-        assert shares == _planned(world.size)
+        assert shares == _planned(world.size, as_on_gpus)
     leave()
 
 
-def _check(strategy: Strategy, expected: nn.Module, momenta: dict[str, torch.Tensor]) -> None:
+def _as_on_gpus(function: Any, *arguments: Any, on_gpu: bool) -> Any:
+    return function(*arguments, on_gpu=True)
+
+
+def _check(strategy: Strategy, expected: nn.Module, momenta: dict[str, torch.Tensor], difference: float) -> None:
     found = dict(strategy.parameters())
     for name, parameter in expected.named_parameters():
-        assert torch.equal(found[name], parameter), name
+        assert torch.allclose(found[name], parameter, rtol=0, atol=difference), name
     state = strategy.state()
     assert {name for name in state if "momentum" in name} == {f"optimizer.momentum_buffer.{name}" for name in momenta}
     for name, momentum in momenta.items():
@@ -113,10 +125,10 @@ def _check(strategy: Strategy, expected: nn.Module, momenta: dict[str, torch.Ten
         assert torch.equal(shard.local, momentum[begin : begin + len(shard.local)]), name
 
 
-def _planned(ranks: int) -> list[float]:
+def _planned(ranks: int, as_on_gpus: bool) -> list[float]:
     shapes = (*SHAPES, *SHAPES)
     shares = [0.0] * ranks
-    for one in assign(shapes, ranks):
+    for one in assign(shapes, ranks, on_gpu=as_on_gpus):
         for rank, owned in enumerate(one):
             shares[rank] += sum(operations(*shapes[index]) for index in owned)
     return shares

@@ -13,6 +13,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import Build
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Gpu, Machine
+from trainwright.machine.processor import Processor
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.recipe.loading import load_recipe
@@ -173,6 +174,13 @@ def test_a_plan_names_the_attention_kernel_and_why_no_faster_one() -> None:
     assert "torch's varlen flash attention: needs compute capability 8.0 or higher, this GPU has 7.5" in line
     assert lines(machine(), {}, pack_length=1024) == ("torch's flash attention for CPUs, sequence by sequence",)
     assert lines(machine(), {}, pack_length=None) == ("torch's SDPA, over padded rows",)
+    for instructions, why in (
+        (("avx512f",), "on a processor without AMX"),
+        (("avx512f", "amx_bf16"), "for sequences of less than 512 tokens"),
+    ):
+        here = replace(machine(), processor=Processor(instructions=instructions))
+        (line,) = lines(here, {"mixed_precision": "bf16"}, pack_length=1024)
+        assert line.endswith(f"sequence by sequence; backward in fp32, which is faster {why}")
 
 
 def test_a_precision_that_the_gpu_does_not_have_is_refused() -> None:
@@ -235,6 +243,12 @@ FLOAT8 = {"mixed_precision": "bf16", "float8": "rowwise"}
 def test_float8_needs_a_gpu_that_has_it_or_a_cpu() -> None:
     with pytest.raises(MachineError, match=r"^train\.float8: A100-80GB does not compute in float8, which needs"):
         possible(recipe(FLOAT8), parse_machine("8xA100-80GB"))
+    mxfp8 = recipe({**FLOAT8, "float8": "mxfp8"})
+    for machine_, instead in (("8xH100", "rowwise"), ("8xA100-80GB", "no")):
+        with pytest.raises(MachineError, match=rf"does not compute in MXFP8, .* 10\.0 or higher; set it to {instead}$"):
+            possible(mxfp8, parse_machine(machine_))
+    for newer in ("8xB200", "1xRTX5090"):
+        possible(mxfp8, parse_machine(newer))
     _, remarks = possible(recipe({**FLOAT8, "compile": False}), parse_machine("8xH100"))
     assert any("without train.compile" in remark for remark in remarks)
     _, remarks = possible(recipe(FLOAT8), parse_machine("8xH100"))

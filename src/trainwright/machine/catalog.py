@@ -120,16 +120,24 @@ def card_of_gpu(name: str, memory_bytes: int) -> Card | None:
     return card if card is not None and abs(card.nominal_bytes / memory_bytes - 1) < 0.15 else None
 
 
-_FLOAT8_CAPABILITY = (8, 9)  # Ada, Hopper and later
+# Compute capabilities by the value of ``train.float8``: Ada, Hopper and later; Blackwell.
+_CAPABILITIES_OF_FLOAT8 = {"rowwise": ("float8", (8, 9)), "tensorwise": ("float8", (8, 9)), "mxfp8": ("MXFP8", (10, 0))}
+FLOAT8 = tuple(_CAPABILITIES_OF_FLOAT8)
 
 
-def why_no_float8(card: Card) -> str | None:
-    """Return why a GPU cannot have ``train.float8``, or None."""
+def why_no_float8(card: Card, scales: str) -> str | None:
+    """Return why a GPU cannot have a value of ``train.float8``, or None."""
+    name, (major, minor) = _CAPABILITIES_OF_FLOAT8[scales]
     if card.vendor != "NVIDIA":
         return f"needs an NVIDIA GPU, {card.name} is one of {card.vendor}"
-    if card.capability < _FLOAT8_CAPABILITY:
-        return f"{card.name} does not compute in float8, which needs compute capability 8.9 or higher"
+    if card.capability < (major, minor):
+        return f"{card.name} does not compute in {name}, which needs compute capability {major}.{minor} or higher"
     return None
+
+
+def possible_float8(card: Card) -> tuple[str, ...]:
+    """Return the values of ``train.float8`` that a GPU can have."""
+    return tuple(scales for scales in FLOAT8 if why_no_float8(card, scales) is None)
 
 
 @cache

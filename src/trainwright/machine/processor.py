@@ -57,6 +57,11 @@ class Processor:
     clock: float = _CLOCK
 
     @property
+    def has_amx(self) -> bool:
+        """Return whether the processor multiplies matrices in bf16 by units of their own."""
+        return "amx_bf16" in self.instructions
+
+    @property
     def has_bf16(self) -> bool:
         """Whether it multiplies in bf16 rather than converting to fp32."""
         return not _BF16.isdisjoint(self.instructions)
@@ -70,7 +75,7 @@ class Processor:
         else:
             single = _AVX2 if "avx2" in self.instructions else _NEON
         per_cycle = {"fp32": single}
-        if "amx_bf16" in self.instructions:
+        if self.has_amx:
             per_cycle["bf16"] = _AMX_BF16
         elif self.has_bf16:
             per_cycle["bf16"] = 2 * single
@@ -107,6 +112,11 @@ def cpu_card(machine: Machine) -> Card:
         host_link=memory(bandwidth),
         watts=_WATTS_PER_CORE * machine.cpu_cores,
     )
+
+
+def has_amx(card: Card) -> bool:
+    """Return whether a CPU as a device has AMX, by its nominal rates."""
+    return card.rates.get("bf16", 0.0) >= _AMX_BF16 / _AVX512 * card.rates["fp32"]
 
 
 def _field(text: str, name: str) -> str:

@@ -4,7 +4,9 @@
 output in the forward pass and one for all in the backward pass, all scales powers of two; gradients of weights are
 products in bf16. It is the recipe ``rowwise_with_gw_hp`` of torchao. A row is rounded as in any other batch, so losses
 do not depend on how a batch is divided. ``tensorwise``: one scale for a whole tensor, which the other rows of a
-micro-batch change, e5m2 for gradients, and gradients of weights in float8 too (arXiv 2209.05433).
+micro-batch change, e5m2 for gradients, and gradients of weights in float8 too (arXiv 2209.05433). ``mxfp8``: e4m3 with
+a power of two for every 32 numbers that a product sums over (OCP Microscaling Formats 1.0), rounded up as in arXiv
+2506.08027; gradients of weights are products in bf16, as blocks of their sums would be of several rows.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.library import custom_op
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 _MULTIPLE = 16  # of the sizes of a product, on a GPU
+_BLOCK = 32  # numbers that have a scale in MXFP8
 _ROUTERS = {"gate", "router"}  # small, and what they choose must not depend on rounding
 _VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _ROWS, _TENSOR = ScalingType.RowWise, ScalingType.TensorWise
@@ -26,28 +30,29 @@ _ROWS, _TENSOR = ScalingType.RowWise, ScalingType.TensorWise
 def use_float8(blocks: Iterable[nn.Module], scales: str) -> int:
     """Let linear layers of ``blocks`` compute in float8, in place; return how many do.
 
-    Routers and layers of sizes that are no multiples of 16 are left as they are, and so are experts, which are no
-    linear layers. ``scales``: "rowwise", "tensorwise" or "no".
+    Routers and layers of sizes that are no multiples of 16, or of 32 for "mxfp8", are left as they are, and so are
+    experts, which are no linear layers. ``scales``: "rowwise", "tensorwise", "mxfp8" or "no".
     """
     if scales == "no":
         return 0
+    multiple = _BLOCK if scales == "mxfp8" else _MULTIPLE
     layers: list[Any] = [
         layer
         for block in blocks
         for name, layer in block.named_modules()
         if type(layer) is nn.Linear
-        and layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
+        and layer.in_features % multiple == layer.out_features % multiple == 0
         and name.rpartition(".")[2] not in _ROUTERS
     ]
     for layer in layers:
-        layer.forward = MethodType(_by_rows if scales == "rowwise" else _by_tensors, layer)
+        layer.forward = MethodType(_FORWARD[scales], layer)
     return len(layers)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, scales: str) -> torch.Tensor:
-    """Return the product of rows [T, I] with a weight [O, I], transposed. ``scales``: "rowwise" or "tensorwise"."""
-    kind: Any = _ByRows if scales == "rowwise" else _ByTensors
-    result: torch.Tensor = kind.apply(x, weight)
+    """Return the product of rows [T, I] with a weight [O, I], transposed. ``scales``: as above, but not "no"."""
+    kinds: dict[str, Any] = {"rowwise": _ByRows, "tensorwise": _ByTensors, "mxfp8": _ByBlocks}
+    result: torch.Tensor = kinds[scales].apply(x, weight)
     return result
 
 
@@ -57,6 +62,13 @@ def _by_rows(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 def _by_tensors(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return _linear(self, x, "tensorwise")
+
+
+def _by_blocks(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return _linear(self, x, "mxfp8")
+
+
+_FORWARD = {"rowwise": _by_rows, "tensorwise": _by_tensors, "mxfp8": _by_blocks}
 
 
 def _linear(layer: nn.Linear, x: torch.Tensor, scales: str) -> torch.Tensor:
@@ -119,6 +131,81 @@ class _ByTensors(torch.autograd.Function):
                 left, _by_columns(values), of_slopes, _TENSOR, of_values, _TENSOR, output_dtype=x.dtype
             )
         return of_x, of_weight
+
+
+class _ByBlocks(torch.autograd.Function):
+    """The same product, with a scale for each block of what is summed over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        (rows, of_rows), (outputs, of_outputs) = _blocks(x), _blocks(weight)
+        return block_product(rows, outputs.t(), of_rows, of_outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (x, weight), (gradient,) = ctx.saved_tensors, gradients
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            (rows, of_rows), (inputs, of_inputs) = _blocks(gradient), _blocks(weight.t())
+            of_x = block_product(rows, inputs.t(), of_rows, of_inputs)
+        if ctx.needs_input_grad[1]:
+            of_weight = gradient.t() @ x
+        return of_x, of_weight
+
+
+@custom_op("trainwright::block_product", mutates_args=())
+def block_product(
+    rows: torch.Tensor, columns: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
+) -> torch.Tensor:
+    """Return the product of rows [T, K] with columns [K, O] in bf16, both in e4m3.
+
+    An operator of its own, as Inductor refuses scales in the order of a GPU. A CPU multiplies the same numbers in bf16,
+    which has them exactly.
+
+    Args:
+        of_rows: powers of two for blocks of rows [T, K / 32], the bits of e8m0.
+        of_columns: the same for blocks of columns [O, K / 32].
+    """
+    if rows.is_cuda:
+        return block_product_on_gpu(rows, columns, of_rows, of_columns)
+    return _numbers(rows, of_rows) @ _numbers(columns.t(), of_columns).t()
+
+
+@block_product.register_fake
+def _(rows: torch.Tensor, columns: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(len(rows), columns.shape[1], dtype=torch.bfloat16)
+
+
+def block_product_on_gpu(
+    rows: torch.Tensor, columns: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
+) -> torch.Tensor:
+    """Return the product of ``block_product`` as GPUs of compute capability 10.0 compute it."""
+    first, second = (swizzled(scales).view(torch.float8_e8m0fnu) for scales in (of_rows, of_columns))
+    kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    return scaled_mm(rows.contiguous(), _by_columns(columns), first, kind, second, kind, order, order)
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales [N, M] in the order of a GPU: tiles of 128 x 4, with 4 rows that are 32 apart beside each other.
+
+    See https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout.
+    """
+    rows, columns = scales.shape
+    padded = nn.functional.pad(scales, (0, -columns % 4, 0, -rows % 128))
+    return padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
+
+
+def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix [N, K] in e4m3, and the bits in e8m0 of the powers [N, K / 32] to multiply it with again."""
+    blocks = matrix.unflatten(1, (-1, _BLOCK))
+    values, scales = _powers(blocks, _amax(blocks, 2))
+    return values.flatten(1).contiguous(), (scales.squeeze(2).view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    powers = scales.view(torch.float8_e8m0fnu).bfloat16()
+    return values.bfloat16().unflatten(1, (-1, _BLOCK)).mul_(powers[..., None]).flatten(1)
 
 
 def _amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:

@@ -28,6 +28,7 @@ from trainwright.models.low_rank import separate_adapters
 # depends on the kernel.
 _PLAIN = {
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm_v2"),
+    "trainwright::block_product",
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     *("torch_attn::_varlen_attn", "trainwright::packed_flash_cpu", "flash_attn::_flash_attn_varlen_forward"),

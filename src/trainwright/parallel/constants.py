@@ -23,8 +23,11 @@ BLOCK_BYTES = 2 * 2**20
 # Tokens that each thread of a CPU takes at a time in operations in blocks (models/fused/blocked.py). A multiple of the
 # numbers in two of its registers: torch computes those left over by another formula, with other last bits.
 PART_TOKENS = 128
-# Measured on AVX-512 with bf16 units: below this length the backward pass of the CPU's bf16 flash kernel is slower than
-# converting the pack to fp32 (100 tokens: 2.1 ms against 0.9; 1,024 tokens: 38 against 45).
+# The length from which the backward pass of the CPU's flash kernel is faster in bf16 than converted to fp32, with AMX;
+# without AMX it never is. CPU time in fp32 by that in bf16, heads of 64 and 128 channels, at 256, 512 and 1,024 tokens:
+# AMX 0.7 to 1.0, 0.8 to 1.4, 1.2 to 1.9; AVX-512 with bf16 units 0.5 to 0.8, 0.6 to 0.8, 0.8 to 1.0; AVX-512 0.3 to
+# 0.4; AVX2 0.1 to 0.2. The forward pass is as fast in bf16 at 64 tokens (0.8 to 1.5) and faster above (1.5 to 3.5), on
+# AVX2 as fast (0.9 to 1.1).
 BF16_FROM_LENGTH = 512
 _SMALLEST_STEP = 16  # of `padded_size`: rows of a tile of AMX
 PADDED_SIZES = 16  # of `padded_size`, between a power of two and the next

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.matrix_owners import assign, rows_of
+from trainwright.parallel.matrix_owners import assign, rows_of, stacks
 
 
 @dataclass(frozen=True)
@@ -57,68 +57,81 @@ class MatrixExchange:
     def __call__(
         self,
         parameters: Sequence[nn.Parameter],
-        local: Callable[[nn.Parameter], torch.Tensor],
+        local: Callable[[list[nn.Parameter]], list[torch.Tensor]],
         update: Callable[[torch.Tensor], torch.Tensor],
         dtype: torch.dtype,
-    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield every parameter with this rank's rows of its update, on the device. Every rank must iterate.
+    ) -> Iterator[tuple[list[nn.Parameter], list[torch.Tensor]]]:
+        """Yield all parameters, some at a time, with this rank's rows of their updates, on the device.
+
+        Every rank must iterate.
 
         Args:
             parameters: the same on every rank, in the same order.
-            local: returns this rank's rows of the matrix from which a parameter's update is computed.
-            update: returns the update, given the full matrix in ``dtype`` on the device; of the same shape and dtype.
+            local: returns this rank's rows of the matrices from which the updates of parameters are computed.
+            update: returns the updates, given full matrices of one shape [count, m, n] in ``dtype`` on the device; of
+                the same shape and dtype.
             dtype: in which matrices and updates are exchanged.
         """
-
-        def rows(parameter: nn.Parameter) -> torch.Tensor:
-            return local(parameter).to(self.device, dtype)
-
         shapes = tuple((height, width) for height, width in map(self._shape, parameters))
-        for indices_by_rank in assign(shapes, self._shards.size * self._replicas.size):
+        ranks = self._shards.size * self._replicas.size
+        for indices_by_rank in assign(shapes, ranks, on_gpu=self.device.type != "cpu"):
             owned = [[parameters[index] for index in indices] for indices in indices_by_rank]
             by_replica = [owned[begin : begin + self._shards.size] for begin in range(0, len(owned), self._shards.size)]
             here = by_replica[self._replicas.rank]
-            # Before the first broadcast, so that all ranks compute at the same time.
-            own = self._updated(here, rows, update) if any(here) else None
+            own = None
+            if any(here):  # before the first broadcast, so that all ranks compute at the same time
+                own = self._updated(here, self._in_a_row(local(list(chain(*here))), dtype), update)
             for replica, of_replica in enumerate(by_replica):
                 if those := list(chain(*of_replica)):
-                    yield from self._distributed(those, replica, own, dtype)
+                    yield those, self._distributed(those, replica, own, dtype)
+
+    def _in_a_row(self, rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        flat = torch.empty(sum(part.numel() for part in rows), dtype=dtype, device=self.device)
+        pieces = flat.split([part.numel() for part in rows])
+        torch._foreach_copy_([piece.view_as(part) for piece, part in zip(pieces, rows, strict=True)], rows)
+        return flat
 
     def _updated(
         self,
         owned: list[list[nn.Parameter]],
-        rows: Callable[[nn.Parameter], torch.Tensor],
+        sent: torch.Tensor,
         update: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Return this rank's rows of the updates of its replica's parameters in a row.
 
-        ``owned``: the parameters that each of the replica's ranks updates.
+        Args:
+            owned: the parameters that each of the replica's ranks updates.
+            sent: this rank's rows of what their updates are computed from.
         """
-        mine, group = owned[self._shards.rank], self._shards.group
-        if self._shards.size == 1:
-            return torch.cat([update(rows(parameter)).reshape(-1) for parameter in mine])
-        ranks = range(self._shards.size)
-        sizes = [[self._elements(parameter, rank) for parameter in mine] for rank in ranks]
+        mine = owned[self._shards.rank]
+        sizes = [[self._elements(parameter, rank) for parameter in mine] for rank in range(self._shards.size)]
         sent_sizes = [sum(of_rank) for of_rank in sizes]
         received_sizes = [sum(self._elements(p, self._shards.rank) for p in of_owner) for of_owner in owned]
-        sent = torch.cat([rows(parameter).reshape(-1) for parameter in chain(*owned)])
-        received = sent.new_empty(sum(sent_sizes))
-        dist.all_to_all_single(received, sent, sent_sizes, received_sizes, group=group)
+        received = self._all_to_all(sent, received_sizes, sent_sizes)
         del sent
-        pieces = received.split(list(chain(*sizes)))
-        for index, parameter in enumerate(mine):
-            parts = pieces[index :: len(mine)]  # one of each rank
-            full = update(torch.cat(parts).view(self._shape(parameter))).reshape(-1)
-            for part, result in zip(parts, full.split([len(part) for part in parts]), strict=True):
-                part.copy_(result)
-        back = received.new_empty(sum(received_sizes))
-        dist.all_to_all_single(back, received, received_sizes, sent_sizes, group=group)
-        return back
+        pieces, shapes = received.split(list(chain(*sizes))), [self._shape(parameter) for parameter in mine]
+        on_gpu = self.device.type != "cpu"
+        for indices in stacks([(height, width) for height, width in shapes], on_gpu=on_gpu):
+            matrices = received.new_empty((len(indices), *shapes[indices[0]]))
+            parts = [pieces[index :: len(mine)] for index in indices]  # one of each rank
+            for matrix, of_matrix in zip(matrices.flatten(1), parts, strict=True):
+                torch.cat(of_matrix, out=matrix)
+            for result, of_matrix in zip(update(matrices).flatten(1), parts, strict=True):
+                torch._foreach_copy_(list(of_matrix), list(result.split([len(part) for part in of_matrix])))
+        return self._all_to_all(received, sent_sizes, received_sizes)
+
+    def _all_to_all(self, sent: torch.Tensor, sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
+        """Return what the shards send this rank, ``received_sizes``; ``sizes``: what it sends to each."""
+        if self._shards.size == 1:
+            return sent
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._shards.group)
+        return received
 
     def _distributed(
         self, parameters: list[nn.Parameter], replica: int, own: torch.Tensor | None, dtype: torch.dtype
-    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield the updates that ``replica`` has computed; ``own``: those of this one."""
+    ) -> list[torch.Tensor]:
+        """Return the updates that ``replica`` has computed; ``own``: those of this one."""
         sizes = [self._elements(parameter, self._shards.rank) for parameter in parameters]
         flat = own
         if replica != self._replicas.rank:
@@ -126,8 +139,8 @@ class MatrixExchange:
         assert flat is not None
         if self._replicas.size > 1 and len(flat):
             dist.broadcast(flat, group_src=replica, group=self._replicas.group)
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            yield parameter, part.view(-1, self._shape(parameter)[1])
+        parts = zip(parameters, flat.split(sizes), strict=True)
+        return [part.view(-1, self._shape(parameter)[1]) for parameter, part in parts]
 
     def _elements(self, parameter: nn.Parameter, rank: int) -> int:
         """Return the number of elements of a matrix that a rank of the shards holds."""

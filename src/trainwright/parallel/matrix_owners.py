@@ -11,6 +11,8 @@ ITERATIONS = 5
 
 _EMBEDDINGS = ("wte", "wpe", "lm_head", "head", "positions", "score")
 
+_TOGETHER = 2**25  # elements that one process of a GPU updates at a time, if no matrix has more
+
 # The matrices of every rank in a round, by their index.
 Round = tuple[tuple[int, ...], ...]
 
@@ -28,7 +30,19 @@ def stacked(elements: int, *, on_gpu: bool) -> int:
 
     Small ones do not fill a GPU, and each launches some forty kernels; on a CPU products of a batch are not faster.
     """
-    return max(1, 2**25 // max(1, elements)) if on_gpu else 1
+    return max(1, _TOGETHER // max(1, elements)) if on_gpu else 1
+
+
+def stacks(shapes: Sequence[tuple[int, int]], *, on_gpu: bool) -> list[list[int]]:
+    """Return the indices of matrices of one shape that one process updates together, as many as ``stacked`` says."""
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(index)
+    found = []
+    for (rows, columns), alike in by_shape.items():
+        count = stacked(rows * columns, on_gpu=on_gpu)
+        found += [alike[begin : begin + count] for begin in range(0, len(alike), count)]
+    return found
 
 
 def operations(rows: int, columns: int) -> int:
@@ -38,16 +52,18 @@ def operations(rows: int, columns: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def assign(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[Round, ...]:
+def assign(shapes: tuple[tuple[int, int], ...], ranks: int, *, on_gpu: bool) -> tuple[Round, ...]:
     """Assign every matrix to a rank and return the rounds in which the ranks update them.
 
     The matrix with the highest cost first, each to the rank with the least work so far. In a round, the matrices of a
-    rank have together at most as many elements as the largest matrix: this bounds the memory. One rank updates one
-    matrix at a time. The result depends on the arguments alone, so all ranks agree on it.
+    rank have together at most as many elements as the largest matrix, or on a GPU as those that are updated together:
+    this bounds the memory. One rank on a CPU updates one matrix at a time. The result depends on the arguments alone,
+    so all ranks agree on it.
     """
-    if ranks == 1:
+    if ranks == 1 and not on_gpu:
         return tuple(((index,),) for index in range(len(shapes)))
     largest = max((rows * columns for rows, columns in shapes), default=0)
+    largest = max(largest, _TOGETHER) if on_gpu else largest
     rounds: list[list[list[int]]] = []
     last, filled = [-1] * ranks, [0] * ranks  # of each rank: its last round, and the elements it has there
     loads = [(0, rank) for rank in range(ranks)]
@@ -71,11 +87,3 @@ def rows_of(rows: int, ranks: int, rank: int) -> int:
     """
     each = -(-rows // ranks)
     return max(0, min(each, rows - each * rank))
-
-
-def slowest(rounds: Sequence[Round], costs: Sequence[float]) -> float:
-    """Return the cost of all rounds one after another, each that of the rank with the most to do.
-
-    ``costs``: of every matrix.
-    """
-    return sum(max(sum(costs[index] for index in owned) for owned in by_rank) for by_rank in rounds)

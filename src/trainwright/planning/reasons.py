@@ -9,14 +9,15 @@ from itertools import islice
 
 from trainwright.machine.describe import Cluster, parse_machine
 from trainwright.machine.processor import why_no_triton
-from trainwright.models.attention.kernels import in_words
+from trainwright.models.attention.kernels import CPU_FLASH, in_words
 from trainwright.models.fused.choice import reason_of_auto
+from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE
 from trainwright.planning.memory.micro_batch import micro_batch
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.rates import rates_of
-from trainwright.planning.trace.traced import attention_needs
+from trainwright.planning.trace.traced import attention_needs, backward_in_fp32
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import AdapterSection
 from trainwright.recipe.strategy_spec import spec_of
@@ -74,7 +75,11 @@ def attention_of(workload: Workload, choice: Choice, cluster: Cluster) -> Iterat
         return
     batch = micro_batch(workload, choice)
     request = workload.request(choice, cluster, batch)
-    yield from in_words(attention_needs(request, batch.longest), request.device.limits)
+    short = f"for sequences of less than {BF16_FROM_LENGTH} tokens"
+    why = f"; backward in fp32, which is faster {short if request.device.amx else 'on a processor without AMX'}"
+    for line in in_words(attention_needs(request, batch.longest), request.device.limits):
+        is_flash = line.startswith(CPU_FLASH.title)
+        yield line + why if is_flash and backward_in_fp32(request, batch) else line
 
 
 def verdict(candidate: Candidate, best: Candidate | None) -> str:

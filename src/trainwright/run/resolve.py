@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from trainwright.engine.checkpoints.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import Build, installed_build, with_device
-from trainwright.machine.catalog import why_no_float8
+from trainwright.machine.catalog import possible_float8, why_no_float8
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.processor import why_no_triton
@@ -359,12 +359,13 @@ def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -
 
 
 def _check_float8(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
-    if recipe.train.float8 == "no":
+    asked = recipe.train.float8
+    if asked == "no":
         return
     if cluster.device == "cpu":
         remarks.append("train.float8: a CPU rounds as a GPU does, correct but slower than no")
-    elif (why := why_no_float8(cluster.card)) is not None:
-        raise MachineError(f"train.float8: {why}; set it to no")
+    elif (why := why_no_float8(cluster.card, asked)) is not None:
+        raise MachineError(f"train.float8: {why}; set it to {next(iter(possible_float8(cluster.card)), 'no')}")
     elif recipe.train.compile is False:
         remarks.append("train.float8: without train.compile, rounding takes longer than products in float8 save")
 

@@ -205,6 +205,20 @@ def test_zero_inline(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("config", "scales"),
+    [
+        ("{backend: AO, pad_inner_dim: true}", "tensorwise"),
+        ("{fp8_backend: te, fp8_format: E4M3, use_mxfp8_block_scaling: true}", "mxfp8"),
+    ],
+)
+def test_fp8_is_what_its_library_computes(tmp_path: Path, config: str, scales: str) -> None:
+    found = translation(tmp_path, f"distributed_type: NO\nmixed_precision: fp8\nfp8_config: {config}\n")
+    precision = {"train.mixed_precision": "bf16", "train.float8": scales}
+    assert found.problems == () and values(found).items() >= precision.items()
+    assert not any("not supported" in note.reason for note in found.notes)
+
+
 @pytest.mark.parametrize(("stage", "strategy"), [(0, "ddp"), (1, "zero1"), (2, "zero2"), (3, "zero3"), (None, "zero2")])
 def test_zero_stages(tmp_path: Path, stage: int | None, strategy: str) -> None:
     part = "" if stage is None else f"zero_stage: {stage}, "
@@ -302,7 +316,8 @@ def test_switched_on_extras_have_a_line_each(tmp_path: Path) -> None:
         ("distributed_type: MULTI_GPU\nuse_cpu: true\n", ":1: .* contradicts .*:2: use_cpu: true"),
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ":2: num_processes: 3 cannot be divided"),
         ("distributed_type: MULTI_GPU\nmachine_rank: 1\n", "machine_rank: 1: machines are counted from 0"),
-        ("distributed_type: NO\nmixed_precision: fp8\n", "fp8 is not supported"),
+        ("distributed_type: NO\nmixed_precision: fp8\n", "fp8 is supported with backend AO in fp8_config"),
+        ("distributed_type: NO\nmixed_precision: fp8\nfp8_config: {backend: TE}\n", "the nearest is bf16"),
         ("distributed_type: NO\nmixed_precision: bf61\n", "did you mean BF16"),
         ("distributed_type: NO\nnum_procesess: 1\n", ":2: num_procesess: unknown key; did you mean num_processes?"),
         ("distributed_type: FSDP\nfsdp_version: 2\n", "fsdp_version: unknown key; it belongs under fsdp_config"),

@@ -89,7 +89,8 @@ def measured(lm: CausalLM, batch: Batch) -> dict[str, int]:
     evaluation; and the FLOPs of products.
     """
     peaks = {"step": peak_of(lm, batch), "evaluation": _peak(_evaluation, lm, batch)}
-    float8 = {torch.ops.aten._scaled_mm_v2: _flops_of_float8}
+    products = torch.ops.aten._scaled_mm_v2, torch.ops.trainwright.block_product
+    float8: dict[Any, Any] = dict.fromkeys(products, _flops_of_float8)
     with FlopCounterMode(display=False, custom_mapping=float8) as counter:
         _step(lm, batch)
     return {**peaks, "flops": counter.get_total_flops()}

@@ -12,6 +12,8 @@ import torch
 from tests.planning.trace.real_step import batch_of, measured, planned, real_model, shape_of
 from tests.support.small_models import causal_families, small_config
 from trainwright.models import linear_losses
+from trainwright.models.attention import plain
+from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.planning.trace import traced
 from trainwright.planning.trace.build import samples
 from trainwright.planning.trace.fit import Fitter
@@ -21,6 +23,12 @@ from trainwright.planning.trace.units import BatchShape, basis
 from trainwright.recipe.sections.model import AdapterSection
 
 PACK, SHORT, ROWS, PADDED = (128, 320, 576), (100, 60, 96, 128), (512, 512), (256, 512)
+
+
+@pytest.fixture(autouse=True)
+def _processor_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute attention as on the processor that requests are of."""
+    monkeypatch.setattr(plain, "least_in_bf16", lambda: BF16_FROM_LENGTH)
 
 
 class Case(NamedTuple):
@@ -34,14 +42,17 @@ class Case(NamedTuple):
     float8: Any = "no"
 
 
-def compared(case: Case, **sizes: int) -> tuple[dict[str, int], dict[str, int]]:
+_CPU = Device("cpu", fused=True)
+
+
+def compared(case: Case, device: Device = _CPU, **sizes: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return what the trace says, and what a real step takes. ``sizes``: of the model, instead of usual ones."""
     configuration, packed = {**small_config(case.family), **sizes}, len(case.rows) > 2
     batch = batch_of(case.rows, packed, configuration["vocab_size"])
     shape, model = shape_of(batch), replace(TracedModel.of(configuration), float8=case.float8)
     if case.adapter is not None:
         model = model.adapted(AdapterSection(**case.adapter))
-    request = TraceRequest(model, Device("cpu", fused=True), case.dtype, rows_of(shape), case.recompute)
+    request = TraceRequest(model, device, case.dtype, rows_of(shape), case.recompute)
     return planned(sized(request, shape)), measured(real_model(request), batch)
 
 
@@ -76,6 +87,7 @@ _SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
         Case("llama", adapter={"type": "oft", "block_size": 8}),
         pytest.param(Case("gpt2", PADDED, "bf16", recompute="selective"), marks=_SLOW),
         Case("llama", dtype="bf16", float8="rowwise"),
+        Case("llama", dtype="bf16", float8="mxfp8"),
         pytest.param(Case("llama", dtype="bf16", float8="tensorwise"), marks=_SLOW),
         pytest.param(Case("qwen3", PADDED, "bf16", recompute="selective", float8="rowwise"), marks=_SLOW),
     ],
@@ -111,6 +123,14 @@ def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted(fields:
     plan, real = compared(Case("mixtral", adapter=adapter))
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4)
     assert plan["evaluation"] == pytest.approx(real["evaluation"], rel=0.05)
+
+
+def test_a_processor_without_amx_converts_long_sequences_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "least_in_bf16", lambda: 2**62)
+    case, sizes = Case("llama", (1024, 512, 512), "bf16", recompute="full"), {"vocab_size": 16, "intermediate_size": 16}
+    plan, real = compared(case, replace(_CPU, amx=False), **sizes)
+    assert plan["step"] == pytest.approx(real["step"], rel=0.05)
+    assert compared(case, **sizes)[0]["step"] < 0.65 * plan["step"]
 
 
 def test_a_product_of_float8_has_its_scaled_operand_beside_the_one_in_fp32() -> None:

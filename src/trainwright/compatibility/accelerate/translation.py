@@ -398,12 +398,27 @@ def _precision(top: ConfigSection, draft: Draft) -> None:
         return
     name = top.choice("mixed_precision", _PRECISIONS)
     if name == "FP8":
-        draft.problem(f"{top.place('mixed_precision')} is not supported; the nearest is bf16")
+        _float8(top, draft)
     elif name is not None:
         draft.set("train.mixed_precision", name.lower(), top.place("mixed_precision"))
     elif top.flag("fp16"):
         draft.set("train.mixed_precision", "fp16", top.place("fp16"))
     top.raw("fp16")  # the key that Accelerate wrote before mixed_precision
+
+
+def _float8(top: ConfigSection, draft: Draft) -> None:
+    part = ConfigSection(top.source, ("fp8_config",), "fp8_")
+    backend, blocks = (part.text("fp8_backend") or "").upper(), part.flag("fp8_use_mxfp8_block_scaling")
+    if backend not in ("AO", "TE") or (backend == "TE" and not blocks):
+        draft.problem(
+            f"{top.place('mixed_precision')} is supported with backend AO in fp8_config, or TE and "
+            "use_mxfp8_block_scaling; the nearest is bf16"
+        )
+        return
+    draft.set("train.mixed_precision", "bf16", top.place("mixed_precision"))
+    draft.set("train.float8", "mxfp8" if blocks else "tensorwise", part.place("fp8_backend"))
+    if blocks:
+        draft.note(part.place("fp8_use_mxfp8_block_scaling"), "gradients of weights are products in bf16")
 
 
 def _compile(top: ConfigSection, draft: Draft) -> None:
@@ -484,7 +499,8 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
         if name in top and name != used and kind is not None:
             draft.note(name, f"ignored with distributed_type {kind}")
     for name in ("ipex_config", "fp8_config", "tp_config"):
-        if name in top and any(map(_is_on, _items(top.raw(name)))):
+        used_here = name == "fp8_config" and "train.float8" in draft.settings
+        if name in top and any(map(_is_on, _items(top.raw(name)))) and not used_here:
             draft.note(name, "not supported")
     if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
         draft.note("mpirun_config", "processes are started without MPI; on several machines, start the command on each")

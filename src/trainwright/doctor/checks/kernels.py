@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
-from trainwright.machine.catalog import why_no_float8
+from trainwright.machine.catalog import FLOAT8, possible_float8
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.processor import why_no_triton
@@ -35,7 +35,7 @@ def check(context: CheckContext) -> CheckResult:
         context.machine.device,
         precisions(context.machine),
         has_fused(context.machine),
-        has_float8(context.machine),
+        float8_of(context.machine),
     )
     values = answer_of(work, "kernels", context)
     findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
@@ -65,9 +65,9 @@ def has_fused(machine: Machine) -> bool:
     return why_not_fused(card.vendor, card.capability, why_no_triton()) is None
 
 
-def has_float8(machine: Machine) -> bool:
-    """Return whether a machine can have ``train.float8``: a CPU can."""
-    return not machine.gpus or why_no_float8(cluster_of(machine, 1).card) is None
+def float8_of(machine: Machine) -> tuple[str, ...]:
+    """Return the values of ``train.float8`` that a machine can have: a CPU has all."""
+    return possible_float8(cluster_of(machine, 1).card) if machine.gpus else FLOAT8
 
 
 def _judged(row: dict[str, object], device: str) -> Finding | None:
@@ -174,17 +174,17 @@ def fused_kernels() -> Iterator[ComparedKernel]:
     )
 
 
-def float8_products() -> Iterator[ComparedKernel]:
-    """Yield the products of ``train.float8``, whose formula is what a CPU computes."""
+def float8_products(scales: Sequence[str] = FLOAT8) -> Iterator[ComparedKernel]:
+    """Yield the products of values of ``train.float8``, whose formula is what a CPU computes."""
     import torch
 
     from trainwright.models.float8 import product
 
     inputs = torch.randn(_TOKENS, _HIDDEN), torch.randn(4 * _HIDDEN, _HIDDEN) / _HIDDEN**0.5
-    for scales in ("rowwise", "tensorwise"):
-        run = functools.partial(product, scales=scales)
+    for name in scales:
+        run = functools.partial(product, scales=name)
         yield ComparedKernel(
-            f"train.float8: {scales}",
+            f"train.float8: {name}",
             inputs,
             run,
             lambda x, w, run=run: run(x.bfloat16(), w.bfloat16()).float(),
@@ -192,7 +192,7 @@ def float8_products() -> Iterator[ComparedKernel]:
         )
 
 
-def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: bool, answer: Path) -> None:
+def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: tuple[str, ...], answer: Path) -> None:
     import torch
 
     from trainwright.doctor.calibrate_cases import DTYPES
@@ -200,7 +200,7 @@ def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: 
     torch.manual_seed(0)
     device = torch.device(device_type)
     rows = []
-    optional = (*(fused_kernels() if fused else ()), *(float8_products() if float8 else ()))
+    optional = (*(fused_kernels() if fused else ()), *float8_products(float8))
     for kernel in (*kernels(device), *optional):
         for name in names if kernel.precision is None else (kernel.precision,):
             error, difference = None, None

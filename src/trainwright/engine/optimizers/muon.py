@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from trainwright.engine.optimizer import parameter_groups
 from trainwright.parallel.matrix_exchange import MatrixExchange
-from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix, stacked
+from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix, stacks
 from trainwright.recipe.schema import OptimizerSection
 
 # Coefficients of the quintic Newton-Schulz iteration.
@@ -66,6 +66,7 @@ class Muon(OfMatrices):
         for parameters, updates in self._updates(group["params"]):
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+            del updates  # before the next ones are made
 
     def _updates(self, group: Iterable[nn.Parameter]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Yield parameters and their updates, in the dtype of the parameters."""
@@ -76,13 +77,14 @@ class Muon(OfMatrices):
         if parameters:
             torch._foreach_lerp_(self._momenta(parameters), _grads(parameters), 1 - self._momentum)
         if self.exchange is None:
-            for stack in _stacks(parameters):
-                update = _update(self._stacked(stack)).to(stack[0].dtype)
-                yield [*stack], list(update.unbind())
+            shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in parameters]
+            for indices in stacks(shapes, on_gpu=bool(parameters) and parameters[0].device.type != "cpu"):
+                stack = [parameters[index] for index in indices]
+                yield [*stack], list(_update(self._stacked(stack)).to(stack[0].dtype).unbind())
             return
         dtype = _working_dtype(self.exchange.device)
-        for parameter, update in self.exchange(parameters, lambda one: self._ahead([one])[0], _update, dtype):
-            yield [parameter], [update.to(parameter.device, parameter.dtype)]
+        for those, updates in self.exchange(parameters, self._ahead, _update, dtype):
+            yield [*those], [u.to(p.device, p.dtype) for p, u in zip(those, updates, strict=True)]
 
     def _stacked(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """Return what the updates of parameters of one shape [m, n] are computed from, as [count, m, n]."""
@@ -102,16 +104,6 @@ class Muon(OfMatrices):
 
 def _grads(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _stacks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters of one shape that are updated together: on a GPU as many as ``stacked`` says."""
-    by_shape: dict[torch.Size, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_shape.setdefault(parameter.shape, []).append(parameter)
-    for shape, alike in by_shape.items():
-        count = stacked(shape.numel(), on_gpu=alike[0].device.type != "cpu")
-        yield from (alike[begin : begin + count] for begin in range(0, len(alike), count))
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:

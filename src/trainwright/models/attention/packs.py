@@ -35,7 +35,6 @@ from trainwright.models.attention.kernels import (
 )
 from trainwright.models.attention.plain import flash_cpu
 from trainwright.models.attention.sequences import Call, Sequences
-from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.recipe.extensions import load
 
 if TYPE_CHECKING:
@@ -212,9 +211,8 @@ def _on_host(sequences: Sequences | None, boundaries: torch.Tensor, longest: int
 
 def flash_on_cpu(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run torch's flash attention for CPUs on each sequence."""
-    # Converted inputs differ from those saved for the backward pass, which needs a custom operator.
-    converted = call.query.dtype != torch.float32 and call.longest < BF16_FROM_LENGTH
-    if not converted and plain.are_equal(call):
+    # A backward pass in fp32 of a forward pass in bf16 needs a custom operator.
+    if call.query.dtype == torch.float32 and plain.are_equal(call):
         return plain.equal_sequences(call)
     inputs = call.query, call.key, call.value
     return flash_cpu(*inputs, call.boundaries, call.scale)[0].transpose(1, 2)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from trainwright.machine.processor import detect_processor
 from trainwright.models.attention.sequences import Call, Sequences
 from trainwright.parallel.constants import BF16_FROM_LENGTH
 
@@ -30,7 +32,7 @@ def equal_sequences(call: Call) -> torch.Tensor:
     key, value = _repeated(call) if (query.is_cuda or query.is_xpu) and call.grouped else (call.key, call.value)
     # Not x[0]: the gradient of indexing is a zero tensor with the rest copied into it.
     parts = [x.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
-    q, k, v = parts if query.is_cuda or query.is_xpu else working(length, *parts)
+    q, k, v = parts if query.is_cuda or query.is_xpu else working(length, BF16_FROM_LENGTH, *parts)
     grouped = k.shape[1] != q.shape[1]
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=grouped)
     return output.transpose(1, 2).flatten(0, 1)[None].to(query.dtype)
@@ -92,9 +94,7 @@ def flash_forward(
         Output [1, H, T, D] and log-sum-exp [1, H, T].
     """
     output, logsumexp = _empty_output(query, value)
-    edges = boundaries.tolist()
-    query, key, value = working(_longest(edges), query, key, value)
-    tensors = (query, key, value, output, logsumexp)
+    edges, tensors = boundaries.tolist(), (query, key, value, output, logsumexp)
     for q, k, v, *room in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
         results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         for part, piece in zip(room, results, strict=True):
@@ -138,9 +138,30 @@ def flash_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of ``query``, ``key`` and ``value``, of their shapes."""
+    return backward_from(least_in_bf16(), grad, query, key, value, output, logsumexp, boundaries, scale)
+
+
+@cache
+def least_in_bf16() -> int:
+    """Return the length from which this processor's backward pass is faster in bf16."""
+    return BF16_FROM_LENGTH if detect_processor().has_amx else 2**62
+
+
+def backward_from(
+    least: int,
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients, computed in fp32 if no sequence has ``least`` tokens."""
     grads = _empty_grads(query, key, value)
     edges = boundaries.tolist()
-    grad, query, key, value, output = working(_longest(edges), grad, query, key, value, output)
+    grad, query, key, value, output = working(_longest(edges), least, grad, query, key, value, output)
     tensors = (grad, query, key, value, output, logsumexp, *grads)
     for *inputs, to_query, to_key, to_value in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
@@ -159,9 +180,9 @@ _flash_cpu_backward = torch.library.custom_op("trainwright::packed_flash_cpu_bac
 _flash_cpu_backward.register_fake(lambda grad, query, key, value, *_: _empty_grads(query, key, value))
 
 
-def working(longest: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors in the precision in which sequences of at most ``longest`` tokens are computed."""
-    return tuple(x.float() for x in tensors) if longest < BF16_FROM_LENGTH else tensors
+def working(longest: int, least: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors in fp32 if ``longest`` is below ``least``."""
+    return tuple(x.float() for x in tensors) if longest < least else tensors
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

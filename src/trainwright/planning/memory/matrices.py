@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from trainwright.parallel.matrix_owners import assign, rows_of, stacked
+from trainwright.parallel.matrix_owners import assign, rows_of, stacked, stacks
 from trainwright.planning.memory.inventory import Inventory
 from trainwright.planning.workload import Choice
 from trainwright.recipe.optimizer_spec import preconditioned
@@ -26,7 +26,7 @@ def orthogonalizing(inventory: Inventory, choice: Choice, on_gpu: bool) -> int:
     width, shapes = exchanged_width(on_gpu), inventory.matrices
     if choice.num_processes == 1:
         return max((_stack(shape, count, width, on_gpu) for shape, count in Counter(shapes).items()), default=0)
-    return _of_rounds(shapes, choice.num_processes, choice.shards, width)
+    return _of_rounds(shapes, choice.num_processes, choice.shards, on_gpu)
 
 
 def preconditioning(inventory: Inventory) -> int:
@@ -49,30 +49,31 @@ def _stack(shape: Shape, count: int, width: int, on_gpu: bool) -> int:
 
 
 @lru_cache(maxsize=64)
-def _of_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, width: int) -> int:
+def _of_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, on_gpu: bool) -> int:
     highest = 0
-    for owners in assign(shapes, ranks):
+    for owners in assign(shapes, ranks, on_gpu=on_gpu):
         owned = [[shapes[index] for index in indices] for indices in owners]
         for begin in range(0, ranks, shards):
-            highest = max(highest, _round(owned[begin : begin + shards], width))
+            highest = max(highest, _round(owned[begin : begin + shards], on_gpu))
     return highest
 
 
-def _round(owned: Sequence[Sequence[Shape]], width: int) -> int:
+def _round(owned: Sequence[Sequence[Shape]], on_gpu: bool) -> int:
     """Return the bytes on the fullest rank of a replica. ``owned``: the matrices of each of its ranks."""
-    everything = [shape for shapes in owned for shape in shapes]
-    # An update is converted to fp32 as it is added to the weights.
-    added = _FP32 * max((_share(shape, len(owned)) for shape in everything), default=0) if width < _FP32 else 0
-    if len(owned) == 1:
-        updated = highest = 0
-        for rows, columns in everything:
-            highest = max(highest, updated + width * rows * columns + _iterations(rows, columns, width))
-            updated += width * rows * columns
-        return max(highest, 2 * updated + added)  # this rank's updates in a row, and those of another
-    given_bytes = width * sum(_share(shape, len(owned)) for shape in everything)
+    width = exchanged_width(on_gpu)
+    elements = sum(_share(shape, len(owned)) for shapes in owned for shape in shapes)
+    given, in_fp32 = width * elements, _FP32 * elements
     taken = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)
-    alone = max((width * rows * columns + _iterations(rows, columns, width) for rows, columns in everything), default=0)
-    return max(2 * given_bytes + added, given_bytes + taken, taken + alone)
+    alone = max((_of_stacks(shapes, width, on_gpu) for shapes in owned), default=0)
+    # Updates are converted to fp32 as they are added to the weights: this rank's in a row, and those of another.
+    added = 2 * given + (in_fp32 if width < _FP32 else 0)
+    return max(given + in_fp32, given + taken if len(owned) > 1 else 0, taken + alone, added)
+
+
+def _of_stacks(shapes: Sequence[Shape], width: int, on_gpu: bool) -> int:
+    """Return the most bytes of updating matrices of a rank, those of one shape together."""
+    counts = [(shapes[indices[0]], len(indices)) for indices in stacks(shapes, on_gpu=on_gpu)]
+    return max((count * (width * m * n + _iterations(m, n, width)) for (m, n), count in counts), default=0)
 
 
 def _share(shape: Shape, shards: int) -> int:

@@ -207,7 +207,7 @@ def _updates(inventory: Inventory, choice: Choice) -> dict[str, Count]:
     shapes, shards = inventory.matrices, choice.shards
     width = exchanged_width(on_gpu=True)
     numbers, sizes = Counter[str](), Counter[str]()
-    for one in assign(shapes, choice.num_processes):
+    for one in assign(shapes, choice.num_processes, on_gpu=True):
         for begin in range(0, len(one), shards):
             those = [shapes[index] for owned in one[begin : begin + shards] for index in owned]
             size = width * sum(rows_of(rows, shards, 0) * columns for rows, columns in those)

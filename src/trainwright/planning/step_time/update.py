@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import starmap
 
 from trainwright.parallel.constants import CACHED_ELEMENTS
-from trainwright.parallel.matrix_owners import ITERATIONS, assign, slowest, stacked
+from trainwright.parallel.matrix_owners import ITERATIONS, assign, stacks
 from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
@@ -68,17 +70,16 @@ class Update:
 
     def _orthogonalizing(self) -> float:
         """Return the seconds of Muon's products, on the rank with the most of them in each round."""
-        if self.choice.num_processes > 1:
-            seconds = {shape: self._iterations(shape, 1) for shape in set(self.orthogonalized)}
-            rounds = assign(self.orthogonalized, self.choice.num_processes)
-            return slowest(rounds, [seconds[shape] for shape in self.orthogonalized])
-        computing = stacks = 0.0
-        for shape, count in Counter(self.orthogonalized).items():
-            together = stacked(shape[0] * shape[1], on_gpu=self.pricing.on_gpu)
-            full, rest = divmod(count, together)
-            computing += full * self._iterations(shape, together) + (self._iterations(shape, rest) if rest else 0.0)
-            stacks += -(-count // together)
-        return max(computing, LAUNCHES_OF_STACK * stacks * self.pricing.speeds.launch)
+        shapes, ranks, on_gpu = self.orthogonalized, self.choice.num_processes, self.pricing.on_gpu
+        rounds = assign(shapes, ranks, on_gpu=on_gpu) if ranks > 1 else ((tuple(range(len(shapes))),),)
+        iterations, launching = cache(self._iterations), LAUNCHES_OF_STACK * self.pricing.speeds.launch
+
+        def seconds(owned: tuple[int, ...]) -> float:
+            mine = [shapes[index] for index in owned]
+            together = [(mine[indices[0]], len(indices)) for indices in stacks(mine, on_gpu=on_gpu)]
+            return max(sum(starmap(iterations, together)), launching * len(together))
+
+        return sum(max(map(seconds, owners)) for owners in rounds)
 
     def _preconditioning(self) -> float:
         """Return the seconds of SOAP's products in fp32, of which every process computes all."""
@@ -258,7 +259,7 @@ class Exchange:
         if choice.num_processes == 1 or not matrices:
             return 0.0
         seconds = 0.0
-        for owners in assign(matrices, choice.num_processes):
+        for owners in assign(matrices, choice.num_processes, on_gpu=width < _FP32):
             sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in owned) for owned in owners]
             replicas = [sum(sizes[begin : begin + shards]) for begin in range(0, len(sizes), shards)]
             # In an all-to-all a rank sends each of the others its part; in an all-gather it passes all parts on.

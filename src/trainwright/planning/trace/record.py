@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.models.attention.plain import flash_backward, flash_forward
+from trainwright.models.attention.plain import backward_from, flash_forward
+from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.planning.trace.units import FUSED, OperationKind
 from trainwright.planning.trace.values import compute, operands
 
@@ -191,7 +193,8 @@ class Recorder(TorchDispatchMode):
 # Operators whose code is made of operations of torch.
 _OF_OURS: dict[Any, Callable[..., Any]] = {
     torch.ops.trainwright.packed_flash_cpu.default: flash_forward,
-    torch.ops.trainwright.packed_flash_cpu_backward.default: flash_backward,
+    # As with AMX; without it, the sequences of what is traced are short (``Regime.long``).
+    torch.ops.trainwright.packed_flash_cpu_backward.default: partial(backward_from, BF16_FROM_LENGTH),
 }
 # Operations in blocks (models/fused/blocked.py) take as long as elementwise ones of so many times their bytes, as they
 # are limited by the processor and not by its memory: measured.
@@ -228,7 +231,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
     if "attention" in operator or "attn" in operator or "flash" in operator:
         kind, flops = "attention", _attention_flops(operator, args, kwargs)
         generation = 3 if "flash_attn_3" in str(packet) else 2
-    elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm_v2"):
+    elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm_v2", "block_product"):
         kind, (a, b) = "product", args[1:3] if "add" in operator else args[:2]
         width = b.element_size()  # of a sum in fp32, the result is wider
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]

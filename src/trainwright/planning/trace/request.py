@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from trainwright.machine.processor import has_amx
 from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, missing_kernels
 from trainwright.models.fused.choice import Kernels, is_fused
@@ -28,7 +29,7 @@ class Device:
 
     ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes that it computes in. ``deterministic``: it
     uses deterministic kernels only. ``attention``: of the recipe's model, on a CPU; a GPU's platform has it.
-    ``fused``: it runs the kernels of ``models.fused``, on a CPU operations in blocks.
+    ``fused``: it runs the kernels of ``models.fused``, on a CPU operations in blocks. ``amx``: a CPU has AMX.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -37,6 +38,7 @@ class Device:
     deterministic: bool = False
     attention: str = "auto"
     fused: bool = False
+    amx: bool = True
 
     def dtype(self, width: int) -> Dtype:
         """Return the dtype of ``width`` bytes."""
@@ -203,8 +205,8 @@ class TraceRequest:
 class Regime(NamedTuple):
     """On which side of thresholds a batch is, where operations change.
 
-    ``windows``: sequences are longer than the model's windows. ``long``: than those that the CPU's attention of packs
-    converts to fp32. ``chunked``: the loss takes more than one chunk. ``every``: every token is a target.
+    ``windows``: sequences are longer than the model's windows. ``long``: than those whose attention a CPU computes in
+    fp32 in the backward pass. ``chunked``: the loss takes more than one chunk. ``every``: every token is a target.
     """
 
     windows: bool = False
@@ -226,7 +228,8 @@ def device_of(
 ) -> Device:
     """Return the device that a process of ``choice`` computes on. ``attention``, ``kernels``: of the recipe's model."""
     if cluster.device == "cpu":
-        return Device("cpu", attention=attention, fused=kernels == "auto" and not choice.compile)
+        fused = kernels == "auto" and not choice.compile
+        return Device("cpu", attention=attention, fused=fused, amx=has_amx(cluster.card))
     vendor: Vendor = VENDORS[cluster.card.vendor].name
     missing = missing_kernels() if cluster.is_here else ASSUMED.missing
     platform = Platform(vendor, cluster.card.capability, missing, attention)

@@ -22,7 +22,7 @@ def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedMo
     chunk, _ = facts.rows_of_logits(batch.targets)
     regime = Regime(
         windows=0 < facts.window < batch.longest,
-        long=batch.longest >= BF16_FROM_LENGTH or not _converts(request),
+        long=not backward_in_fp32(request, batch),
         chunked=batch.targets > chunk or request.device.fuses_loss,  # which compute one chunk as the first of several
         every=batch.targets >= batch.tokens,
     )
@@ -43,8 +43,11 @@ def _every(number: int, none: ModelTrace[Size], full: ModelTrace[Size]) -> Model
     return dataclasses.replace(none, units=(*none.units, *full.units), order=tuple(order))
 
 
-def _converts(request: TraceRequest) -> bool:
-    return request.rows in ("packed", "equal") and not request.device.is_gpu and request.width == 2
+def backward_in_fp32(request: TraceRequest, batch: BatchShape) -> bool:
+    """Return whether a CPU converts the attention of packs in bf16 to fp32 in the backward pass."""
+    if request.rows not in ("packed", "equal") or request.device.is_gpu or request.width != 2:
+        return False
+    return batch.longest < BF16_FROM_LENGTH or not request.device.amx
 
 
 _USUAL = Regime()
@@ -173,7 +176,7 @@ def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
     ):
         request = dataclasses.replace(request, rows="packed")  # which are computed one by one
     if not request.device.is_gpu:
-        return dataclasses.replace(request, recompute=recompute)
+        return dataclasses.replace(request, recompute=recompute, device=dataclasses.replace(request.device, amx=True))
     dtype: Dtype = "fp32" if request.width == 4 else "bf16"
     rows, device = request.rows, request.device
     typical = dataclasses.replace(_GPU, fused=device.fused)
