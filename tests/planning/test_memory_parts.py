@@ -15,7 +15,6 @@ from trainwright.machine.processor import Processor
 from trainwright.parallel.constants import CACHED_PRODUCTS, PRODUCT_BYTES
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.memory.process import SLACK, libraries
-from trainwright.planning.simulation.report import collectives
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Recompute, Workload
@@ -291,19 +290,6 @@ def test_libraries_that_share_their_code_are_counted_once() -> None:
     plain, adapter = mebibytes("ddp", TINY), mebibytes("ddp", adapted) - mebibytes("ddp", TINY)
     assert mebibytes("fsdp", adapted) == plain + 20 + adapter
     assert mebibytes("zero1", TINY) == plain + 70 == mebibytes("zero1", adapted) and 0 < adapter < 70
-
-
-def test_gradients_of_hybrid_sharding_are_summed_over_the_replicas() -> None:
-    """Against torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: each unit's shard, after the last pass."""
-    workload, cluster = Workload(MODEL, row_tokens=256, global_batch_rows=16), parse_machine("4xA100-80GB")
-    counts = collectives(workload, Choice("fsdp", 4, 2, 2, "bf16", replicate_size=2), cluster)
-    assert counts is not None
-    assert counts["all_reduce"].number == LAYERS + 1
-    assert counts["all_reduce"].bytes == pytest.approx(4 * PARAMETERS / 2, rel=0.001)
-    assert counts["all_gather"] == (
-        2 * (2 * LAYERS + 1),
-        pytest.approx(4 * (2 * PARAMETERS - 49_152 * HIDDEN), rel=0.001),
-    )
 
 
 def test_a_loss_of_several_chunks_in_half_precision_is_traced() -> None:
