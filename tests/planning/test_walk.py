@@ -195,6 +195,20 @@ def test_zero3_gathers_the_embedding_before_it_prefetches_the_rest() -> None:
     assert flow.forward(0).gathered == embedding + 2 * rest == flow.allocated.gathered
 
 
+def test_zero3_releases_what_is_outside_the_blocks_after_the_last_gradients_are_reduced() -> None:
+    held = inventory(model(), 4)
+    flow = memory_of(ZeroMemory, "zero3", held).flow()
+    flow.begin(True, True)
+    for unit in range(held.units):
+        flow.forward(unit)
+    for unit in reversed(range(held.units)):
+        flow.backward(unit)
+        for name, numel in held.sizes[unit].items():
+            flow.arrive(unit, name, numel)
+    assert flow.end().gathered == 4 * (40 + 40)
+    assert flow.allocated.gathered == 0
+
+
 def test_one_route_serves_batches_of_every_size() -> None:
     small, flow = model(), memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow()
     large = small.in_order()[1].backward._replace(

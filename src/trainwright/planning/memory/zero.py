@@ -238,8 +238,9 @@ class Stage3Flow(Flow):
             self._gradients, self._filled, highest = 0, numel % self._bucket, self.allocated
         else:
             highest = self._into_bucket(numel)
-        released = self._sharded.get((unit, name), 0) if name else self._units[unit]
-        self._gathered = max(0, self._gathered - self._width * released)
+        if 0 < unit < len(self._units) - 1:  # what is outside the blocks is released with the model
+            released = self._sharded.get((unit, name), 0) if name else self._units[unit]
+            self._gathered = max(0, self._gathered - self._width * released)
         return highest
 
     def _into_bucket(self, numel: int) -> Allocated:
