@@ -7,9 +7,9 @@
 
 Every case is `trainwright train` of the cases of plan_accuracy.py, four steps long, half of them with evaluations and
 written answers. Measured is the largest resident memory of a process up to the end of its export, as in the run's last
-event; predicted is what its plan said. plan_accuracy.py counts tensors alone: here are the interpreter, the libraries, the
-buffers of the processes' exchange, and what the allocator keeps. `python bench/plan_published.py --write` makes the
-interval of the results.
+event; predicted is what its plan said. plan_accuracy.py counts tensors alone: here are the interpreter, the libraries,
+the buffers of the processes' exchange, and what the allocator keeps. `python bench/plan_published.py --write` makes
+the interval of the results.
 """
 
 from __future__ import annotations
