@@ -363,8 +363,10 @@ def _errors_json(candidate: Candidate) -> dict[str, Any]:
     return {**values, "memory_runs": errors.memory.runs, "speed_runs": errors.speed.runs}
 
 
-_OF_CANDIDATE = ("fits", "verdict", "missing", "needed_bytes", "available_bytes")
-_OF_CANDIDATE += ("host_needed_bytes", "host_available_bytes")
+_OF_CANDIDATE = (
+    *("fits", "verdict", "missing", "needed_bytes", "available_bytes"),
+    *("host_needed_bytes", "host_available_bytes"),
+)
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
