@@ -6,10 +6,10 @@
     python bench/plan_memory.py --predict        no runs: what was measured before against what is predicted now
 
 Every case is `trainwright train` of the cases of plan_accuracy.py, four steps long, half of them with evaluations and
-written answers. Measured is the largest resident memory of a process up to its last step, as in the run's events;
-predicted is what its plan said. plan_accuracy.py counts tensors alone: here are the interpreter, the libraries, the
-buffers of the processes' exchange, and what the allocator keeps. `python bench/plan_published.py --write` makes the
-interval of the results.
+written answers. Measured is the largest resident memory of a process up to the end of its export, as in the run's last
+event; predicted is what its plan said. plan_accuracy.py counts tensors alone: here are the interpreter, the libraries,
+the buffers of the processes' exchange, and what the allocator keeps. `python bench/plan_published.py --write` makes
+the interval of the results.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def measure(case: Case, work: Path, *, evaluates: bool) -> dict[str, Any] | None
     return {
         "id": case.id,
         "case": f"{case.name}{', evaluated' if evaluates else ''}",
-        "measured": max(event["memory_bytes"] for event in events if event["event"] == "step"),
+        "measured": next(event for event in events if event["event"] == "finish")["measured"]["memory_bytes"],
         **_figures(start["predicted"]),
     }
 

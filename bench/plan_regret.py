@@ -38,7 +38,7 @@ from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import constraints_of, installed, make_plan
 from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.process import preload_libraries
@@ -186,7 +186,7 @@ class Bench:
         """All that fit and can run here, the one predicted fastest first; before all others the best of each layout."""
         workload = facts_of(self.recipe).workload
         evaluators = {
-            key: Evaluator(workload, self.cluster, rates_of(self.cluster, calibration), installed)
+            key: Evaluator(workload, self.cluster, Rates(self.cluster, calibration), installed)
             for key, calibration in self.calibrations.items()
         }
         found = [

@@ -31,7 +31,7 @@ from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.planning.facts import facts_of
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import RecipeSchema
@@ -123,8 +123,8 @@ def judged(name: str, recipe: RecipeSchema, machine: Machine, calibration: Calib
     """What was measured of a case beside both predictions."""
     cluster, workload = cluster_of(machine), facts_of(recipe).workload
     choice = choice_of(recipe, machine, timed.accumulation)
-    by_datasheet = step_time(workload, choice, cluster, rates_of(cluster))
-    by_calibration = step_time(workload, choice, cluster, rates_of(cluster, calibration))
+    by_datasheet = step_time(workload, choice, cluster, Rates(cluster))
+    by_calibration = step_time(workload, choice, cluster, Rates(cluster, calibration))
     tokens = statistics.mean(timed.tokens) / workload.tokens
     return {
         "name": name,

@@ -22,7 +22,7 @@ from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import constraints_of, installed, make_plan
 from trainwright.planning.search import Evaluator, search
 from trainwright.planning.step_time.basis import Basis, shapes_of
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
@@ -120,10 +120,10 @@ def _measured_now(machine: Machine, workload: Workload) -> Basis:
 def _ways(recipe: RecipeSchema, machine: Machine, calibration: Calibration | None) -> list[Way]:
     workload, cluster = facts_of(recipe).workload, cluster_of(machine)
     basis = _measured_now(machine, workload)
-    evaluators = {"measured": Evaluator(workload, cluster, rates_of(cluster, None, basis.measurement), installed)}
+    evaluators = {"measured": Evaluator(workload, cluster, Rates(cluster, None, basis.measurement), installed)}
     if calibration is not None:
         evaluators["calibrated"] = Evaluator(
-            workload, cluster, rates_of(cluster, calibration, basis.measurement), installed
+            workload, cluster, Rates(cluster, calibration, basis.measurement), installed
         )
     found = []
     for constraints, threads in _constraints(constraints_of(recipe), workload, machine):

@@ -27,7 +27,7 @@ from trainwright.planning.output import summary, table, words
 from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis, basis_of, block_seconds, model_of, shapes_of, way_of
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Workload
@@ -112,7 +112,7 @@ def test_processes_follow_from_what_was_measured() -> None:
 def test_rates_are_those_that_were_measured_and_what_was_not_is_scaled() -> None:
     cluster = of_cores(8, *AMX)
     found = measurement({(1, 1): 1e11, (8, 1): 5e10, (1, 8): 6e11})
-    rates, nominal = rates_of(cluster, None, found), rates_of(cluster)
+    rates, nominal = Rates(cluster, None, found), Rates(cluster)
     for place, rate in (((1, 1), 1e11), ((8, 1), 5e10), ((1, 8), 6e11)):
         curve = rates.setting(*place).curves["product/fp32/forward"]
         assert 2 * 512**3 / curve.seconds(512, 512, 512) == pytest.approx(rate, rel=0.01)
@@ -178,14 +178,14 @@ def _with_block(found: Calibration, seconds: float, scale: float = 1.0) -> Calib
 
 def test_kernels_in_a_step_take_what_a_measured_block_takes() -> None:
     cluster = of_cores(2, *AMX)
-    plain = rates_of(cluster, None, measurement()).setting(2, 1)
+    plain = Rates(cluster, None, measurement()).setting(2, 1)
     expected = seconds_of(plain)
-    slow = rates_of(cluster, None, _with_block(measurement(), 1.5 * expected)).setting(2, 1)
+    slow = Rates(cluster, None, _with_block(measurement(), 1.5 * expected)).setting(2, 1)
     for name in ("products", "attention", "traffic", "host"):
         assert getattr(slow.in_step["fp32"], name) == pytest.approx(1.5 * getattr(plain.in_step["fp32"], name))
     assert slow.in_step["bf16"] == plain.in_step["bf16"]
     assert seconds_of(slow) == pytest.approx(1.5 * expected)
-    spoilt = rates_of(cluster, None, _with_block(measurement(), 100 * expected)).setting(2, 1)
+    spoilt = Rates(cluster, None, _with_block(measurement(), 100 * expected)).setting(2, 1)
     assert spoilt.in_step["fp32"].products == pytest.approx(2.5 * plain.in_step["fp32"].products)
 
 
@@ -196,16 +196,16 @@ def test_a_block_that_an_earlier_version_measured_counts_for_nothing() -> None:
         for one in measurement().settings
     )
     cluster = of_cores(2, *AMX)
-    rates = rates_of(cluster, None, replace(measurement(), settings=settings)).setting(2, 1)
-    assert rates == rates_of(cluster, None, measurement()).setting(2, 1)
+    rates = Rates(cluster, None, replace(measurement(), settings=settings)).setting(2, 1)
+    assert rates == Rates(cluster, None, measurement()).setting(2, 1)
 
 
 def test_a_calibration_is_scaled_to_a_block_of_the_model() -> None:
     cluster = of_cores(2, *AMX)
-    calibrated = replace(measurement(), settings=(rates_of(cluster, None, measurement()).setting(2, 1),))
-    assert rates_of(cluster, calibrated).setting(2, 1) == calibrated.settings[0]
+    calibrated = replace(measurement(), settings=(Rates(cluster, None, measurement()).setting(2, 1),))
+    assert Rates(cluster, calibrated).setting(2, 1) == calibrated.settings[0]
     expected = seconds_of(calibrated.settings[0])
-    scaled = rates_of(cluster, calibrated, _with_block(measurement(), 1.4 * expected)).setting(2, 1)
+    scaled = Rates(cluster, calibrated, _with_block(measurement(), 1.4 * expected)).setting(2, 1)
     assert seconds_of(scaled) == pytest.approx(1.4 * expected)
     assert scaled.curves == calibrated.settings[0].curves
 
@@ -253,7 +253,7 @@ def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
     made = planned(measurement(bf16=0.5))
     layouts = [(one.layout, one.choice.num_processes) for one in made.search.candidates]
     assert len(layouts) == len(set(layouts)) and len(list(table(made))) > 2
-    assert Evaluator(work(), of_cores(2), rates_of(of_cores(2))).rates.threads(1) == (2,)
+    assert Evaluator(work(), of_cores(2), Rates(of_cores(2))).rates.threads(1) == (2,)
 
 
 def _with_runs(*runs: OwnRun) -> RunPlan:

@@ -18,7 +18,7 @@ from trainwright.planning.memory.peak import least_of, memory_of
 from trainwright.planning.output import table
 from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Candidate, Evaluator, search
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
@@ -103,7 +103,7 @@ def test_recomputation_is_not_looked_at_where_larger_micro_batches_gain_less(nam
             return super().fit(choice)
 
     cluster = parse_machine("8xH100")
-    found = search(Noting(work(name, rows, tokens), cluster, rates_of(cluster)), Constraints({}))
+    found = search(Noting(work(name, rows, tokens), cluster, Rates(cluster)), Constraints({}))
     assert found.best is not None and set(tried) == {"none"}
 
 
@@ -113,7 +113,7 @@ PADDED = {"packed": False, "document_tokens": 90.0}
 def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) -> None:
     """Compare what is found with everything that could be chosen."""
     constraints = Constraints(fixed)
-    evaluator = Evaluator(workload, cluster, rates_of(cluster))
+    evaluator = Evaluator(workload, cluster, Rates(cluster))
     every = [
         choice_of(layout, processes, size, recompute, constraints, cluster)
         for processes in worlds(workload, cluster, constraints)
@@ -210,7 +210,7 @@ def test_what_is_given_up_for_a_simpler_choice_does_not_add_up() -> None:
     # Of one process and of two, of small micro-batches and of large ones: within five per cent of the fastest of all.
     for clock in range(20, 40):
         cluster = of_cores(2, *BF16, clock=clock * 1e8)
-        found = search(Evaluator(work(SMALL, 16, 256, **PADDED), cluster, rates_of(cluster)), Constraints({}))
+        found = search(Evaluator(work(SMALL, 16, 256, **PADDED), cluster, Rates(cluster)), Constraints({}))
         assert found.best is not None and found.best.time is not None
         assert found.best.time.seconds <= (1 + AS_FAST["cpu"]) * found.fastest
 
@@ -289,7 +289,7 @@ def test_gradients_of_offloaded_parameters_are_in_the_hosts_memory() -> None:
 @pytest.mark.parametrize("on", ["2xRTX4090", "8xRTX4090", "2x8xA100-40GB"])
 def test_what_never_fits_is_found_without_a_pass(on: str) -> None:
     cluster, workload = parse_machine(on), work(LARGE)
-    evaluator = Evaluator(workload, cluster, rates_of(cluster))
+    evaluator = Evaluator(workload, cluster, Rates(cluster))
     every = search(evaluator, Constraints({}))
     for one in every.candidates:
         assert least_of(workload, one.choice, cluster) <= one.memory.total
@@ -322,7 +322,7 @@ def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
     kept = [memory_of(one.workload, same, one.cluster).parts["optimizer state"] for one in (adamw, muon)]
     # 7.0 billion of 8.0 are in matrices of blocks, which need their momentum alone.
     assert kept[1] / kept[0] == pytest.approx(1 - 7.0 / 8.0 / 2, rel=0.01)
-    times = [step_time(one.workload, same, one.cluster, rates_of(one.cluster)) for one in (adamw, muon)]
+    times = [step_time(one.workload, same, one.cluster, Rates(one.cluster)) for one in (adamw, muon)]
     assert times[1].parts["optimizer"] > times[0].parts["optimizer"]
 
 

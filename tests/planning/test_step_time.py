@@ -9,7 +9,7 @@ from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
-from trainwright.planning.step_time.rates import Group, Rates, nominal_setting, rates_of
+from trainwright.planning.step_time.rates import Group, Rates, nominal_setting
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time, typical_batch
 from trainwright.planning.step_time.update import LAUNCHES_OF_STACK, Update
 from trainwright.planning.step_time.work import Pricing
@@ -64,7 +64,7 @@ def choice(strategy: Any = "fsdp", processes: int = 8, **changed: Any) -> Choice
 
 
 def timed(made: Choice | None = None, work: Workload | None = None, cluster: Cluster = H100) -> StepTime:
-    return step_time(work or workload(), made or choice(), cluster, rates_of(cluster))
+    return step_time(work or workload(), made or choice(), cluster, Rates(cluster))
 
 
 # Worked by hand: queries and output 64 x 64, keys and values 64 x 32, and three matrices of 64 x 176.
@@ -111,7 +111,7 @@ def test_operations_of_experts_are_those_that_a_token_goes_to() -> None:
 
 def test_processes_share_the_updates_of_matrices() -> None:
     """A process has an eighth of the products, and communicates instead."""
-    rates = rates_of(H100)
+    rates = Rates(H100)
     muon, adamw = workload(optimizer="muon"), workload()
     for strategy in ("fsdp", "ddp"):
         added = []
@@ -125,7 +125,7 @@ def test_processes_share_the_updates_of_matrices() -> None:
 
 def test_equal_matrices_are_updated_together_on_one_gpu() -> None:
     """Thirty small matrices take as many launches as one."""
-    speeds = rates_of(parse_machine("1xH100")).setting(1)
+    speeds = Rates(parse_machine("1xH100")).setting(1)
     pricing = Pricing(speeds, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
     launch, single = speeds.launch, choice("single", 1)
     update = Update(single, pricing, 10**6, 10**6, matrices=30, width=2, orthogonalized=((64, 48),) * 30)
@@ -136,7 +136,7 @@ def test_equal_matrices_are_updated_together_on_one_gpu() -> None:
 
 
 def test_rows_of_texts_are_prepared_while_a_gpu_computes() -> None:
-    rates, made = rates_of(H100), choice()
+    rates, made = Rates(H100), choice()
     data = [step_time(workload(texts=texts), made, H100, rates).parts["data"] for texts in (True, False)]
     assert data[0] == 0 < data[1]
 
@@ -144,7 +144,7 @@ def test_rows_of_texts_are_prepared_while_a_gpu_computes() -> None:
 def test_the_share_of_a_gpus_peak_is_of_its_datasheet_also_where_it_was_measured() -> None:
     one = parse_machine("1xH200")
     quick = measurement({(1, 1): 250e12})  # its largest products reach half of the peak
-    for rates in (rates_of(one), Rates(one, measurement=quick)):
+    for rates in (Rates(one), Rates(one, measurement=quick)):
         time = step_time(workload(), choice("single", 1), one, rates)
         assert time.peak == pytest.approx(989.4e12) and time.peak_is_nominal
 
@@ -274,7 +274,7 @@ def test_padded_rows_are_as_long_as_the_longest_beside_them() -> None:
 
 
 def test_collectives_are_those_of_a_ring() -> None:
-    rates, size = rates_of(H100), 1e9
+    rates, size = Rates(H100), 1e9
     sent = 0.8 * 450e9
     gather = 25e-6 + 7 * 3.4e-6 + 7 / 8 * size / sent
     assert rates.collective("all_gather", size, Group(1, 8)) == pytest.approx(gather)
@@ -287,12 +287,12 @@ def test_collectives_are_those_of_a_ring() -> None:
 
 
 def test_between_nodes_the_slower_of_link_and_network_decides() -> None:
-    size, rates = 1e9, rates_of(NODES)
+    size, rates = 1e9, Rates(NODES)
     across = 31 / 32 * size / (0.75 * 50e9 * 8)
     inside = 31 / 32 * size / (0.8 * 450e9)
     latency = 25e-6 + 3 * 14e-6 + 28 * 3.4e-6
     assert rates.collective("all_gather", size, Group(4, 8)) == pytest.approx(latency + max(across, inside))
-    slow = rates_of(parse_machine("4x8xH100@400Gb"))
+    slow = Rates(parse_machine("4x8xH100@400Gb"))
     assert slow.collective("all_gather", size, Group(4, 8)) == pytest.approx(latency + 8 * across)
     # One device of each node has its own adapter and no more.
     alone = rates.collective("all_reduce", size, Group(4, 1))
@@ -301,7 +301,7 @@ def test_between_nodes_the_slower_of_link_and_network_decides() -> None:
 
 def test_a_measured_collective_is_taken_to_other_numbers_of_ranks_by_its_ring() -> None:
     measured = ProcessRates(8, None, {"collective/all_reduce": Curve("amount", (), (140e-6, 1.4e-9))})
-    rates = rates_of(H100, Calibration("", "", {}, (measured,), {}))
+    rates = Rates(H100, Calibration("", "", {}, (measured,), {}))
     assert rates.collective("all_reduce", 1e6, Group(1, 8)) == pytest.approx(140e-6 + 1.4e-3)
     # 2 steps in place of 14, and each link carries 1 in place of 7/4 of the bytes.
     assert rates.collective("all_reduce", 1e6, Group(1, 2)) == pytest.approx(20e-6 + 0.8e-3)
@@ -310,7 +310,7 @@ def test_a_measured_collective_is_taken_to_other_numbers_of_ranks_by_its_ring() 
 def test_a_collective_in_a_step_waits_and_is_slower_than_alone() -> None:
     curves = {"collective/all_reduce": Curve("amount", (), (140e-6, 1.4e-9))}
     measured = ProcessRates(8, None, curves, exchange=Exchanged(waited=2e-3, factor=1.5))
-    rates = rates_of(H100, Calibration("", "", {}, (measured,), {}))
+    rates = Rates(H100, Calibration("", "", {}, (measured,), {}))
     assert rates.collective("all_reduce", 1e6, Group(1, 8)) == pytest.approx(2e-3 + 1.5 * (140e-6 + 1.4e-3))
 
 
@@ -320,7 +320,7 @@ def test_kernels_in_a_step_take_what_whole_passes_told() -> None:
     inside = {"bf16": InStep(products=1.5, attention=2.0, traffic=3.0, host=1e-4)}
     small, single = workload(llama()), choice("single", 1, threads=2)
     before, after = (
-        step_time(small, single, cpu, rates_of(cpu, Calibration("", "", {}, (made,), {}))).parts
+        step_time(small, single, cpu, Rates(cpu, Calibration("", "", {}, (made,), {}))).parts
         for made in (alone, replace(alone, in_step=inside))
     )
     assert after["matrix products"] == pytest.approx(1.5 * before["matrix products"])
@@ -365,7 +365,7 @@ def test_products_that_are_counted_together_are_priced_by_their_flops() -> None:
 
 
 def test_an_optimizer_takes_its_own_time_and_an_average_adds_to_it() -> None:
-    choice, rates = Choice("single", 1, 8, 1, "bf16"), rates_of(parse_machine("1xA100-80GB"))
+    choice, rates = Choice("single", 1, 8, 1, "bf16"), Rates(parse_machine("1xA100-80GB"))
 
     def update(**more: Any) -> float:
         return step_time(workload(**more), choice, parse_machine("1xA100-80GB"), rates).parts["optimizer"]
@@ -378,7 +378,7 @@ def test_an_optimizer_takes_its_own_time_and_an_average_adds_to_it() -> None:
 
 def test_soap_takes_the_products_of_its_bases_on_every_process() -> None:
     """Of one matrix of 4096 x 1024: four products with each side's square, and a tenth of those that refresh it."""
-    speeds = rates_of(parse_machine("1xH100")).setting(1)
+    speeds = Rates(parse_machine("1xH100")).setting(1)
     pricing = Pricing(speeds, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
 
     def seconds(processes: int, *bases: tuple[int, int]) -> float:

@@ -13,7 +13,7 @@ from trainwright.planning.candidates import Constraints
 from trainwright.planning.facts import facts_of
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.plan import make_plan
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.schema import RecipeSchema
@@ -91,7 +91,7 @@ def test_only_what_is_trained_has_optimizer_state_and_gradients(tmp_path: Path) 
 
 def test_blocks_after_the_layer_of_rmu_take_no_time(tmp_path: Path) -> None:
     choice, cluster = Choice("single", 1, 1, 4, "no"), parse_machine("1xH100")
-    rates = rates_of(cluster)
+    rates = Rates(cluster)
     early, late = (
         step_time(workload(tmp_path, objective="rmu", layer=layer), choice, cluster, rates) for layer in (0, 3)
     )

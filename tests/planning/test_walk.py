@@ -186,6 +186,29 @@ def test_zero3_reduces_a_block_larger_than_a_bucket_as_its_gradients_arrive() ->
     assert gradients[0] == gradients[1] < 4 * 5 * 10**8
 
 
+def test_zero3_gathers_the_embedding_before_it_prefetches_the_rest() -> None:
+    """Through a copy on a CPU; what is prefetched is copied out of its buffer (AllGatherCoalescedHandle.wait)."""
+    memory = ZeroMemory(inventory(model(), 4), Choice("zero3", 2, 1, 1, "no"), OptimizerState("adamw"), on_gpu=False)
+    flow = memory.flow()
+    flow.begin(True, True)
+    embedding, rest = 4 * 40, 4 * (BLOCKS * 32 + 40)
+    assert flow.forward(0).gathered == embedding + 2 * rest == flow.allocated.gathered
+
+
+def test_zero3_releases_what_is_outside_the_blocks_after_the_last_gradients_are_reduced() -> None:
+    held = inventory(model(), 4)
+    flow = memory_of(ZeroMemory, "zero3", held).flow()
+    flow.begin(True, True)
+    for unit in range(held.units):
+        flow.forward(unit)
+    for unit in reversed(range(held.units)):
+        flow.backward(unit)
+        for name, numel in held.sizes[unit].items():
+            flow.arrive(unit, name, numel)
+    assert flow.end().gathered == 4 * (40 + 40)
+    assert flow.allocated.gathered == 0
+
+
 def test_one_route_serves_batches_of_every_size() -> None:
     small, flow = model(), memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow()
     large = small.in_order()[1].backward._replace(

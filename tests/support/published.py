@@ -22,7 +22,7 @@ from trainwright.machine.describe import parse_machine
 from trainwright.planning.errors import Interval, classes_of, errors_of
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.search import Verdict
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
@@ -81,7 +81,7 @@ def compare(figure: dict[str, Any]) -> Compared:
             figure, other=", ".join(dict.fromkeys([*differences(figure, "speed"), *differences(figure, "memory")]))
         )
     workload, choice = _workload(figure, cluster.devices), _choice(figure, cluster.devices)
-    time = step_time(workload, choice, cluster, rates_of(cluster))
+    time = step_time(workload, choice, cluster, Rates(cluster))
     memory = memory_of(workload, choice, cluster)
     each, measured = time.tokens_per_second / cluster.devices, figure["measured"]
     told = _counted(memory, measured.get("memory_kind"))

@@ -20,7 +20,7 @@ from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, ProcessRates
 from trainwright.planning.step_time.basis import MIXED, on_cpu, packed_batch
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.step_time.work import DeviceWork
 from trainwright.planning.trace.request import TracedModel
@@ -177,7 +177,7 @@ def _sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, m
     )
     choice = Choice("fsdp", count, 1, 1, MIXED[precision], threads=setting.threads)
     cluster = cluster_of(machine)
-    rates = rates_of(cluster, Calibration(machine.describe(), "", {}, (setting,), {}))
+    rates = Rates(cluster, Calibration(machine.describe(), "", {}, (setting,), {}))
     parts = step_time(workload, choice, cluster, rates).parts
     return sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "data"))
 

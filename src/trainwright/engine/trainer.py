@@ -21,7 +21,7 @@ from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, EventLog, Fault, Finish, Generate, Notice, Rewind, Step
 from trainwright.engine.optimizer import Schedule
-from trainwright.engine.out_of_memory import attempt
+from trainwright.engine.out_of_memory import attempt, peak_memory
 from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import (
     MAX_IN_A_ROW,
@@ -569,8 +569,8 @@ class RunMeasurements:
         self._memory_bytes = max(self._memory_bytes, memory_bytes)
 
     def summary(self) -> dict[str, float]:
-        """Return the largest peak memory of any rank, and the speed of the steps after the first; empty without such
-        steps.
+        """Return the largest peak memory of any rank in a step, or of this one up to now, and the speed of the steps
+        after the first; empty without such steps.
 
         ``tokens_per_second``: the median of the steps. ``step_time``: of a step with the mean number of tokens at that
         speed, as plans predict it: steps differ in their tokens. ``tensors_bytes`` is added to ``memory_bytes`` if the
@@ -581,9 +581,10 @@ class RunMeasurements:
         if not self._seconds or self._before is None:
             return {}
         before, waited = self._before
-        summary: dict[str, float] = {"memory_bytes": self._memory_bytes}
+        memory_bytes = max(self._memory_bytes, int(peak_memory(self._device)))  # an export reads the model back
+        summary: dict[str, float] = {"memory_bytes": memory_bytes}
         if self._device.type != "cpu":
-            summary["tensors_bytes"] = self._memory_bytes
+            summary["tensors_bytes"] = memory_bytes
         seconds, rates = (values[_WARM_UP_STEPS:] or values for values in (self._seconds, self._rates))
         tokens, rate = mean(time * rate for time, rate in zip(seconds, rates, strict=True)), median(rates)
         return {

@@ -63,14 +63,13 @@ class ParallelLayout:
 class Constraints:
     """Constraints: values that the recipe fixes, by field of Choice; all others are free.
 
-    ``allows_world``: whether the rest of the recipe, without the keys in ``given_up``, is valid with a number of
-    processes. ``worlds``: the only numbers of processes to try, where some are required. ``bound``: keys that other
-    keys imply, so that setting them to ``auto`` changes nothing. ``precision``: the fastest precision found, if the
-    recipe leaves it open. ``why_not``: why the recipe is not valid with a number of processes, or an empty text.
+    ``why_not``: why the rest of the recipe, without the keys in ``given_up``, is not valid with a number of processes,
+    or an empty text. ``worlds``: the only numbers of processes to try, where some are required. ``bound``: keys that
+    other keys imply, so that setting them to ``auto`` changes nothing. ``precision``: the fastest precision found, if
+    the recipe leaves it open.
     """
 
     fixed: Mapping[str, Any]
-    allows_world: Callable[[int, frozenset[str]], bool] = lambda processes, given_up: True
     bound: frozenset[str] = frozenset()
     given_up: frozenset[str] = frozenset()
     precision: MixedPrecision | None = None
@@ -107,12 +106,12 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
     usual = _usual_worlds(rows, cluster)
     limit = cluster.devices if cluster.has_gpus else cluster.cpu_cores
     largest = next(
-        (n for n in range(min(limit, usual[0]), 0, -1) if constraints.allows_world(n, constraints.given_up)), None
+        (n for n in range(min(limit, usual[0]), 0, -1) if not constraints.why_not(n, constraints.given_up)), None
     )
     node = cluster.devices_per_node
     idle = {n for n in (node, cluster.devices) if n > usual[0]} if cluster.has_gpus else set()
     counts = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
-    return tuple(n for n in counts if constraints.allows_world(n, constraints.given_up))
+    return tuple(n for n in counts if not constraints.why_not(n, constraints.given_up))
 
 
 def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:

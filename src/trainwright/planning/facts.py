@@ -94,8 +94,9 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         rows = float(train.global_batch_size)
         most_tokens *= fullest
     configuration = configuration_of(recipe.model)
-    workload = Workload(
-        model=TracedModel.of(configuration, recipe),
+    workload = _workload(
+        recipe,
+        TracedModel.of(configuration, recipe),
         row_tokens=fullest,
         global_batch_rows=rows,
         packed=data.pack_length is not None,
@@ -108,21 +109,12 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         evaluates=data.validation is not None,
         answers=bool(recipe.evaluate.prompts or recipe.evaluate.metrics),
         saved_width=_saved_width(recipe.model, configuration),
-        copies_state=recipe.checkpoint.background is True,
         batch_tokens=size * lengths.mean,
         fresh=recipe.model.config is not None,
         most_batch_tokens=most_tokens,
-        optimizer=recipe.optimizer.name,
-        momentum=recipe.optimizer.momentum > 0,
-        averages=recipe.optimizer.ema_decay is not None,
-        master_weights=recipe.optimizer.master_weights,
         lengths=lengths.spread() if data.pack_length is not None else (),
         batch_documents=() if data.pack_length is not None else longest_of(parts, size),
         max_length=data.max_length,
-        deterministic=train.deterministic,
-        tf32=train.tf32,
-        attention=recipe.model.attention,
-        kernels=recipe.model.kernels,
         # A model that is initialized at random has no trained weights to adapt.
         takes_adapters=recipe.model.config is None
         and configuration.get("model_type") not in (MODEL_TYPE, OWN)
@@ -130,6 +122,24 @@ def facts_of(recipe: RecipeSchema) -> Facts:
     )
     _check(workload, data)
     return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
+
+
+def _workload(recipe: RecipeSchema, model: TracedModel, **sizes: Any) -> Workload:
+    """Return the workload of a recipe. ``sizes``: what its rows and its model decide."""
+    train, optimizer = recipe.train, recipe.optimizer
+    return Workload(
+        model=model,
+        optimizer=optimizer.name,
+        momentum=optimizer.momentum > 0,
+        averages=optimizer.ema_decay is not None,
+        master_weights=optimizer.master_weights,
+        copies_state=recipe.checkpoint.background is True,
+        deterministic=train.deterministic,
+        tf32=train.tf32,
+        attention=recipe.model.attention,
+        kernels=recipe.model.kernels,
+        **sizes,
+    )
 
 
 def _saved_width(model: ModelSection, configuration: Mapping[str, Any]) -> int:
@@ -142,23 +152,17 @@ def _saved_width(model: ModelSection, configuration: Mapping[str, Any]) -> int:
 def _of_own_model(recipe: RecipeSchema, model: TaskModel) -> Facts:
     train = recipe.train
     return Facts(
-        Workload(
-            model=TracedModel.of(model.config),
+        _workload(
+            recipe,
+            TracedModel.of(model.config),
             row_tokens=model.tokens,
             global_batch_rows=train.global_batch_size,
             packed=False,
             target_fraction=model.target_fraction,
             steps=train.max_steps,
-            optimizer=recipe.optimizer.name,
-            momentum=recipe.optimizer.momentum > 0,
-            averages=recipe.optimizer.ema_decay is not None,
-            master_weights=recipe.optimizer.master_weights,
             batch_tokens=train.global_batch_size * model.tokens,
             texts=False,
             takes_adapters=False,
-            deterministic=train.deterministic,
-            tf32=train.tf32,
-            copies_state=recipe.checkpoint.background is True,
         ),
         (model.assumption,),
     )
@@ -352,22 +356,15 @@ def full_rows(recipe: RecipeSchema) -> Facts:
     row, sequence = data.pack_length or data.max_length, data.max_length
     sequences = "one sequence" if sequence == row else f"sequences of {sequence} tokens"
     assumptions = [f"every row is full, {sequences} each"]
-    workload = Workload(
-        model=TracedModel.of(recipe.model.overridden(configuration_named(recipe.model.name)), recipe),
+    workload = _workload(
+        recipe,
+        TracedModel.of(recipe.model.overridden(configuration_named(recipe.model.name)), recipe),
         row_tokens=row,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,
         document_tokens=sequence,
         longest_document=sequence,
         max_length=sequence,
-        optimizer=recipe.optimizer.name,
-        momentum=recipe.optimizer.momentum > 0,
-        averages=recipe.optimizer.ema_decay is not None,
-        master_weights=recipe.optimizer.master_weights,
-        deterministic=train.deterministic,
-        tf32=train.tf32,
-        attention=recipe.model.attention,
-        kernels=recipe.model.kernels,
     )
     _check(workload, data)
     steps = train.max_steps

@@ -21,7 +21,7 @@ from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.reasons import Suggestion, attention_of, reasons_of, shortage, suggestions
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.basis import Basis, corrections_of, model_of, way_of
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy, usable_processes, with_processes
 from trainwright.recipe.schema import RecipeSchema
@@ -166,7 +166,7 @@ def make_plan(
     if constraints.fixed.get("compile") and (why := _why_not_compiled(cluster)) is not None:
         raise MachineError(f"train.compile: torch.compile {why}; install it, or set train.compile to false")
     corrections = corrections_of(basis.runs, workload, basis.kind)
-    rates = rates_of(cluster, basis.calibration, basis.measurement)
+    rates = Rates(cluster, basis.calibration, basis.measurement)
     possible = partial(_possible, cluster, available)
     evaluator = Evaluator(workload, cluster, rates, possible, own or corrections.errors(), corrections=corrections)
     result, precision, rivals = _in_precision(evaluator, constraints)
@@ -274,8 +274,7 @@ def constraints_of(recipe: RecipeSchema) -> Constraints:
 
     return Constraints(
         {**fixed, **_layout_constraints(parallel)},
-        lambda processes, given_up: not why_not(processes, given_up),
-        frozenset() if implied is None else frozenset(["strategy"]),
+        bound=frozenset() if implied is None else frozenset(["strategy"]),
         why_not=why_not,
         worlds=_in_range(recipe, elastic) if isinstance(elastic, ProcessRange) else (),
     )
@@ -364,22 +363,17 @@ def _errors_json(candidate: Candidate) -> dict[str, Any]:
     return {**values, "memory_runs": errors.memory.runs, "speed_runs": errors.speed.runs}
 
 
+_OF_CANDIDATE = (
+    *("fits", "verdict", "missing", "needed_bytes", "available_bytes"),
+    *("host_needed_bytes", "host_available_bytes"),
+)
+
+
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
         **asdict(candidate.choice),
-        "fits": candidate.fits,
-        "verdict": candidate.verdict,
-        "missing": candidate.missing,
-        "needed_bytes": candidate.needed_bytes,
+        **{name: getattr(candidate, name) for name in _OF_CANDIDATE},
         "needed_interval": list(candidate.needed_interval),
-        "available_bytes": candidate.available_bytes,
-        "host_needed_bytes": candidate.host_needed_bytes,
-        "host_available_bytes": candidate.host_available_bytes,
-        "memory": {
-            "parts": dict(candidate.memory.parts),
-            "phases": dict(candidate.memory.phases),
-            "overhead": dict(candidate.memory.overhead),
-            "host": dict(candidate.memory.host),
-        },
+        "memory": asdict(candidate.memory),
         "time": None if candidate.time is None else candidate.time.as_json(),
     }

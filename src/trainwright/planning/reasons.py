@@ -16,7 +16,7 @@ from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE
 from trainwright.planning.memory.micro_batch import micro_batch
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.trace.traced import attention_needs, backward_in_fp32
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import AdapterSection
@@ -420,7 +420,7 @@ def _more_devices(evaluator: Evaluator, constraints: Constraints) -> Iterator[_C
         for larger in map(parse_machine, _USUAL):
             yield (
                 f"a machine such as {larger.name}{written}",
-                Evaluator(evaluator.workload, larger, rates_of(larger)),
+                Evaluator(evaluator.workload, larger, Rates(larger)),
                 free,
             )
         return
@@ -434,7 +434,7 @@ def _more_devices(evaluator: Evaluator, constraints: Constraints) -> Iterator[_C
             network=cluster.network or (cluster.card.host_link if nodes > 1 else None),
             name=f"{f'{nodes}x' if nodes > 1 else ''}{each}x{cluster.card.name}",
         )
-        other = Evaluator(evaluator.workload, larger, rates_of(larger), evaluator.available)
+        other = Evaluator(evaluator.workload, larger, Rates(larger), evaluator.available)
         yield f"{nodes * each} of these devices ({larger.name}){written}", other, free
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.plan_traces import REGIME, requests
 from tests.support.commands import ROOT, environment
 from trainwright.errors import RequestError
 from trainwright.planning.trace import store, tracing
 from trainwright.planning.trace.catalog import known_model
-from trainwright.planning.trace.regenerate import REGIME, requests
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.traced import _in_child, key_of, sized
 from trainwright.planning.trace.tracing import trace_or_bound
@@ -44,7 +44,7 @@ def test_a_shipped_trace_is_read_without_torch(begin: str) -> None:
 import sys
 from trainwright.planning.trace.catalog import known_model
 from trainwright.planning.trace.units import BatchShape
-from trainwright.planning.trace.regenerate import requests
+from bench.plan_traces import requests
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.trace.traced import sized
 for request in requests(TracedModel.of(known_model({MODEL!r}).config)):

@@ -78,6 +78,10 @@ class FsdpMemory(StrategyMemory):
         sizes = [unit.padded * self.inventory.width for unit in units(self.inventory, self.choice.shards)]
         return sum(sizes) + sizes[-1]
 
+    def outside_blocks(self) -> int:
+        """Return the bytes of gathered parameters outside the blocks."""
+        return self.inventory.width * units(self.inventory, self.choice.shards)[0].padded
+
     def copied(self) -> int:
         """Return the bytes of the largest unit, which is gathered at once."""
         sizes = (unit.padded for unit in units(self.inventory, self.choice.shards))

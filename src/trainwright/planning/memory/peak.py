@@ -78,7 +78,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     reference = reference_numel(trace) if trace.reference_copied else 0
     base, host = _lasting(model, reference)
     between = sum(base.values())
-    norm = 0 if on_gpu else FP32 * min(CACHED_ELEMENTS, parameters.largest_trained)
+    norm = 0 if on_gpu else _norm(parameters, choice.shards, route.gradients)
     gathered = 0 if on_gpu else model.gathered()
     if gathered > USABLE * (cluster.usable_bytes // choice.num_processes - between):
         gathered = 0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/world.py)
@@ -93,11 +93,11 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         "evaluation": between + walk.evaluation.total * workload.evaluates,
         "generation": between + gathered * workload.answers,
         "checkpoint": between,
-        "export": between + (gathered if workload.model.adapter else _saving(model, workload)),
+        "export": between + _exported(model, workload, gathered),
     }
     reading = 0 if on_gpu or workload.model.adapter else _reading(parameters, workload.saved_width)
     if reading <= cluster.usable_bytes - choice.num_processes * between:  # otherwise it is not read back
-        phases["export"] = max(phases["export"], between + reading)
+        phases["export"] = max(phases["export"], between + reading + model.outside_blocks() * bool(reading))
     if on_gpu:
         weights = FP32 * parameters.numel
         read = -(-weights // choice.shards) if choice.spec.shards_parameters else weights
@@ -178,6 +178,19 @@ def _update(workload: Workload, model: StrategyMemory, *, offloaded: bool) -> in
     return matrices if offloaded else model.step() + matrices
 
 
+@lru_cache(maxsize=64)
+def _norm(parameters: Inventory, shards: int, gradients: int) -> int:
+    """Return the bytes of a norm of ``gradients`` bytes of them on a CPU (parallel/strategy.py).
+
+    It takes the squares of a piece, which is converted if it is not fp32, and may be joined of small gradients.
+    """
+    sizes = [weight.local(shards) for weight in parameters.trainable]
+    narrow = gradients < FP32 * sum(sizes)
+    squares, width = FP32 * (2 if narrow else 1), parameters.width if narrow else FP32
+    joined = min(CACHED_ELEMENTS, sum(size for size in sizes if size < CACHED_ELEMENTS))
+    return max((squares + width) * joined, squares * min(CACHED_ELEMENTS, max(sizes, default=0)))
+
+
 def _load(parameters: Inventory, workload: Workload) -> int:
     """Return the bytes on a CPU while weights are loaded, or drawn.
 
@@ -193,6 +206,13 @@ def _load(parameters: Inventory, workload: Workload) -> int:
     elif workload.model.adapter:
         drawn = max(drawn, (FP32 - parameters.width) * embedding)
     return FP32 * max(parameters.numel, facts.total) + drawn
+
+
+def _exported(model: StrategyMemory, workload: Workload, gathered: int) -> int:
+    """Return the bytes of an export: of an adapter those of the gathered model, or of its file and the adapter that is
+    read back from it.
+    """
+    return max(gathered, 2 * FP32 * model.inventory.trained) if workload.model.adapter else _saving(model, workload)
 
 
 def _saving(model: StrategyMemory, workload: Workload) -> int:

@@ -63,8 +63,13 @@ class ZeroMemory(StrategyMemory):
         return _step(self.inventory, self._stage, self.choice.shards, self.on_gpu)
 
     def gathered(self) -> int:
-        """Return the bytes of all parameters that are partitioned."""
-        return self.inventory.width * sum(_sharded(self.inventory)[0]) if self._stage == 3 else 0
+        """Return the bytes of all parameters that are partitioned, and of gloo's copies of the two that it gathers at
+        once.
+        """
+        if self._stage < 3:
+            return 0
+        units, sizes = _sharded(self.inventory)
+        return self.inventory.width * (sum(units) + sum(sorted(sizes.values())[-2:]))
 
     def copied(self) -> int:
         """Return the bytes of what is gathered at once: a bucket of parameters, or after a step all matrices."""
@@ -233,8 +238,9 @@ class Stage3Flow(Flow):
             self._gradients, self._filled, highest = 0, numel % self._bucket, self.allocated
         else:
             highest = self._into_bucket(numel)
-        released = self._sharded.get((unit, name), 0) if name else self._units[unit]
-        self._gathered = max(0, self._gathered - self._width * released)
+        if 0 < unit < len(self._units) - 1:  # what is outside the blocks is released with the model
+            released = self._sharded.get((unit, name), 0) if name else self._units[unit]
+            self._gathered = max(0, self._gathered - self._width * released)
         return highest
 
     def _into_bucket(self, numel: int) -> Allocated:
@@ -261,19 +267,23 @@ class Stage3Flow(Flow):
     def _gather(self, unit: int) -> Allocated:
         """Gather ``unit`` and the units after it, up to a bucket, into a buffer, and copy the parameters out of it.
 
-        The embedding runs first: it has a buffer of its own, which is free when what follows it has been gathered.
+        The embedding is alone in what runs first, so it is gathered without a buffer, and then what follows it.
         """
+        alone = Allocated()
+        if unit == 0:
+            embedding, unit = self._units[0] * self._width, 1
+            alone = Allocated(self._gradients, self._gathered + embedding * self._copies)
+            self._gathered += embedding
         size = 0
         for following in range(unit, len(self._units)):
             if size and size + self._units[following] > self._bucket:
                 break
             size += self._units[following]
             self._ahead = following
-        buffer = size * self._width
-        self._buffer = buffer - (self._units[0] * self._width if unit == 0 else 0)
-        gathering = Allocated(self._gradients, self._gathered + buffer * self._copies)
-        self._gathered = min(self._limit(), self._gathered + buffer)
-        return largest(gathering, self.allocated)
+        self._buffer = size * self._width
+        gathering = Allocated(self._gradients, self._gathered + self._buffer * self._copies)
+        self._gathered = min(self._limit(), self._gathered + self._buffer)
+        return largest(alone, largest(gathering, self.allocated))
 
     def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks from a copy of it."""

@@ -24,7 +24,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import VARIABLE, Cluster, machine_of, node_of
 from trainwright.machine.machine import Machine
 from trainwright.planning.facts import configuration_named, facts_of, largest_stage
-from trainwright.planning.simulation.report import Simulation, collectives
+from trainwright.planning.simulation.report import Simulation
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.recipe.schema import EvaluateSection, RecipeSchema
 from trainwright.recipe.yaml_text import Tree
@@ -186,7 +186,6 @@ def _attempted(work: Callable[[], None]) -> str | None:
 def _report(
     cluster: Cluster, recipe: RecipeSchema, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
 ) -> Simulation:
-    planned = collectives(plan.workload, plan.chosen.choice, cluster)
     return Simulation(
         machine=cluster.name,
         card_bytes=cluster.card.memory_bytes,
@@ -199,7 +198,6 @@ def _report(
         memory=dict(logs.memory.peaks),
         planned_memory={name: int(size) for name, size in plan.chosen.memory.phases.items()},
         collectives=logs.collectives.of_step(logs.phases.finished),
-        planned_collectives=None if planned is None else {k: (v.number, v.bytes) for k, v in planned.items()},
         waits=logs.waits.of_step(logs.phases.finished),
         error=error,
         notes=notes,

@@ -53,18 +53,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of ``cluster``. ``cache``: results computed from them."""
+    """Rates of ``cluster``; ``calibration`` and ``measurement`` are of it. ``cache``: results computed from them."""
 
     cluster: Cluster
     calibration: Calibration | None = None
     measurement: Calibration | None = None
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _settings: dict[tuple[int, int | None], ProcessRates] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether the rates come from a calibration."""
-        return self.calibration is not None
 
     @property
     def are_measured(self) -> bool:
@@ -162,11 +157,6 @@ class Rates:
 
     def _bandwidth(self, link: Link) -> float:
         return link.bandwidth * (_LINK[link.kind] if link.direct else _THROUGH_HOST)
-
-
-def rates_of(cluster: Cluster, calibration: Calibration | None = None, measurement: Calibration | None = None) -> Rates:
-    """Return the rates of ``cluster``; ``calibration`` and ``measurement`` are of this machine."""
-    return Rates(cluster, calibration, measurement)
 
 
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

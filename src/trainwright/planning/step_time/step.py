@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -76,17 +76,8 @@ class StepTime:
 
     def as_json(self) -> dict[str, Any]:
         """Return the step time as JSON values."""
-        return {
-            "seconds": self.seconds,
-            "parts": dict(self.parts),
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "operations": self.operations,
-            "mfu": self.mfu,
-            "peak": self.peak,
-            "peak_is_nominal": self.peak_is_nominal,
-            "joules": self.joules,
-        }
+        derived = ("seconds", "tokens_per_second", "mfu", "joules")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> StepTime:

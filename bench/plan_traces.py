@@ -1,4 +1,4 @@
-"""Write the shipped traces: ``python -m trainwright.planning.trace.regenerate [MODEL ...]``.
+"""Write the shipped traces: ``python bench/plan_traces.py [MODEL ...]``.
 
 For every model of the catalog, or for those named: full training, LoRA and QLoRA on packs in bf16 on a GPU, with and
 without recomputation. What the archive has already of these versions of the libraries stays.
