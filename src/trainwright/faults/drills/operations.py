@@ -501,12 +501,6 @@ def _possible(
     return moved(trials, refused, cases), refused
 
 
-def _remaining(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
-    """Return the trials without a verdict, and those that did not hold."""
-
-    return [trial for trial, line in results.of(trials).items() if line is None or line["verdict"] in (BROKEN, MISSED)]
-
-
 def _perform(
     request: DrillRequest,
     recipe: schema.RecipeSchema,
@@ -516,8 +510,7 @@ def _perform(
     started: float,
     progress: bool,
 ) -> None:
-    """Perform the trials that are left, as long as there is time."""
-
+    """Perform the trials without a verdict, and again those that did not hold, as long as there is time."""
     stream = sys.stderr if progress else None
     refused: Mapping[Spread, Undisturbed] = {}
     finished: set[tuple[str, str]] = set()
@@ -526,7 +519,8 @@ def _perform(
     def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _possible(trials, recipe, setting)
-        return [trial for trial in _remaining(possible, results) if (trial.name, str(trial.case)) not in finished]
+        verdicts = results.of([trial for trial in possible if (trial.name, str(trial.case)) not in finished])
+        return [trial for trial, line in verdicts.items() if line is None or line["verdict"] in (BROKEN, MISSED)]
 
     if not (remaining := still_left()):
         return
