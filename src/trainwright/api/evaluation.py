@@ -288,7 +288,9 @@ def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
 def _module(request: EvaluationRequest) -> str:
     """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
     return (
-        "trainwright.tasks.unlearn.evaluation.work" if request.on_benchmark else "trainwright.inference.evaluation.work"
+        "trainwright.tasks.unlearn.evaluation.measure"
+        if request.on_benchmark
+        else "trainwright.inference.evaluation.work"
     )
 
 

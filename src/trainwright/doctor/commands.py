@@ -154,7 +154,6 @@ def _short(finding: LogError, log: LogText) -> str:
 
 
 def _location(log: LogText, number: int, ranks: list[int]) -> str:
-
     file, line = log.place(number)
     where = f"line {line}" if file is None else f"line {line} of {file}"
     return f"{ranks_in_words(ranks)}, {where}" if ranks else where

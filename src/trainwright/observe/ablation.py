@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, source_of, stem_of
 from trainwright.api.run import stop
 from trainwright.api.training import resume, train
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, TrainingError, error_of
@@ -40,7 +40,6 @@ from trainwright.utils.text import metric_name, say
 
 if TYPE_CHECKING:
     from trainwright.recipe import schema
-    from trainwright.recipe.yaml_text import Tree
 
 
 _LONGEST_NAME = 120
@@ -525,7 +524,7 @@ def ablate(
     if metric is None and halving is not None:
         raise RequestError("--halving: the loss does not show which runs to continue; name a metric with --metric")
     runs = runs_of(recipes)
-    directory = user_path(out or Path("runs") / f"{_stem(source)}-sweep")
+    directory = user_path(out or Path("runs") / f"{stem_of(source)}-sweep")
     distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
     rungs = None if halving is None or metric is None else SuccessiveHalving.of(halving, distinct, metric, highest)
     if progress:
@@ -540,11 +539,6 @@ def ablate(
         write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
         _write_page(ablation)
     return ablation
-
-
-def _stem(source: Path | Tree) -> str:
-    file = source if isinstance(source, Path) else source.file
-    return "recipe" if file is None else Path(file).stem
 
 
 def _row(variant: Variant, run: Variant, directory: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def they(number: int, noun: str, do: str) -> str:
     return f"{plural(number, noun)} {verb}{space}{rest}"
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def ranges(numbers: Iterable[int], to: str = "-") -> str:
     """Format whole numbers in ascending order: '1, 2, 4-7'; 'none' without any."""
     spans: list[list[int]] = []
     for number in numbers:
@@ -56,7 +56,7 @@ def ranges(numbers: Iterable[int]) -> str:
             spans.append([number, number])
     return (
         ", ".join(
-            f"{first}-{last}" if last > first + 1 else ", ".join(map(str, sorted({first, last})))
+            f"{first}{to}{last}" if last > first + 1 else ", ".join(map(str, sorted({first, last})))
             for first, last in spans
         )
         or "none"

@@ -14,7 +14,7 @@ from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResu
 from trainwright.machine import cgroups
 from trainwright.machine.cgroups import read
 from trainwright.machine.measured.contention import usable_cores
-from trainwright.run.limits import needed_files, shortage
+from trainwright.run.process import needed_files, shortage
 from trainwright.utils.text import plural, size
 
 _PROCESSES = 2  # of the steps that other checks run

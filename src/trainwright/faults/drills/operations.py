@@ -22,7 +22,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, source_of, stem_of
 from trainwright.api.separate_process import run_in_process
 from trainwright.errors import (
     EXIT_MACHINE,
@@ -330,7 +330,6 @@ class Drill:
 
     def table(self, width: int | None = None) -> str:
         """Return the table for a terminal with ``width`` columns. None: as wide as it is."""
-
         return shown(self.cells, self.notes, width)
 
     def values(self) -> dict[str, Any]:
@@ -387,7 +386,7 @@ def drill(
         trainwright.errors.RequestError: --kinds earthquake: no kind of fault has such a name; known are: ...
     """
     source = source_of(recipe)
-    directory = user_path(output or Path("drills") / _stem(source)).absolute()
+    directory = user_path(output or Path("drills") / stem_of(source)).absolute()
     request = DrillRequest(
         source,
         overrides,
@@ -558,8 +557,3 @@ def _undisturbed_seconds(setting: TrialSettings, trials: Sequence[DrillTrial], s
             return undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), trials)
     except Undisturbed as error:
         raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
-
-
-def _stem(source: Path | Tree) -> str:
-    file = source if isinstance(source, Path) else source.file
-    return "recipe" if file is None else Path(file).stem
