@@ -36,7 +36,7 @@ from trainwright.run.run_directory import override_of
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import user_path, write_file
 from trainwright.utils.text import metric as shown
-from trainwright.utils.text import metric_name, say
+from trainwright.utils.text import metric_name, say, table
 
 if TYPE_CHECKING:
     from trainwright.recipe import schema
@@ -440,17 +440,13 @@ class Ablation:
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row["metrics"]))
         steps = len({row["step"] for row in self.rows}) > 1
-        lines = [["", *(["step"] if steps else []), *(metric_name(name) for name in names)]]
+        rows = [["", *(["step"] if steps else []), *(metric_name(name) for name in names)]]
         notes = [""]
         for row in self.rows:
             cells = [f"{row['metrics'][name]:.4f}" if name in row["metrics"] else "-" for name in names]
-            lines.append([row["name"], *([str(row["step"])] if steps else []), *cells])
+            rows.append([row["name"], *([str(row["step"])] if steps else []), *cells])
             notes.append("" if row["run"] == row["name"] else f"  the run {row['run']}")
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        texts = []
-        for line, note in zip(lines, notes, strict=True):
-            cells = [cell.rjust(max(width, 10)) for cell, width in zip(line[1:], widths[1:], strict=True)]
-            texts.append(line[0].ljust(widths[0]) + "".join(f"  {cell}" for cell in cells) + note)
+        texts = [line + note for line, note in zip(table(rows, numbers=True), notes, strict=True)]
         if self.metric is None:
             return "\n".join(texts)
         best = self.best

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.compatibility.gguf.reading import adds_space, query_scalar, write_converted, write_rope
+from trainwright.compatibility.gguf.reading import adds_space, query_scalar, write_converted
+from trainwright.compatibility.gguf.rope import write_rope
 from trainwright.errors import MachineError, RequestError, TrainingError
 from trainwright.models.configuration import config_from
 from trainwright.models.tokenization import tokenizer_from, turn_end
