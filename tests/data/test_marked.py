@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import Runs, column
-from trainwright.data.rows.texts import ANY_EXAMPLES, MarkedEncoder
+from trainwright.data.rows.marked import ANY_EXAMPLES, MarkedEncoder
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization import bytes_tokenizer

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.recipe.loading import dump_recipe, loaded, merged_with, read_merged
-from trainwright.recipe.yaml_text import Tree
 from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection
     from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.sections.parallel import ParallelSection
+    from trainwright.recipe.yaml_text import Tree
 
 
 class Recipe:
@@ -60,6 +59,9 @@ class Recipe:
         logging: schema.LoggingSection
 
     def __init__(self, **sections: Any) -> None:
+        from trainwright.recipe.loading import merged_with
+        from trainwright.recipe.yaml_text import Tree
+
         self._set(merged_with(Tree(), _plain(sections)))
 
     @classmethod
@@ -78,10 +80,14 @@ class Recipe:
             >>> tw.Recipe.load("tiny.yaml", "train.max_steps=5", data={"max_length": 32}).train.max_steps
             5
         """
+        from trainwright.recipe.loading import read_merged
+
         return cls._of(read_merged(Path(path), overrides))._with(sections)
 
     def override(self, *overrides: str, **sections: Any) -> Recipe:
         """Return this recipe with other values: ``section.key=value``, or mappings by section."""
+        from trainwright.recipe.loading import read_merged
+
         return self._of(read_merged(self._tree, overrides))._with(sections)
 
     def check(self) -> str:
@@ -124,6 +130,8 @@ class Recipe:
         return self._of, (self._tree,)
 
     def __str__(self) -> str:
+        from trainwright.recipe.loading import dump_recipe
+
         return dump_recipe(self._recipe)
 
     def __repr__(self) -> str:
@@ -137,9 +145,13 @@ class Recipe:
         return recipe
 
     def _with(self, sections: Mapping[str, Any]) -> Recipe:
+        from trainwright.recipe.loading import merged_with
+
         return self._of(merged_with(self._tree, _plain(sections))) if sections else self
 
     def _set(self, tree: Tree) -> None:
+        from trainwright.recipe.loading import loaded
+
         self._tree = tree
         self._recipe = loaded(tree).recipe
 

@@ -28,7 +28,6 @@ from trainwright.machine.detect import detect
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.run.group import environment
 from trainwright.run.group.environment import NodeRendezvous, Variables
-from trainwright.run.request import RunRequest, TrainingRequest, check_nodes, check_request, request_of, resolve_request
 from trainwright.run.shutdown.requests import deadline_of
 from trainwright.run.shutdown.stop import describe_stop, interruptible
 from trainwright.utils.activity import Activity, doing
@@ -36,6 +35,7 @@ from trainwright.utils.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
+    from trainwright.run.request import RunRequest, TrainingRequest
     from trainwright.run.resolve import Resolved
 
 
@@ -88,6 +88,8 @@ def train(
         >>> run.status, len(run.columns("step")["loss"])
         ('finished', 2)
     """
+    from trainwright.run.request import TrainingRequest
+
     options = TrainingRequest(
         source_of(recipe),
         overrides,
@@ -142,6 +144,8 @@ def resume(
             ...
         trainwright.errors.RequestError: --resume: nowhere is not a run: it has no recipe.yaml
     """
+    from trainwright.run.request import TrainingRequest
+
     source = None if recipe is None else source_of(recipe)
     options = TrainingRequest(
         source, overrides, fspath(run), num_processes, force=force, until=until, time_limit=time_limit
@@ -198,6 +202,8 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         RequestError: the recipe, the arguments or the data are invalid.
         MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
+    from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
+
     keep_compiled_code()  # here, as measurements of the machine and traces import torch
     overrides, settings = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]

@@ -13,7 +13,6 @@ from trainwright.data.rows.chat_encoding import Encoded
 from trainwright.data.rows.chat_templates import Remarks, template_of, to_keep
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn, kind_of_rows
 from trainwright.data.rows.layouts import PLAIN, RowLayout, columns_not_used, columns_of
-from trainwright.data.rows.texts import RowEncoder, encoder_of, pieces
 from trainwright.data.rows.tokenizer_calls import TokenizerError, unknown_token
 from trainwright.data.sources.reading import (
     check_source,
@@ -33,6 +32,7 @@ from trainwright.utils.text import plural, they
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainwright.data.rows.texts import RowEncoder
     from trainwright.data.sources.shards import Shards
     from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import RowSettings, SourceSection
@@ -161,6 +161,8 @@ def check_rows(
     checked.layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")
     encoder = None
     if encoding is not None:
+        from trainwright.data.rows.texts import encoder_of  # imports numpy
+
         encoder = encoder_of(checked.layout, encoding.tokenizer, encoding.targets)
     try:
         everything = chain(first, rows)
@@ -193,6 +195,7 @@ def check_corpus(
     """
     import numpy as np
 
+    from trainwright.data.rows.texts import pieces
     from trainwright.data.sources.shards import Shards, is_shards
     from trainwright.data.tokens.shard_writer import settings_of
     from trainwright.data.tokens.token_worker import Encoder
@@ -341,6 +344,7 @@ def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str 
 
 def _check_corpus(recipe: RecipeSchema) -> None:
     """Check that shards are complete and files are text. Hub datasets are checked when they are read."""
+    from trainwright.data.rows.texts import pieces
     from trainwright.data.sources.shards import Shards, is_shards
 
     for source, key in recipe.data.keyed_sources:

@@ -72,7 +72,7 @@ ROW_KINDS: Registry[Any] = Registry(
     "trainwright.row_kinds",
     {
         "examples": "trainwright.data.rows.formats:EXAMPLES",  # a text or a conversation
-        "any": "trainwright.data.rows.texts:ANY_EXAMPLES",  # also segments or tokens with marked targets
+        "any": "trainwright.data.rows.marked:ANY_EXAMPLES",  # also segments or tokens with marked targets
         "pairs": "trainwright.data.rows.pairs:PAIRS",  # a chosen and a rejected answer
         "answers": "trainwright.data.rows.pairs:ANSWERS",  # pairs, or one answer with a label
         "refused": "trainwright.tasks.unlearn.stream:refused",  # conversations, also with a refusal as the answer

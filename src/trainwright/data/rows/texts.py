@@ -3,36 +3,28 @@
 A text file is one document, or several separated by ``<|endoftext|>``, and is never loaded as a whole. Each row with
 named fields is a document: its text, or the content of its turns. All tokens are targets, and the end-of-text token
 follows. A text that was written with a chat template has the beginning and the end already, and gets no second one.
-
-So are rows that mark their targets themselves, and that no chat template writes. Nothing is added to them, neither a
-beginning-of-text token nor an end-of-text token:
-
-    segments    {"segments": [{"text", "label": true | false}, …]}          (Axolotl's input_output)
-    tokens      {"input_ids"}, and optionally "labels", which are -100 where a token is no target (Hugging Face),
-                "completion_mask" and "assistant_masks", which are 0 there (TRL), and "attention_mask", which is 0 where
-                a token is padding and left out
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, compress, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
-from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, one_sequence
-from trainwright.data.rows.layouts import MARKED, RowLayout, columns_not_used, columns_of
+from trainwright.data.rows.formats import NoTarget
+from trainwright.data.rows.layouts import MARKED, columns_not_used, columns_of
+from trainwright.data.rows.marked import MarkedEncoder
 from trainwright.data.rows.pairs import ANY
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import without_alias
 from trainwright.data.sources.reading import files_of, iterate_source, source_notes
 from trainwright.data.sources.registry import without_slice
-from trainwright.data.sources.row_files import Row, kind_of, suffix_of
+from trainwright.data.sources.row_files import Row, suffix_of
 from trainwright.data.sources.row_files import opened as opened_file
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
@@ -41,7 +33,6 @@ from trainwright.recipe.sections.data import RowSettings, SourceSection
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.data.rows.chat_encoding import Encoded
 
 SEPARATOR = "<|endoftext|>"
 VERSION = 4  # raised when the documents, pieces or tokens of a corpus change
@@ -248,6 +239,9 @@ class TextEncoder:
         return []
 
 
+RowEncoder: TypeAlias = ChatEncoder | TextEncoder | MarkedEncoder
+
+
 def encoder_of(layout: str, tokenizer: PreTrainedTokenizerBase, targets: str) -> RowEncoder:
     """Return the encoder of the rows of a layout; ``targets`` is ``data.targets`` of a recipe."""
     if layout in MARKED:
@@ -281,125 +275,3 @@ def _stop_of_turns(tokenizer: PreTrainedTokenizerBase) -> str:
         return ChatEncoder(tokenizer).stop.strip()
     except RequestError:  # a template that renders no conversation does not matter for texts
         return ""
-
-
-# A sequence in parts, each a text or token ids, with whether it is a target.
-Marked: TypeAlias = tuple[tuple[str | tuple[int, ...], bool], ...]
-
-_NOT_A_TARGET = -100
-
-
-def _one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Any]]:
-    if layout not in MARKED:
-        return one_sequence(row, layout, remarks)
-    parts = _segments(row, layout.column("segments")) if layout == "segments" else _tokens(row, layout)
-    if not any(target for _, target in parts):
-        raise NoTarget("no part of it is marked as a target")
-    return [(0, parts)]
-
-
-# Rows of any layout with one sequence each.
-ANY_EXAMPLES = RowReader(EXAMPLES.name, (*EXAMPLES.layouts, *MARKED), _one_sequence)
-
-
-def _segments(row: Row, field: str) -> Marked:
-    segments = row.get(field)
-    if not isinstance(segments, list) or not segments:
-        what = "an empty list" if segments == [] else kind_of(segments)
-        raise RequestError(f'the field {field} should be a list of {{"text": "…", "label": true}}, not {what}')
-    return tuple(_segment(segment, f"{field}[{index}]") for index, segment in enumerate(segments))
-
-
-def _segment(segment: Any, location: str) -> tuple[str, bool]:
-    if not isinstance(segment, dict):
-        raise RequestError(f"{location} should be an object with text and label, not {kind_of(segment)}")
-    text, label = segment.get("text"), segment.get("label")
-    if not isinstance(text, str):
-        raise RequestError(f"{location}.text should be text, not {kind_of(text)}")
-    if not isinstance(label, bool):
-        raise RequestError(f"{location}.label should be true if the text is a target, otherwise false")
-    return text, label
-
-
-def _tokens(row: Row, layout: RowLayout) -> Marked:
-    column = layout.column("input_ids")
-    ids = _numbers(row, column)
-    if not ids:
-        raise RequestError(f"the field {column} should be a list of token ids, not empty")
-    if min(ids) < 0:
-        raise RequestError(f"{column} has {min(ids)}; a token id is 0 or more")
-    flags, present = [True] * len(ids), [True] * len(ids)
-    for field, mark in _MARKS.items():
-        name = layout.column(field)
-        if row.get(name) is None:
-            continue
-        marks = _numbers(row, name)
-        if len(marks) != len(ids):
-            raise RequestError(f"{name} has {len(marks):,} numbers for the {len(ids):,} tokens of {column}")
-        marked = present if field == "attention_mask" else flags
-        for at, (value, token) in enumerate(zip(marks, ids, strict=True)):
-            marked[at] &= mark(value, token, f"{name}[{at}]")
-    ids, flags = tuple(compress(ids, present)), list(compress(flags, present))
-    begins = [at for at in range(len(ids)) if at == 0 or flags[at] != flags[at - 1]]
-    return tuple((ids[at:end], flags[at]) for at, end in zip(begins, [*begins[1:], len(ids)], strict=True))
-
-
-def _numbers(row: Row, field: str) -> tuple[int, ...]:
-    values = row.get(field)
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise RequestError(f"the field {field} should be a list of whole numbers, not {kind_of(values)}")
-    return tuple(map(int, values))
-
-
-def _label(value: int, token: int, location: str) -> bool:
-    if value not in (token, _NOT_A_TARGET):
-        raise RequestError(f"{location} is {value}, and the token {token}; a label is its token or {_NOT_A_TARGET}")
-    return value == token
-
-
-def _mask(value: int, token: int, location: str) -> bool:
-    if value not in (0, 1):
-        raise RequestError(f"{location} is {value}; expected 0 or 1")
-    return value == 1
-
-
-_MARKS = {"labels": _label, "completion_mask": _mask, "assistant_masks": _mask, "attention_mask": _mask}
-
-
-class MarkedEncoder:
-    """Encodes the parts of rows one by one, as they are.
-
-    Args:
-        targets: ``data.targets`` of a recipe: answers, the parts that are marked, or all.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: str = "answers") -> None:
-        self.notes: list[str] = []
-        self._tokenizer = tokenizer
-        self._all = targets == "all"
-
-    def encode(self, rows: Sequence[Marked], remarks: Sequence[set[str]] | None = None) -> list[Encoded]:
-        """Return ``(ids, targets)`` of each row; ``remarks`` collects nothing, as rows are not changed."""
-        texts = list(dict.fromkeys(part for row in rows for part, _ in row if isinstance(part, str)))
-        ids: dict[Any, Sequence[int]] = dict(zip(texts, self._ids(texts), strict=True)) if texts else {}
-        return [self._encoded((ids.get(part, part), target) for part, target in row) for row in rows]
-
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = call_tokenizer(
-            self._tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        return list(encoded["input_ids"])
-
-    def _encoded(self, parts: Iterable[tuple[Any, bool]]) -> Encoded:
-        ids, targets = list[int](), list[bool]()
-        for part, target in parts:
-            ids += part
-            targets += [target or self._all] * len(part)
-        return ids, targets
-
-    def ways(self) -> list[str]:
-        """Return nothing: every part is encoded."""
-        return []
-
-
-RowEncoder: TypeAlias = ChatEncoder | TextEncoder | MarkedEncoder

@@ -175,9 +175,9 @@ def broken_checkpoint(path: Path) -> str | None:
     return None
 
 
-def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Return the steps of complete checkpoints. Raises InvariantBroken for an incomplete one not in ``but``."""
-    steps = [step for step in checkpoint_steps(run) if step not in but]
+def checkpoints_complete(run: Path) -> list[int]:
+    """Return the steps of the checkpoints. Raises InvariantBroken for an incomplete one."""
+    steps = checkpoint_steps(run)
     for step in steps:
         why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
         require(why is None, f"a checkpoint is not whole: {why}")
