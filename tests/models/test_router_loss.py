@@ -17,8 +17,7 @@ from tests.support.training import Case, train
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.models.causal_lm import CausalLM
-from trainwright.models.router_loss import RouterLoss, router_loss
+from trainwright.models.causal_lm import CausalLM, RouterLoss, router_loss
 from trainwright.models.weights import empty_model
 from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
 from trainwright.planning.trace.traced import sized

@@ -13,11 +13,12 @@ from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
 from trainwright.engine.event_reader import read_log
 from trainwright.errors import MachineError
-from trainwright.recipe.checks import in_words, usable_processes
+from trainwright.recipe.checks import usable_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.run.launches import Elastic, devices_for
 from trainwright.run.shutdown.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
+from trainwright.utils.text import ranges
 
 RANGE = "parallel.num_processes={min: 1, max: 3}"
 SETTINGS = (ON_ROWS, "data.validation=null", "checkpoint.every=4", "parallel.strategy=ddp")
@@ -158,7 +159,7 @@ def test_only_numbers_that_keep_the_rest_of_the_recipe_are_used(tmp_path: Path) 
         recipe = load_recipe(file)
         asked = recipe.parallel.num_processes
         assert isinstance(asked, ProcessRange)
-        return in_words(usable_processes(recipe, asked))
+        return ranges(usable_processes(recipe, asked), " to ")
 
     batch = "train: {max_steps: 1, global_batch_size: 8"
     assert usable(batch + "}\nparallel: {strategy: ddp, num_processes: {min: 2, max: 64}}") == "2 to 8"

@@ -42,8 +42,11 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     less_accurate = {**metrics, "token_accuracy": metrics["token_accuracy"] / 2}
 
     changes: list[tuple[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]] = [
-        ("steps are 1-2, 4, not 1-4", lambda events: [e for e in events if (e["event"], e.get("step")) != ("step", 3)]),
-        ("steps are 1-3, 3-4, not 1-4", lambda events: [e for e in events for _ in range(1 + (e.get("step") == 3))]),
+        (
+            "steps are 1, 2, 4, not 1-4",
+            lambda events: [e for e in events if (e["event"], e.get("step")) != ("step", 3)],
+        ),
+        ("steps are 1-3, 3, 4, not 1-4", lambda events: [e for e in events for _ in range(1 + (e.get("step") == 3))]),
         ("step 3: loss is", changed("step", 3, loss=loss * (1 + 1e-14))),
         ("step 2: tokens is", changed("step", 2, tokens=1)),
         ("evaluate 4: loss is", changed("evaluate", 4, metrics={"loss": 0.5})),

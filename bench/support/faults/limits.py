@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.damage import (
     fill,
-    join,
-    limited_memory,
     make_read_only,
-    memory_cgroup_refused,
     mount_disk,
     mounts_refused,
     own_mounts,
@@ -22,6 +22,7 @@ from trainwright.faults.drills.kills import started
 from trainwright.faults.drills.kinds import ANY, fault
 from trainwright.faults.drills.trial_environment import FAILED, FAULT, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 
+_CGROUPS = Path("/sys/fs/cgroup")
 _TOO_FEW = r"open files|files open|ulimit -n"
 _SHORT = (FINISHED, REQUEST, MACHINE, FAILED)
 
@@ -74,6 +75,41 @@ def full_shared_memory(scene: Scene) -> None:
         scene.as_undisturbed()
 
 
+def memory_cgroup_refused() -> str | None:
+    """Return why a cgroup cannot limit memory here; None if it can."""
+    for top, file in ((_CGROUPS / "memory", "memory.limit_in_bytes"), (_CGROUPS, "memory.max")):
+        probe = top / f"faults-{uuid.uuid4().hex[:8]}"
+        try:
+            probe.mkdir()
+        except OSError:
+            continue
+        try:
+            if (probe / file).exists():
+                return None
+        finally:
+            probe.rmdir()
+    return "no cgroup for memory can be made"
+
+
+@contextlib.contextmanager
+def limited_memory(size: int) -> Iterator[Path]:
+    """Make a cgroup with this memory limit in bytes; a process joins it when its pid is written to the yielded file."""
+    old = (_CGROUPS / "memory" / "memory.limit_in_bytes").exists()
+    group = (_CGROUPS / "memory" if old else _CGROUPS) / f"faults-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(size))
+        yield group / "cgroup.procs"
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def join(group: Path) -> None:
+    """Move this process into a cgroup."""
+    group.write_text(str(os.getpid()))
+
+
 @fault(
     "a cgroup with less memory than the run takes",
     spreads=ANY,
@@ -98,10 +134,9 @@ def no_more_time(scene: Scene) -> None:
     """`ulimit -t`: the kernel ends a worker in mid-run."""
     command = scene.train("train.max_steps=4000", "checkpoint.every=20", "evaluate.every=null")
     scene.wait_until(command, lambda: watched_commands.has_event(scene.run, "checkpoint"))
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
+    rank, worker = scene.drawn_worker(command)
     limits = (0, resource.RLIM_INFINITY) if scene.variant == "soft" else (0, 0)
-    resource.prlimit(workers[rank], resource.RLIMIT_CPU, limits)
+    resource.prlimit(worker, resource.RLIMIT_CPU, limits)
     ended = scene.wait(command)
     scene.expect(ended, (FAILED, FAULT, STOPPED), "resume" if ended.code == STOPPED else f"rank {rank}")
     invariants.none_lost(scene.run)

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.api import separate_process
 from trainwright.errors import RequestError
+from trainwright.inference.evaluation.metrics import LIKELIHOODS, USUAL, EvaluationOptions, EvaluationRequest, extractor
 from trainwright.machine.detect import detect
 from trainwright.utils.activity import Activity
 from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
 
 if TYPE_CHECKING:
-    from trainwright.inference.evaluation.metrics import EvaluationRequest
     from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
@@ -151,34 +151,17 @@ def evaluate(
     return Evaluation(directory, tuple(table))
 
 
-@dataclass(frozen=True)
-class MeasureRequest:
-    """The options of ``trainwright eval``; None: not given."""
+@dataclass(frozen=True, kw_only=True)
+class MeasureRequest(EvaluationOptions):
+    """All options of ``trainwright eval``; None: not given."""
 
-    model: str
-    data: str | None = None
-    format: str = "auto"
-    against: str | None = None
-    benchmark: str | None = None
-    reference_log: str | None = None
-    reference_model: str | None = None
-    tokenizer: str | None = None
     relearning_steps: int | None = None
     relearning_rate: float | None = None
-    adapter: str | None = None
-    checkpoint: str | None = None
     metrics: str | None = None
-    answer_pattern: str | None = None
-    json_schema: str | None = None
-    limit: int | None = None
-    quick: bool = False
-    full: bool = False
     max_new_tokens: int | None = None
-    max_length: int | None = None
     lm_eval: str | None = None
     lm_eval_include: str | None = None
     dtype: str = "auto"
-    batch_size: int | None = None
     num_processes: int | None = None
     episodes: int | None = None
     copies: int | None = None
@@ -247,8 +230,6 @@ def written(report: Any, directory: Path) -> list[str]:
 
 def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     """Return the request, after checking that its options are consistent. Raises RequestError."""
-    from trainwright.inference.evaluation.metrics import EvaluationRequest
-
     on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
     if on_benchmark:
         names = _benchmark_metrics(options)
@@ -288,7 +269,9 @@ def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
 def _module(request: EvaluationRequest) -> str:
     """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
     return (
-        "trainwright.tasks.unlearn.evaluation.work" if request.on_benchmark else "trainwright.inference.evaluation.work"
+        "trainwright.tasks.unlearn.evaluation.measure"
+        if request.on_benchmark
+        else "trainwright.inference.evaluation.work"
     )
 
 
@@ -296,7 +279,6 @@ def _of_benchmarks(metric_names: str | None) -> bool:
     """Return whether a named metric exists only for unlearning benchmarks."""
     if metric_names is None:
         return False
-    from trainwright.inference.evaluation.metrics import LIKELIHOODS
     from trainwright.recipe.registries import METRICS as OF_ANSWERS
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
@@ -324,7 +306,6 @@ def _split(words: str) -> tuple[str, ...]:
 
 def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
     """Return the metrics by name, after checking their requirements."""
-    from trainwright.inference.evaluation.metrics import LIKELIHOODS, USUAL, extractor
     from trainwright.recipe.registries import METRICS
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
@@ -351,8 +332,6 @@ def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: 
 
 def _refuse_idle(options_by_name: Mapping[str, object], names: Sequence[str]) -> None:
     """Raise RequestError for an option that has no effect on the metrics ``names`` of rows."""
-    from trainwright.inference.evaluation.metrics import LIKELIHOODS
-
     of_answers = ("--full", "--max-new-tokens", "--batch-size")
     of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)
     benchmark = ("--reference-log", "--reference-model", "--tokenizer", "--relearning-steps", "--relearning-rate")

@@ -144,7 +144,7 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
         limit_spinning()
 
         doing("reading the model")
-        dtype = DTYPES[_dtype(request, machine)]
+        dtype = DTYPES[separate_process.dtype_name(request.dtype, machine)]
         model = find_model(request.model, request.adapter, request.checkpoint)
         check_fits(model, dtype, machine, 1)
         loaded = load(model, dtype, torch.device(machine.device))
@@ -165,7 +165,7 @@ def answer_file(request: GenerationRequest) -> list[str]:
     """Answer the rows of a file; return the answers, which are written to ``request.out`` too. Changes this process."""
     machine = _checked(request)
     processes = separate_process.process_count(machine, request.num_processes)
-    request = replace(request, dtype=_dtype(request, machine))
+    request = replace(request, dtype=separate_process.dtype_name(request.dtype, machine))
     with separate_process.work_directory("generate") as work:
         separate_process.in_processes(
             functools.partial(_prepare, request, machine, processes, work),
@@ -208,10 +208,6 @@ def _checked(request: GenerationRequest) -> Machine:
     machine = detect()
     refuse_unusable(machine)
     return machine
-
-
-def _dtype(request: GenerationRequest, machine: Machine) -> str:
-    return separate_process.dtype_name(request.dtype, machine)
 
 
 def _check(file: str | None, out: str | None, num_processes: int | None, batch_size: int | None) -> None:

@@ -110,7 +110,6 @@ def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
 
 
 def _write_adapter(source_model: UnloadedModel, out: Path) -> None:
-
     from trainwright.models.files import replacing
 
     source = source_model.section.adapter.start_from

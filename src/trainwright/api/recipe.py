@@ -161,6 +161,12 @@ def source_of(recipe: Recipe | str | PathLike[str]) -> Tree | Path:
     return recipe._tree if isinstance(recipe, Recipe) else Path(recipe)
 
 
+def stem_of(source: Tree | Path) -> str:
+    """Return the name of a recipe's file without its suffix; ``recipe`` for one that has no file."""
+    file = source if isinstance(source, Path) else source.file
+    return "recipe" if file is None else Path(file).stem
+
+
 def _plain(value: Any) -> Any:
     """Convert to mappings, lists and texts, as in YAML."""
     if isinstance(value, Mapping):

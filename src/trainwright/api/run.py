@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.engine.checkpoints.manifest import checkpoints_in
+from trainwright.engine.event_reader import EventRecord, read_events, status_of
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
 from trainwright.recipe.registries import STOP_HOOKS
@@ -17,7 +18,6 @@ from trainwright.utils.paths import run_path
 
 if TYPE_CHECKING:
     from trainwright.api.recipe import Recipe
-    from trainwright.engine.event_reader import EventRecord
 
 
 class Run:
@@ -64,8 +64,6 @@ class Run:
     @property
     def status(self) -> str:
         """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
-        from trainwright.engine.event_reader import status_of
-
         return status_of(self.directory)
 
     @property
@@ -92,8 +90,6 @@ class Run:
             kind: only this kind: ``start``, ``step``, ``evaluate``, ``generate``, ``checkpoint``, ``fault``,
                 ``finish``.
         """
-        from trainwright.engine.event_reader import read_events
-
         try:
             events = read_events(self.directory / "events.jsonl")
         except FileNotFoundError:

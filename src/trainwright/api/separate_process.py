@@ -38,8 +38,14 @@ from trainwright.errors import (
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
 from trainwright.recipe.extensions import inherited_environment, trusting
-from trainwright.run.limits import check_limits
-from trainwright.run.process import console, limit_product_caches, preload_libraries, prepare_environment, run_in_child
+from trainwright.run.process import (
+    check_limits,
+    console,
+    limit_product_caches,
+    preload_libraries,
+    prepare_environment,
+    run_in_child,
+)
 from trainwright.run.program import passing_on
 from trainwright.run.shutdown.stop import Stopping, signal_after_parent
 from trainwright.utils.activity import Activity, doing

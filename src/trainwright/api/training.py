@@ -235,7 +235,6 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
 
 def _train(options: TrainingRequest) -> Path:
     """Prepare and train, in a process that does nothing else."""
-
     try:
         with interruptible():
             return prepare_shown(options).start()

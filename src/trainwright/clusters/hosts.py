@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from trainwright.clusters.job import captured
 from trainwright.engine.events import append_event
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError, MachineError, RequestError, TrainwrightError
 from trainwright.recipe.files import missing_file
+from trainwright.run.group.environment import expand_node, split_nodes
 from trainwright.run.shutdown.failure import Cause, Failure
 from trainwright.run.shutdown.stop import STOP_SIGNALS
 from trainwright.utils.text import encodable, quoted, say
@@ -39,7 +40,6 @@ _IPV6 = re.compile(r"([A-Za-z0-9_][\w.-]*@)?\[([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)\](
 _OPTION = re.compile(r"(\w[\w-]*)\s*=\s*(\S*)\s*", re.ASCII)
 # Of a line in a file of Open MPI: the number of processes, and what says nothing of it.
 _SLOTS, _PASSED_OVER = "slots", ("max_slots", "max-slots")
-_BRACKETS = re.compile(r"([^\[\]]*)\[([0-9,-]+)\](.*)")
 _MAX_HOSTS = 10_000
 
 
@@ -59,8 +59,8 @@ class Host:
 def parse_hosts(text: str, origin: str = "--hosts") -> list[Host]:
     """Return the hosts of ``node[1-3],node7:8``. Raises RequestError."""
     hosts: list[Host] = []
-    for part in re.split(r",(?![^\[]*\])", text):
-        name, slots = _split(part.strip(), origin)
+    for part in split_nodes(text):
+        name, slots = _split(part, origin)
         hosts += [_host(each, slots, origin) for each in _expanded(name, origin)]
     return _checked(hosts, origin)
 
@@ -97,19 +97,12 @@ def processes_of(hosts: list[Host]) -> int | None:
     return None if each is None else each * len(hosts)
 
 
-def _expanded(text: str, origin: str) -> Iterator[str]:
-    """Yield node1, node2 and node3 for node[1-3]; a number keeps its zeros."""
-    match = _BRACKETS.fullmatch(text)
-    if match is None:
-        yield text
-        return
-    before, ranges, after = match.groups()
-    for piece in ranges.split(","):
-        first, _, last = piece.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()) or not 0 <= int(last or first) - int(first) < _MAX_HOSTS:
-            raise RequestError(f"{origin}: {text}: [{piece}] is not a number or a range such as [1-3]")
-        for number in range(int(first), int(last or first) + 1):
-            yield from _expanded(f"{before}{number:0{len(first)}}{after}", origin)
+def _expanded(text: str, origin: str) -> list[str]:
+    """Return node1, node2 and node3 for node[1-3]. Raises RequestError."""
+    try:
+        return expand_node(text, _MAX_HOSTS)
+    except ValueError as error:
+        raise RequestError(f"{origin}: {text}: {error}") from None
 
 
 def _split(text: str, origin: str) -> tuple[str, str | None]:

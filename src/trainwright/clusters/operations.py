@@ -266,7 +266,6 @@ def _order(job: QueuedJob) -> tuple[bool, int]:
 
 def _queue() -> list[QueuedJob]:
     """Return the jobs in Slurm's queue; none, with a note, if it does not answer."""
-
     from trainwright.clusters.slurm.scheduler import queue
 
     try:
@@ -465,6 +464,5 @@ def submit(
 
 def _text(job: Job) -> str:
     """Return the job's file."""
-
     text: str = import_module(_WRITERS[job.settings.scheduler]).text(job)
     return text

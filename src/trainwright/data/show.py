@@ -60,7 +60,6 @@ class Fill:
     rows: float
     tokens: float
     fill: float
-    batches: int
 
 
 def fill(
@@ -102,7 +101,7 @@ def fill(
     else:
         capacity = sum(stream.positions(micro) for batch in batches for micro in batch.micro_batches)
     tokens = sum(batch.tokens for batch in batches)
-    return Fill(sum(counts) / steps, tokens / steps, tokens / capacity, steps)
+    return Fill(sum(counts) / steps, tokens / steps, tokens / capacity)
 
 
 def first_examples(stream: Stream[TokenDataset], count: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from trainwright.cli.command import TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.cli.train import AccelerateFile
 from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, MachineError, RequestError
-from trainwright.utils.text import plural, say
+from trainwright.utils.text import plural, ranks_in_words, say
 
 if TYPE_CHECKING:
     from trainwright.doctor.diagnosis import Diagnosis, LogError, LogText
@@ -154,8 +154,6 @@ def _short(finding: LogError, log: LogText) -> str:
 
 
 def _location(log: LogText, number: int, ranks: list[int]) -> str:
-    from trainwright.doctor.diagnosis import ranks_in_words
-
     file, line = log.place(number)
     where = f"line {line}" if file is None else f"line {line} of {file}"
     return f"{ranks_in_words(ranks)}, {where}" if ranks else where

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainwright.run.shutdown.known_errors import KnownError, Role, known_error
 from trainwright.utils.paths import files_inside, open_inside
+from trainwright.utils.text import ranks_in_words
 
 # A line without any of these words reports no known error; most lines of a log are progress.
 _WORDS = (
@@ -273,19 +274,6 @@ def _absent(waited: dict[int, _Waited], lines: Sequence[Line]) -> list[str]:
     if not absent or len(waited) < 2 or len(absent) > len(waited):
         return []
     return [f"no timeout was reported by {ranks_in_words(absent)}: check there first"]
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Format ranks: 'rank 3', 'ranks 0-2, 5'."""
-    ranks = sorted(ranks)
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    listed = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def _reported(lines: Sequence[Line]) -> list[str]:

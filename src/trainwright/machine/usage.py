@@ -215,3 +215,17 @@ class OwnProcess:
             sleeps=sleeps or self.gpu is not None,
             gpu=None if address is None else gpu_of(address),
         )
+
+
+def survives(pid: int, number: int, *, ignored: bool = True) -> bool:
+    """Return whether a process catches a signal or, unless ``ignored`` is false, ignores it (proc(5)).
+
+    Where that is unknown, return ``ignored``.
+    """
+    fields = ("SigCgt:", "SigIgn:") if ignored else ("SigCgt:",)
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ignored
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(fields)]
+    return any(mask >> (number - 1) & 1 for mask in masks) if masks else ignored

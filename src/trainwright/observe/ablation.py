@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, source_of, stem_of
 from trainwright.api.run import stop
 from trainwright.api.training import resume, train
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, TrainingError, error_of
@@ -36,11 +36,10 @@ from trainwright.run.run_directory import override_of
 from trainwright.utils.activity import Activity
 from trainwright.utils.paths import user_path, write_file
 from trainwright.utils.text import metric as shown
-from trainwright.utils.text import metric_name, say
+from trainwright.utils.text import metric_name, say, table
 
 if TYPE_CHECKING:
     from trainwright.recipe import schema
-    from trainwright.recipe.yaml_text import Tree
 
 
 _LONGEST_NAME = 120
@@ -441,17 +440,13 @@ class Ablation:
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row["metrics"]))
         steps = len({row["step"] for row in self.rows}) > 1
-        lines = [["", *(["step"] if steps else []), *(metric_name(name) for name in names)]]
+        rows = [["", *(["step"] if steps else []), *(metric_name(name) for name in names)]]
         notes = [""]
         for row in self.rows:
             cells = [f"{row['metrics'][name]:.4f}" if name in row["metrics"] else "-" for name in names]
-            lines.append([row["name"], *([str(row["step"])] if steps else []), *cells])
+            rows.append([row["name"], *([str(row["step"])] if steps else []), *cells])
             notes.append("" if row["run"] == row["name"] else f"  the run {row['run']}")
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        texts = []
-        for line, note in zip(lines, notes, strict=True):
-            cells = [cell.rjust(max(width, 10)) for cell, width in zip(line[1:], widths[1:], strict=True)]
-            texts.append(line[0].ljust(widths[0]) + "".join(f"  {cell}" for cell in cells) + note)
+        texts = [line + note for line, note in zip(table(rows, numbers=True), notes, strict=True)]
         if self.metric is None:
             return "\n".join(texts)
         best = self.best
@@ -525,7 +520,7 @@ def ablate(
     if metric is None and halving is not None:
         raise RequestError("--halving: the loss does not show which runs to continue; name a metric with --metric")
     runs = runs_of(recipes)
-    directory = user_path(out or Path("runs") / f"{_stem(source)}-sweep")
+    directory = user_path(out or Path("runs") / f"{stem_of(source)}-sweep")
     distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
     rungs = None if halving is None or metric is None else SuccessiveHalving.of(halving, distinct, metric, highest)
     if progress:
@@ -540,11 +535,6 @@ def ablate(
         write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
         _write_page(ablation)
     return ablation
-
-
-def _stem(source: Path | Tree) -> str:
-    file = source if isinstance(source, Path) else source.file
-    return "recipe" if file is None else Path(file).stem
 
 
 def _row(variant: Variant, run: Variant, directory: Path) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def gpus(
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.counters import all_gpus
     from trainwright.machine.detect import detect
-    from trainwright.observe.gpus import MachineUse, machine_use
+    from trainwright.observe.runs import MachineUse, machine_use
 
     if seconds is not None and not watch:
         raise RequestError(f"{seconds:g}: a time between tables needs --watch; add it, or leave the time out")

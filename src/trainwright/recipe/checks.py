@@ -719,14 +719,3 @@ def usable_processes(recipe: RecipeSchema, process_range: ProcessRange) -> tuple
         why = f"with {number}: {problems[0].keys[0]}: {problems[0].message}"
         raise RequestError(f"parallel.num_processes: of {process_range} processes {only}; {why}")
     return usable
-
-
-def in_words(numbers: Sequence[int]) -> str:
-    """Return numbers in order as text: those that follow each other as their first and last."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)

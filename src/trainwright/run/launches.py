@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, FaultError, MachineError, Stopped, TrainwrightError
-from trainwright.recipe.checks import in_words
 from trainwright.run import run_directory
 from trainwright.run.group.device_slots import count_devices
 from trainwright.run.process import set_threads
 from trainwright.run.relaunch import take_replan
 from trainwright.run.resolve import Resolved
 from trainwright.run.shutdown.stop import BEFORE_FIRST_STEP, RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
-from trainwright.utils.text import say
+from trainwright.utils.text import ranges, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -312,7 +311,7 @@ class Elastic:
                 self._running = self._target = number
                 return number
             if not is_shown:
-                few = f"waiting for at least {_processes(self._usable[0])} (usable: {in_words(self._usable)})"
+                few = f"waiting for at least {_processes(self._usable[0])} (usable: {ranges(self._usable, ' to ')})"
                 say(few, file=sys.stderr)
                 is_shown = True
             if self._clock() > until:

@@ -17,7 +17,7 @@ from trainwright.engine.checkpoints.remote_store import RemoteStore, default_nam
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import implied_strategy, in_words, usable_processes, with_processes
+from trainwright.recipe.checks import implied_strategy, usable_processes, with_processes
 from trainwright.recipe.extensions import Registry, check_named, modules_of_user
 from trainwright.recipe.loading import is_override, load_recipe
 from trainwright.recipe.observer_spec import check_installed
@@ -29,12 +29,19 @@ from trainwright.recipe.strategy_spec import check_library
 from trainwright.recipe.yaml_text import Tree, parse_value
 from trainwright.run import run_directory
 from trainwright.run.resolve import Resolved, resolve
-from trainwright.run.resuming import resumed_recipe
+from trainwright.run.resuming import (
+    bring_up_to_date,
+    discard_fetched,
+    fetch,
+    is_url,
+    resumed_recipe,
+    store_of,
+    stores_of,
+)
 from trainwright.run.shutdown.requests import Deadline
-from trainwright.run.stored_runs import bring_up_to_date, discard_fetched, fetch, is_url, store_of, stores_of
 from trainwright.utils.installation import FIRST
 from trainwright.utils.paths import user_path
-from trainwright.utils.text import say
+from trainwright.utils.text import ranges, say
 
 AUTO = "auto"  # of --resume
 _DIRECTORY = f"{run_directory.DIRECTORY_KEY}="
@@ -302,7 +309,7 @@ def for_started(request: RunRequest, processes: int, launcher: str) -> RunReques
         usable = usable_processes(request.recipe, written)
         if processes not in usable:
             raise MachineError(
-                f"parallel.num_processes: the recipe allows {in_words(usable)} processes, but {launcher} started "
+                f"parallel.num_processes: the recipe allows {ranges(usable, ' to ')} processes, but {launcher} started "
                 f"{processes}; start as many as it allows, or change its range ({written})"
             )
         reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {written}",)

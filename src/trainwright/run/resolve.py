@@ -27,12 +27,13 @@ from trainwright.machine.processor import why_no_triton
 from trainwright.machine.vendors import why_not_on
 from trainwright.models.fused.choice import is_fused, refuse_missing
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import contradictions, implied_strategy, in_words, usable_processes, with_processes
+from trainwright.recipe.checks import contradictions, implied_strategy, usable_processes, with_processes
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.registries import OPTIMIZERS, PLANNERS
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import all_specs, spec_of
+from trainwright.utils.text import ranges
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,10 @@ def resolve(recipe: RecipeSchema, machine: Machine, nodes: int = 1, check_gpus: 
         largest = int(resolved.parallel.processes)
         allowed = tuple(n for n in usable_processes(resolved, elastic) if n <= largest)
         usable = _fitting(resolved, allowed, plan.fits)
-        remarks.append(
-            f"parallel.num_processes: the run has as many of {in_words(allowed)} processes as there are GPUs and slots"
-        )
+        numbers = ranges(allowed, " to ")
+        remarks.append(f"parallel.num_processes: the run has as many of {numbers} processes as there are GPUs or slots")
         if len(usable) < len(allowed):
-            few = in_words(allowed[: -len(usable)])
+            few = ranges(allowed[: -len(usable)], " to ")
             remarks.append(f"parallel.num_processes: with {few} the run does not fit, so it waits for {usable[0]}")
         requested = with_processes(requested, usable[-1])
     chosen = tuple(_different(requested, resolved))

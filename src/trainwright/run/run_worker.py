@@ -51,8 +51,8 @@ from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.run import process, run_directory
 from trainwright.run.group.contract import agree, check_layout, usable_device
-from trainwright.run.limits import open_files_in_words
 from trainwright.run.observers.hooks import ObservedRank, ObservedRun, beside_rank, observers_of
+from trainwright.run.process import open_files_in_words
 from trainwright.run.relaunch import is_replan_requested
 from trainwright.run.shutdown.exit_code import ATTEMPT, torchrun_warning
 from trainwright.run.shutdown.requests import STATE_BYTES, Deadline, StopRequests

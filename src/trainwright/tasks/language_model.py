@@ -34,7 +34,7 @@ from trainwright.inference.generation import Sampling, answer_batch, new_token_l
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
-from trainwright.models.causal_lm import CausalLM, check_model, freeze
+from trainwright.models.causal_lm import CausalLM, check_model, freeze, router_loss
 from trainwright.models.files import check_saved, logits_of, save_model
 from trainwright.models.float8 import use_float8
 from trainwright.models.load import (
@@ -48,7 +48,6 @@ from trainwright.models.load import (
 )
 from trainwright.models.low_rank import join_adapters
 from trainwright.models.resolve_model import resolve
-from trainwright.models.router_loss import router_loss
 from trainwright.models.tokenization import ending_turns
 from trainwright.models.truncate_config import cut_config, varied_layers
 from trainwright.models.weights import Weights, empty_model, load_empty

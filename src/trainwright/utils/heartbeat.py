@@ -125,28 +125,6 @@ def heartbeat_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}"
 
 
-def write_start(memory: mmap.mmap, started: float) -> None:
-    """Write when the heartbeat began."""
-    _BEGUN.pack_into(memory, _BEGUN_AT, started)
-
-
-def write_phase(memory: mmap.mmap, index: int, name: str) -> None:
-    """Write a phase that has not ended yet."""
-    _PHASE.pack_into(memory, _PHASES_AT + index * _PHASE.size, 0, 0.0, name.encode()[:32])
-
-
-def write_times(memory: mmap.mmap, index: int, times: Times) -> None:
-    """Write how long a phase has taken."""
-    _TIMES.pack_into(memory, _PHASES_AT + index * _PHASE.size, times.count, times.longest)
-
-
-def write_call(memory: mmap.mmap, index: int, name: str, tensor: str, line: str) -> None:
-    """Write a call of a collective."""
-    _CALL.pack_into(
-        memory, _CALLS_AT + index * _CALL.size, name.encode()[:24], tensor.encode()[:48], line.encode()[-160:]
-    )
-
-
 def read(file: Path) -> Beat | None:
     """Return what a rank does; None if it has not begun, or is writing all the time."""
     for _ in range(8):
@@ -162,7 +140,7 @@ def read(file: Path) -> Beat | None:
 
 def _beat(data: bytes) -> Beat:
     words = memoryview(data).cast("q")
-    places = (_PHASE.unpack_from(data, _PHASES_AT + offset * _PHASE.size) for offset in range(PHASES))
+    places = (_PHASE.unpack_from(data, _phase_at(index)) for index in range(PHASES))
     phases = [(_text(name), Times(count, longest)) for count, longest, name in places]
     collectives = {}
     for offset in range(COLLECTIVES_AT, COLLECTIVES_AT + 2 * COLLECTIVES, 2):
@@ -188,6 +166,11 @@ def _beat(data: bytes) -> Beat:
 def _collective(data: bytes, number: int, call: int, same_shape: bool) -> EnteredCollective:
     name, tensor, line = _CALL.unpack_from(data, _CALLS_AT + call * _CALL.size)
     return EnteredCollective(number, _text(name), _text(tensor), _text(line), same_shape)
+
+
+def _phase_at(index: int) -> int:
+    """Return where the file has a phase: how often it has ended, its longest time, and its name."""
+    return _PHASES_AT + index * _PHASE.size
 
 
 def _text(data: bytes) -> str:
@@ -276,7 +259,7 @@ class Heartbeat:
         self._thread = threading.get_ident()  # of training, which makes the marks and counts them
         self._record: Callable[[], DeviceEvent] | None = None
         self._inside = _Inside(self)
-        write_start(self._memory, self.started)
+        _BEGUN.pack_into(self._memory, _BEGUN_AT, self.started)
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
         self.slowed = 0.0  # seconds of passes and updates that checkpoints beside them have taken
@@ -309,7 +292,7 @@ class Heartbeat:
             if len(self._phases) >= PHASES - 1:
                 name = _OTHERS
             phase = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
-            write_phase(self._memory, phase.index, name)
+            _PHASE.pack_into(self._memory, _phase_at(phase.index), 0, 0.0, name.encode()[:32])
         return self._phases[name]
 
     @property
@@ -364,7 +347,8 @@ class Heartbeat:
             used = {call // 2 for call in calls}
             index = self._calls.pop(next(key for key, index in self._calls.items() if index not in used))
         self._calls[name, tensor, line] = index
-        write_call(self._memory, index, name, tensor, line)
+        texts = name.encode()[:24], tensor.encode()[:48], line.encode()[-160:]
+        _CALL.pack_into(self._memory, _CALLS_AT + index * _CALL.size, *texts)
         return index
 
     def leave(self) -> None:
@@ -420,7 +404,7 @@ class Heartbeat:
             of = self._waits if waited else phase
             if of.took(seconds, now, phase_ended or waited):
                 of.written = of.longest
-                write_times(self._memory, of.index, Times(of.count, of.longest))
+                _TIMES.pack_into(self._memory, _phase_at(of.index), of.count, of.longest)
 
     def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
         """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""

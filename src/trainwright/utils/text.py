@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 # Control characters except the tab and the line break, line separators at which some programs break lines, directional
@@ -44,6 +44,29 @@ def they(number: int, noun: str, do: str) -> str:
     if number == 1:
         verb = {"have": "has", "are": "is", "were": "was", "do": "does"}.get(verb, f"{verb}s")
     return f"{plural(number, noun)} {verb}{space}{rest}"
+
+
+def ranges(numbers: Iterable[int], to: str = "-") -> str:
+    """Format whole numbers in ascending order: '1, 2, 4-7'; 'none' without any."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] + 1 == number:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return (
+        ", ".join(
+            f"{first}{to}{last}" if last > first + 1 else ", ".join(map(str, sorted({first, last})))
+            for first, last in spans
+        )
+        or "none"
+    )
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Format ranks: 'rank 3', 'ranks 0-2, 5'."""
+    ranks = sorted(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def times(ratio: float) -> str:

@@ -15,11 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.adapters.files import fully_trained
-from trainwright.models.causal_lm import CausalLM
+from trainwright.models.causal_lm import CausalLM, RouterLoss
 from trainwright.models.float8 import use_float8
 from trainwright.models.quantization import quantize
 from trainwright.models.recompute import save_activation_memory
-from trainwright.models.router_loss import RouterLoss
 from trainwright.planning.trace.request import TraceRequest
 from trainwright.planning.trace.units import BatchShape, Operation, SizedModel
 from trainwright.recipe.sections.model import AdapterSection, ModelSection

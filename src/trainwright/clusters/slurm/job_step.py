@@ -28,6 +28,7 @@ from trainwright.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, 
 from trainwright.clusters.slurm import scheduler
 from trainwright.engine.event_reader import status_of
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
+from trainwright.machine.usage import survives
 from trainwright.run.group.environment import SUPERVISING_LAUNCHERS
 from trainwright.run.run_directory import RECIPE, SUBMITTED
 from trainwright.run.shutdown.requests import STOP_FILE, ask, stop_was_requested
@@ -64,8 +65,7 @@ def signal_warning(launcher: str) -> str | None:
     """
     if launcher not in SUPERVISING_LAUNCHERS or "SLURM_JOB_ID" not in os.environ:
         return None
-    handled = _handled(os.getppid())
-    fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not handled >> (number - 1) & 1]
+    fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not survives(os.getppid(), number)]
     if not fatal:
         return None
     return (
@@ -73,16 +73,6 @@ def signal_warning(launcher: str) -> str | None:
         "may end this run before its last checkpoint is written; start it with trainwright under, or export "
         "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 in the job script"
     )
-
-
-def _handled(pid: int) -> int:
-    """Return the signals that a process handles or ignores as bits (proc(5)); all if that is unknown."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return -1
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
-    return masks[0] | masks[1] if len(masks) == 2 else -1
 
 
 def end_orphaned_step() -> None:

@@ -11,9 +11,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from enum import Enum
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainwright.run.shutdown.stop import Stopping
 
 
-class Severity(Enum):
+class Severity(StrEnum):
     """With ``BROKEN`` training fails or is wrong, with ``WARNING`` it may fail or is slow, ``NOTE`` informs."""
 
     BROKEN = "broken"
@@ -153,20 +153,21 @@ def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) ->
 
 
 def _failed(what: str, message: str, log: Path) -> Finding:
-    from trainwright.doctor.diagnosis import explain
-
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    cause = explain(f"{message}\n{text}").cause
     reason = message.splitlines()[0].removeprefix("preparation failed: ").removesuffix(f"; see {log}")
     reason = reason.replace("preparation ended", "its process ended")
-    return Finding(
-        Severity.BROKEN,
-        f"{what}: {reason}",
-        cause.error.cause if cause is not None else "torch may be built for another processor or driver, or be damaged",
-        "; ".join(cause.error.fixes)
-        if cause is not None
-        else "install torch again: https://pytorch.org/get-started/locally",
-    )
+    why = "torch may be built for another processor or driver, or be damaged"
+    fix = "install torch again: https://pytorch.org/get-started/locally"
+    return explained(f"{what}: {reason}", f"{message}\n{text}", why, fix)
+
+
+def explained(what: str, message: str, why: str, fix: str) -> Finding:
+    """Return what is broken, with cause and fixes of the error in ``message`` if it is known, else these."""
+    from trainwright.doctor.diagnosis import explain
+
+    if (cause := explain(message).cause) is not None:
+        why, fix = cause.error.cause, "; ".join(cause.error.fixes)
+    return Finding(Severity.BROKEN, what, why, fix)
 
 
 # Seconds after which no further check begins, and after which the last one is ended; on a CPU and with GPUs.
@@ -390,14 +391,11 @@ def _finding_lines(finding: Finding, name: str) -> Iterator[str]:
 
 
 def _values(outcome: Outcome) -> dict[str, Any]:
-    findings = [
-        {"severity": one.severity.value, "what": one.what, "why": one.why, "fix": one.fix} for one in outcome.findings
-    ]
     return {
         "name": outcome.name,
         "title": outcome.title,
         "seconds": round(outcome.seconds, 2),
         "skipped": outcome.skipped,
         "facts": list(outcome.facts),
-        "findings": findings,
+        "findings": [asdict(finding) for finding in outcome.findings],
     }

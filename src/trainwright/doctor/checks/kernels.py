@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
 from trainwright.machine.catalog import FLOAT8, possible_float8
 from trainwright.machine.describe import cluster_of
@@ -17,8 +19,6 @@ from trainwright.machine.processor import why_no_triton
 from trainwright.models.fused.choice import why_not_fused
 
 if TYPE_CHECKING:
-    import torch
-
     Formula = Callable[..., torch.Tensor]
 
 # Relative difference of a result or a gradient, in the Euclidean norm: from rounding inputs and sums.
@@ -101,7 +101,6 @@ class ComparedKernel:
 
 def kernels(device: torch.device) -> Iterator[ComparedKernel]:
     """Yield the kernels that a training step uses."""
-    import torch
     import torch.nn.functional as F
 
     from trainwright.models.linear_losses import Head, linear_cross_entropy
@@ -131,7 +130,6 @@ def kernels(device: torch.device) -> Iterator[ComparedKernel]:
 
 def fused_kernels() -> Iterator[ComparedKernel]:
     """Yield the kernels of ``model.kernels: triton``."""
-    import torch
     import torch.nn.functional as F
 
     from trainwright.models.fused import operators
@@ -176,8 +174,6 @@ def fused_kernels() -> Iterator[ComparedKernel]:
 
 def float8_products(scales: Sequence[str] = FLOAT8) -> Iterator[ComparedKernel]:
     """Yield the products of values of ``train.float8``, whose formula is what a CPU computes."""
-    import torch
-
     from trainwright.models.float8 import product
 
     inputs = torch.randn(_TOKENS, _HIDDEN), torch.randn(4 * _HIDDEN, _HIDDEN) / _HIDDEN**0.5
@@ -193,8 +189,6 @@ def float8_products(scales: Sequence[str] = FLOAT8) -> Iterator[ComparedKernel]:
 
 
 def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: tuple[str, ...], answer: Path) -> None:
-    import torch
-
     from trainwright.doctor.calibrate_cases import DTYPES
 
     torch.manual_seed(0)
@@ -216,8 +210,6 @@ def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: 
 
 def compare(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest relative difference of the result and the gradients."""
-    import torch
-
     rounded = [each.to(dtype) for each in kernel.inputs]
     actual = _with_gradients(kernel.run, [each.to(device) for each in rounded])
     expected = _with_gradients(kernel.plain, [each.float() for each in rounded])
@@ -226,8 +218,6 @@ def compare(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) ->
 
 
 def _with_gradients(function: Formula, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    import torch
-
     leaves = [each.detach().requires_grad_() for each in inputs]
     output = function(*leaves)
     # The same upstream gradient for both, in a form that both precisions have exactly.
@@ -254,8 +244,6 @@ def _attention(
 ) -> torch.Tensor:
     import itertools
 
-    import torch
-
     from trainwright.models.attention.packs import packed_attention
 
     edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
@@ -269,8 +257,6 @@ def _plain_attention(
     lengths: tuple[int, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     """Return softmax(QK^T / sqrt(D)) V over the earlier tokens of each sequence, [1, T, H, D]."""
-    import torch
-
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -281,8 +267,6 @@ def _plain_attention(
 
 def _optimizer_difference(device: torch.device) -> float:
     """Return the relative difference of fused AdamW's update to its formula, after three steps."""
-    import torch
-
     rate, decay, betas, eps = 1e-2, 0.1, (0.9, 0.95), 1e-8
     start, gradients = torch.randn(4096), torch.randn(3, 4096)
     parameter = torch.nn.Parameter(start.clone().to(device))

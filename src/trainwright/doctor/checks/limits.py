@@ -14,7 +14,7 @@ from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResu
 from trainwright.machine import cgroups
 from trainwright.machine.cgroups import read
 from trainwright.machine.measured.contention import usable_cores
-from trainwright.run.limits import needed_files, shortage
+from trainwright.run.process import needed_files, shortage
 from trainwright.utils.text import plural, size
 
 _PROCESSES = 2  # of the steps that other checks run
@@ -174,9 +174,9 @@ def _of_pids(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
             )
 
 
-def _pids(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+def _pids() -> Iterator[tuple[int, int]]:
     """Yield the number and the limit of processes of each group that has a limit."""
-    for group, _ in cgroups.groups("pids", root):
+    for group, _ in cgroups.groups("pids"):
         used, limit = read(group / "pids.current").strip(), read(group / "pids.max").strip()
         if used.isdigit() and limit.isdigit():
             yield int(used), int(limit)

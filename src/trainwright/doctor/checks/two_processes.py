@@ -18,11 +18,25 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckEnded, CheckResult, Finding, Severity
+from trainwright.doctor.checks.check import (
+    CannotCheck,
+    CheckContext,
+    CheckEnded,
+    CheckResult,
+    Finding,
+    Severity,
+    explained,
+)
 from trainwright.errors import EXIT_FINISHED, Stopped, TrainwrightError
 from trainwright.machine.vendors import processor_of
-from trainwright.run.limits import check_limits
-from trainwright.run.process import preload_libraries, preload_worker, prepare, prepare_environment, run_in_child
+from trainwright.run.process import (
+    check_limits,
+    preload_libraries,
+    preload_worker,
+    prepare,
+    prepare_environment,
+    run_in_child,
+)
 from trainwright.run.shutdown.failure import Failure
 from trainwright.utils.text import span
 
@@ -154,22 +168,13 @@ def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple
 
 
 def _failed(what: str, message: str) -> Finding:
-    from trainwright.doctor.diagnosis import explain
-
-    cause = explain(message).cause
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(("log:", "- "))]
     reason = next(
         (line for line in reversed(lines) if "Error" in line.partition(":")[0]), lines[0] if lines else message
     )
-    return Finding(
-        Severity.BROKEN,
-        f"{what} cannot train: {reason[:300]}",
-        cause.error.cause if cause is not None else "runs with this strategy will fail in the same way",
-        "; ".join(cause.error.fixes)
-        if cause is not None
-        else "the first line of the error says which part is missing; "
-        "choose another parallel.strategy until it is fixed",
-    )
+    why = "runs with this strategy will fail in the same way"
+    fix = "the first line of the error says which part is missing; choose another parallel.strategy until it is fixed"
+    return explained(f"{what} cannot train: {reason[:300]}", message, why, fix)
 
 
 def _differs(what: str, verdict: str) -> Finding:
@@ -259,18 +264,10 @@ def _judged(values: dict[str, Any], context: CheckContext, device: str) -> Check
 
 
 def _links_failed(message: str) -> Finding:
-    from trainwright.doctor.diagnosis import explain
-
-    cause = explain(message).cause
     first, *_ = (line for line in reversed(message.splitlines()) if line.strip() and not line.startswith("log:"))
-    return Finding(
-        Severity.BROKEN,
-        f"two processes cannot sum tensors: {first.strip()}",
-        cause.error.cause if cause is not None else "runs on more than one process will fail in the same way",
-        "; ".join(cause.error.fixes)
-        if cause is not None
-        else "see the whole message with `trainwright doctor links --json`",
-    )
+    why = "runs on more than one process will fail in the same way"
+    fix = "see the whole message with `trainwright doctor links --json`"
+    return explained(f"two processes cannot sum tensors: {first.strip()}", message, why, fix)
 
 
 _FAULT_SECONDS = 30.0

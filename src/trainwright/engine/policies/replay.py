@@ -17,8 +17,9 @@ from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, TrainingContext, named_ranks
+from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, TrainingContext
 from trainwright.models.files import checksum
+from trainwright.utils.text import ranks_in_words
 
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
 _PART, _MAX_PARTS = 4096, 256  # elements; how many are kept for the comparison
@@ -127,7 +128,7 @@ class Replay(StepPolicy):
             self._suspected[step] = self._differing()
             self._fail(_WEIGHTS, ranks, f"the weights of the ranks differ at step {step}", step)
         if ranks := self._farthest(self._suspected.pop(step, [])):
-            detail = f"the weights of {named_ranks(ranks)} were wrong at step {step}, before the run went back"
+            detail = f"the weights of {ranks_in_words(ranks)} were wrong at step {step}, before the run went back"
             self._report(_WEIGHTS, ranks, detail, "continue", step)
 
     def _judge(
@@ -143,31 +144,33 @@ class Replay(StepPolicy):
             suspects = [{rank, (rank - 1) % len(first)} for rank in wrong]
             ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
             why = "again and again" if second == third else "and not the same when repeated"
-            detail = f"{named_ranks(ranks)} and another rank compute step {step} differently, {why}"
+            detail = f"{ranks_in_words(ranks)} and another rank compute step {step} differently, {why}"
             if self.training.recipe.faults.on_corruption == "stop":
                 self._end(_PASS, ranks, detail, step)
             self._compares_passes = False
             self._report(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
             return
-        self._fail(_PASS, changed, f"{named_ranks(changed)} computed step {step} wrongly: repeated, it is right", step)
+        self._fail(
+            _PASS, changed, f"{ranks_in_words(changed)} computed step {step} wrongly: repeated, it is right", step
+        )
 
     def _fail(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         self._failed[step] += 1
         if self._failed[step] > 1 or self.training.recipe.faults.on_corruption == "stop":
             self._end(kind, ranks, detail + ", again" * (self._failed[step] > 1), step)
         raise RewindRequested(
-            kind, ranks[0], f"{detail} ({named_ranks(ranks)})", leave_out=False, before=self.trusted_before
+            kind, ranks[0], f"{detail} ({ranks_in_words(ranks)})", leave_out=False, before=self.trusted_before
         )
 
     def _end(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
         unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
-        self._report(kind, ranks, f"{detail}: {named_ranks(ranks)}{unknown}", "stop", step)
+        self._report(kind, ranks, f"{detail}: {ranks_in_words(ranks)}{unknown}", "stop", step)
         remove = ""
         if (since := self.trusted_before) is not None:
             remove = f"remove the checkpoints of step {since} and later ones, in checkpoint.copies too, "
         raise Corrupted(
-            f"training stopped: {detail}: {named_ranks(ranks)}{unknown}; {remove}test the memory and the processor, "
+            f"training stopped: {detail}: {ranks_in_words(ranks)}{unknown}; {remove}test the memory and the processor, "
             "then --resume"
         )
 

@@ -14,8 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainwright.faults.drills import invariants, watched_commands
@@ -29,7 +28,6 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.utils import text
 
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of linux/sched.h
-_CGROUPS = Path("/sys/fs/cgroup")
 _BUSY_SECONDS = 5.0
 
 
@@ -91,41 +89,6 @@ def fill(path: Path, but: int = 0) -> None:
             file.truncate(max(0, file.tell() - but))
 
 
-def memory_cgroup_refused() -> str | None:
-    """Return why a cgroup cannot limit memory here; None if it can."""
-    for top, file in ((_CGROUPS / "memory", "memory.limit_in_bytes"), (_CGROUPS, "memory.max")):
-        probe = top / f"faults-{uuid.uuid4().hex[:8]}"
-        try:
-            probe.mkdir()
-        except OSError:
-            continue
-        try:
-            if (probe / file).exists():
-                return None
-        finally:
-            probe.rmdir()
-    return "no cgroup for memory can be made"
-
-
-@contextlib.contextmanager
-def limited_memory(size: int) -> Iterator[Path]:
-    """Make a cgroup with this memory limit in bytes; a process joins it when its pid is written to the yielded file."""
-    old = (_CGROUPS / "memory" / "memory.limit_in_bytes").exists()
-    group = (_CGROUPS / "memory" if old else _CGROUPS) / f"faults-{uuid.uuid4().hex[:8]}"
-    group.mkdir()
-    try:
-        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(size))
-        yield group / "cgroup.procs"
-    finally:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-
-
-def join(group: Path) -> None:
-    """Move this process into a cgroup."""
-    group.write_text(str(os.getpid()))
-
-
 def _mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True, capture_output=True)
 
@@ -179,15 +142,15 @@ def damaged_and_pruned(scene: Scene) -> None:
     """Old checkpoints are pruned while newer ones cannot be read: a readable one exists at all times."""
     scene.stopped_run()
     steps = invariants.checkpoint_steps(scene.run)
-    bad = frozenset(scene.draw.sample(steps[1:], scene.draw.choice([1, 2])))
+    bad = scene.draw.sample(steps[1:], scene.draw.choice([1, 2]))
     for step in bad:
         file = scene.draw.choice(_FILES[:3])
         damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, scene.draw.choice(_DAMAGES[:4]), scene.draw)
     for _ in range(2):
         keep = f"checkpoint.keep_last={scene.variant}"
-        starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
+        starts = invariants.starts(scene.run)
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
-        newest = _newest_complete(scene, bad)
+        newest = max(_whole(scene), default=0)
         reached = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, watched_commands.STEPS - 2)))
         scene.wait_for_step(command, reached, starts)
         if scene.draw.random() < 0.7:
@@ -200,8 +163,7 @@ def damaged_and_pruned(scene: Scene) -> None:
         remaining = _whole(scene)
         require(remaining, f"no whole checkpoint is left; before: {steps}, damaged: {sorted(bad)}")
         require(max(remaining) >= newest, f"the checkpoint of step {newest} is gone, whole ones are of {remaining}")
-    ended = scene.go_on()
-    scene.expect(ended, (FINISHED,))
+    scene.expect(scene.go_on(), (FINISHED,))
     invariants.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
@@ -236,8 +198,7 @@ def foreign_names(scene: Scene) -> None:
         shutil.copytree(checkpoints / "step-00000018", path)
     else:
         path.symlink_to("nowhere" if what == "link to nothing" else "step-00000018")
-    ended = scene.go_on()
-    scene.expect(ended, (FINISHED,))
+    scene.expect(scene.go_on(), (FINISHED,))
     invariants.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
@@ -300,10 +261,6 @@ def _ranks(scene: Scene) -> int:
 def _whole(scene: Scene) -> list[int]:
     steps = invariants.checkpoint_steps(scene.run)
     return [s for s in steps if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
-
-
-def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:
-    return max(_whole(scene), default=0)
 
 
 _POLICIES = "trainwright.faults.drills.planted"
@@ -399,10 +356,7 @@ def full_disk(scene: Scene) -> None:
     scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
     if scene.run.exists():
         invariants.checkpoints_complete(scene.run)
-    if ended.code != FINISHED:
-        ended = scene.go_on()
-        scene.expect(ended, (FINISHED,))
-    scene.as_undisturbed()
+    scene.resumes() if ended.code else scene.as_undisturbed()
 
 
 @fault(
@@ -423,10 +377,7 @@ def limited_files(scene: Scene) -> None:
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
     invariants.checkpoints_complete(scene.run)
-    if ended.code != FINISHED:
-        ended = scene.go_on()
-        scene.expect(ended, (FINISHED,))
-    scene.as_undisturbed()
+    scene.resumes() if ended.code else scene.as_undisturbed()
 
 
 @fault("a run directory that becomes read-only", spreads=ANY, phases=_LATE, share=1.5, needs=mounts_refused)
@@ -439,9 +390,7 @@ def read_only_later(scene: Scene) -> None:
     make_read_only(scene.run, False)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
     invariants.checkpoints_complete(scene.run)
-    if ended.code != FINISHED:
-        scene.expect(scene.go_on(), (FINISHED,))
-    scene.as_undisturbed()
+    scene.resumes() if ended.code else scene.as_undisturbed()
 
 
 @fault(

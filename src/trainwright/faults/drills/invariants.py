@@ -10,6 +10,7 @@ from typing import Any
 
 from trainwright.doctor.verify import TOLERANCES, magnitude
 from trainwright.recipe.loading import load_recipe
+from trainwright.utils.text import ranges
 
 _EXACT = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
 _ROUNDED = ("loss", "learning_rate", "tokens", "target_tokens")
@@ -22,13 +23,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     if not path.exists():
         return []
-    events = []
+    whole = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            events.append(json.loads(text))
+            whole.append(json.loads(text))
         except ValueError:
             continue  # cut by a kill; the steps are counted below
-    return [event for event in events if isinstance(event, dict) and "event" in event]
+    return [event for event in whole if isinstance(event, dict) and "event" in event]
 
 
 def history(run: Path) -> list[dict[str, Any]]:
@@ -49,14 +50,24 @@ def history(run: Path) -> list[dict[str, Any]]:
     return events_so_far
 
 
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of a kind, also those that were repeated."""
+    return [event for event in lines(run) if event["event"] == kind]
+
+
+def starts(run: Path) -> int:
+    """Return how many launches of the run have begun."""
+    return len(events(run, "start"))
+
+
 def faults(run: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return the `fault` events of these kinds."""
-    return [event for event in lines(run) if event["event"] == "fault" and event["kind"] in kinds]
+    return [event for event in events(run, "fault") if event["kind"] in kinds]
 
 
 def last_step(run: Path) -> int:
     """Return the last step that was recorded."""
-    return max((event["step"] for event in lines(run) if event["event"] == "step"), default=0)
+    return max((event["step"] for event in events(run, "step")), default=0)
 
 
 def step_since(run: Path, starts: int) -> int:
@@ -79,7 +90,7 @@ def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
     rounding = 0.0 if exact else rounding_of(reference) * magnitude(_of(theirs, "step") + _of(theirs, "evaluate"))
     steps = [event["step"] for event in ours if event["event"] == "step"]
     expected = [event["step"] for event in theirs if event["event"] == "step"]
-    require(steps == expected, f"steps are {_spans(steps)}, not {_spans(expected)}")
+    require(steps == expected, f"steps are {ranges(steps)}, not {ranges(expected)}")
     for kind in ("step", "evaluate"):
         for one, other in zip(_of(ours, kind), _of(theirs, kind), strict=False):
             _compare(kind, one, other, rounding)
@@ -164,9 +175,9 @@ def broken_checkpoint(path: Path) -> str | None:
     return None
 
 
-def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Return the steps of complete checkpoints. Raises InvariantBroken for an incomplete one not in ``but``."""
-    steps = [step for step in checkpoint_steps(run) if step not in but]
+def checkpoints_complete(run: Path) -> list[int]:
+    """Return the steps of the checkpoints. Raises InvariantBroken for an incomplete one."""
+    steps = checkpoint_steps(run)
     for step in steps:
         why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
         require(why is None, f"a checkpoint is not whole: {why}")
@@ -192,17 +203,6 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     if 8 + length + max(ends, default=0) != size:
         raise InvariantBroken(f"{path} is {size} bytes, not what its header says")
     return header
-
-
-def _spans(numbers: list[int]) -> str:
-    """1-4, 7: what of a list is in one run."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] + 1 == number:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans) or "none"
 
 
 class InvariantBroken(Exception):

@@ -45,7 +45,7 @@ def kill_worker(scene: Scene) -> None:
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGKILL, workers[rank])
     ended = scene.wait(command)
-    restarts = [event for event in invariants.lines(scene.run) if event["event"] == "restart"]
+    restarts = invariants.events(scene.run, "restart")
     if ended.code == FINISHED and not restarts and scene.phase == watched_commands.EXPORT:
         raise Missed("the run had finished when the signal came")
     if scene.variant == "restarted":
@@ -81,7 +81,7 @@ def kill_repeatedly(scene: Scene) -> None:
     command.kill()
     for _ in range(int(scene.variant) - 1):
         command = scene.trainwright("train", "--resume", str(scene.run))
-        starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
+        starts = invariants.starts(scene.run)
         if scene.draw.random() < 0.5:
             time.sleep(scene.draw.uniform(0.5, 4.0))
         else:
@@ -158,20 +158,14 @@ def started(scene: Scene, *overrides: str) -> Command:
 
 
 def _killed_and_resumed(scene: Scene, command: Command) -> None:
-    ended = scene.wait(command)
-    if ended.code == FINISHED:
-        raise Missed("the run had finished when the signal came")
+    ended = scene.interrupted(command)
     require(ended.code == -signal.SIGKILL, f"wanted a killed command, got {ended}")
     invariants.none_lost(scene.run)
     scene.resumes()
 
 
 def _has_restarted(scene: Scene, starts: int) -> bool:
-    return _starts(scene) > starts
-
-
-def _starts(scene: Scene) -> int:
-    return sum(event["event"] == "start" for event in invariants.lines(scene.run))
+    return invariants.starts(scene.run) > starts
 
 
 @fault("another strategy or number of processes", spreads=ANY, variants=("after SIGKILL", "after SIGTERM"), share=5)
@@ -229,13 +223,11 @@ def _as(spread: Spread) -> tuple[str, str]:
 
 def _stop(scene: Scene, command: Command, step: int) -> None:
     """Stop the run with a checkpoint once its newest launch has reached the step."""
-    starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
+    starts = invariants.starts(scene.run)
     scene.wait_for_step(command, step, starts)
     scene.injected = scene.injected or time.time()
     command.send(signal.SIGTERM)
-    ended = scene.wait(command)
-    if ended.code == FINISHED:
-        raise Missed("the run had finished when the signal came")
+    ended = scene.interrupted(command)
     scene.expect(ended, (STOPPED,), "resume")
     invariants.none_lost(scene.run)
 
@@ -260,11 +252,10 @@ def limited_addresses(scene: Scene) -> None:
     """A worker's memory is limited to what it has plus some MiB: smaller micro-batches, or a clear error."""
     halvable = scene.setting.halvable
     command = started(scene, *halvable)
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
-    with open(f"/proc/{workers[rank]}/statm") as file:
+    _, worker = scene.drawn_worker(command)
+    with open(f"/proc/{worker}/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
-    resource.prlimit(workers[rank], resource.RLIMIT_AS, (size, size))
+    resource.prlimit(worker, resource.RLIMIT_AS, (size, size))
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
     invariants.checkpoints_complete(scene.run)
@@ -297,9 +288,8 @@ def stop_group(scene: Scene) -> None:
 def stop_worker(scene: Scene) -> None:
     """The run stops, fails and names that rank, or ignores it; continued, it equals the undisturbed run."""
     command = started(scene)
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
-    command.send(getattr(signal, scene.variant), workers[rank])
+    rank, worker = scene.drawn_worker(command)
+    command.send(getattr(signal, scene.variant), worker)
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, STOPPED, FAILED), f"rank {rank}" if ended.code == FAILED else "resume")
     invariants.none_lost(scene.run)
@@ -344,9 +334,8 @@ def second_interrupt(scene: Scene) -> None:
 def frozen_worker(scene: Scene) -> None:
     """A worker that does not respond does not prevent the run from ending."""
     command = started(scene)
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
-    command.send(signal.SIGSTOP, workers[rank])
+    rank, worker = scene.drawn_worker(command)
+    command.send(signal.SIGSTOP, worker)
     time.sleep(0.3)
     command.send(signal.SIGTERM)
     ended = scene.wait(command)
@@ -361,9 +350,8 @@ def frozen_worker(scene: Scene) -> None:
 def hanging_worker(scene: Scene) -> None:
     """The rank is named within seconds, and the run continues by itself or, with on_hang: stop, when it is resumed."""
     command = started(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
-    command.send(signal.SIGSTOP, workers[rank])
+    rank, worker = scene.drawn_worker(command)
+    command.send(signal.SIGSTOP, worker)
     ended = scene.wait(command)
     ranks = [event["rank"] for event in invariants.faults(scene.run, "hang")]
     require(ranks == [rank], f"rank {rank} was stopped, the faults are of ranks {ranks}: {ended}")
@@ -379,11 +367,10 @@ def hanging_worker(scene: Scene) -> None:
 def paused_worker(scene: Scene) -> None:
     """SIGSTOP and SIGCONT change nothing."""
     command = started(scene)
-    workers = scene.workers(command)
-    victim = scene.draw.choice(list(workers.values()))
-    command.send(signal.SIGSTOP, victim)
+    _, worker = scene.drawn_worker(command)
+    command.send(signal.SIGSTOP, worker)
     time.sleep(scene.draw.uniform(0.2, 2.0))
-    command.send(signal.SIGCONT, victim)
+    command.send(signal.SIGCONT, worker)
     scene.stays_undisturbed(scene.wait(command))
 
 
@@ -430,11 +417,10 @@ def cut_refused() -> str | None:
 def cut_connections(scene: Scene) -> None:
     """Every rank ends in bounded time, and the run goes on, by itself or resumed."""
     command = started(scene, RESTARTS[scene.variant])
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
-    require(_cut(workers[rank]) or command.ended, f"rank {rank} has no connections")
+    rank, worker = scene.drawn_worker(command)
+    require(_cut(worker) or command.ended, f"rank {rank} has no connections")
     ended = scene.wait(command)
-    restarts = [event for event in invariants.lines(scene.run) if event["event"] == "restart"]
+    restarts = invariants.events(scene.run, "restart")
     if ended.code == FINISHED:
         if not restarts:
             raise Missed("the run needed its connections no more")
@@ -486,9 +472,7 @@ def stop_torchrun(scene: Scene) -> None:
     """Its workers write a checkpoint of the current step."""
     command = _started(scene)
     command.send(getattr(signal, scene.variant))
-    ended = scene.wait(command)
-    if ended.code == FINISHED:
-        raise Missed("the run had finished when the signal came")
+    ended = scene.interrupted(command)
     reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
     require(not reached or (saved and saved[-1] == reached), f"stopped at {reached}, checkpoints of {saved}: {ended}")
     scene.resumes()
@@ -498,12 +482,9 @@ def stop_torchrun(scene: Scene) -> None:
 def kill_under_torchrun(scene: Scene) -> None:
     """The other rank ends by itself and names the killed one."""
     command = _started(scene)
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
-    command.send(signal.SIGKILL, workers[rank])
-    ended = scene.wait(command)
-    if ended.code == FINISHED:
-        raise Missed("the run had finished when the signal came")
+    rank, worker = scene.drawn_worker(command)
+    command.send(signal.SIGKILL, worker)
+    ended = scene.interrupted(command)
     require(f"error: rank {rank}" in ended.text, f"rank {rank} is not named: {ended}")
     invariants.none_lost(scene.run)
     scene.resumes()
@@ -514,9 +495,7 @@ def kill_agent(scene: Scene) -> None:
     """The workers of torchrun end with it, and the run goes on."""
     command = _started(scene)
     command.send(signal.SIGKILL)
-    ended = scene.wait(command)
-    if ended.code == FINISHED:
-        raise Missed("the run had finished when the signal came")
+    scene.interrupted(command)
     invariants.none_lost(scene.run)
     scene.resumes()
 

@@ -22,7 +22,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, source_of, stem_of
 from trainwright.api.separate_process import run_in_process
 from trainwright.errors import (
     EXIT_MACHINE,
@@ -330,7 +330,6 @@ class Drill:
 
     def table(self, width: int | None = None) -> str:
         """Return the table for a terminal with ``width`` columns. None: as wide as it is."""
-
         return shown(self.cells, self.notes, width)
 
     def values(self) -> dict[str, Any]:
@@ -387,7 +386,7 @@ def drill(
         trainwright.errors.RequestError: --kinds earthquake: no kind of fault has such a name; known are: ...
     """
     source = source_of(recipe)
-    directory = user_path(output or Path("drills") / _stem(source)).absolute()
+    directory = user_path(output or Path("drills") / stem_of(source)).absolute()
     request = DrillRequest(
         source,
         overrides,
@@ -501,12 +500,6 @@ def _possible(
     return moved(trials, refused, cases), refused
 
 
-def _remaining(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
-    """Return the trials without a verdict, and those that did not hold."""
-
-    return [trial for trial, line in results.of(trials).items() if line is None or line["verdict"] in (BROKEN, MISSED)]
-
-
 def _perform(
     request: DrillRequest,
     recipe: schema.RecipeSchema,
@@ -516,8 +509,7 @@ def _perform(
     started: float,
     progress: bool,
 ) -> None:
-    """Perform the trials that are left, as long as there is time."""
-
+    """Perform the trials without a verdict, and again those that did not hold, as long as there is time."""
     stream = sys.stderr if progress else None
     refused: Mapping[Spread, Undisturbed] = {}
     finished: set[tuple[str, str]] = set()
@@ -526,7 +518,8 @@ def _perform(
     def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _possible(trials, recipe, setting)
-        return [trial for trial in _remaining(possible, results) if (trial.name, str(trial.case)) not in finished]
+        verdicts = results.of([trial for trial in possible if (trial.name, str(trial.case)) not in finished])
+        return [trial for trial, line in verdicts.items() if line is None or line["verdict"] in (BROKEN, MISSED)]
 
     if not (remaining := still_left()):
         return
@@ -564,8 +557,3 @@ def _undisturbed_seconds(setting: TrialSettings, trials: Sequence[DrillTrial], s
             return undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), trials)
     except Undisturbed as error:
         raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
-
-
-def _stem(source: Path | Tree) -> str:
-    file = source if isinstance(source, Path) else source.file
-    return "recipe" if file is None else Path(file).stem

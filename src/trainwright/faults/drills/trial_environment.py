@@ -146,6 +146,19 @@ class Scene:
         self.wait_until(command, all_there)
         return workers
 
+    def drawn_worker(self, command: Command) -> tuple[int, int]:
+        """Return a rank, drawn once the processes of all exist, and its process."""
+        workers = self.workers(command)
+        rank = self.draw.choice(list(workers))
+        return rank, workers[rank]
+
+    def interrupted(self, command: Command) -> CommandResult:
+        """Return how a command ends that was sent a signal. Missed if the run had finished before."""
+        ended = self.wait(command)
+        if ended.code == FINISHED:
+            raise Missed("the run had finished when the signal came")
+        return ended
+
     # Promises
 
     def expect(self, ended: CommandResult, codes: Collection[int], says: str | Sequence[str] = ()) -> None:

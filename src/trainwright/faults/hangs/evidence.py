@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from trainwright.machine.usage import survives
+
 # Not used by the C library, Python, torch or schedulers; signals that stop a run have another meaning.
 _STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 _STACKS_SECONDS, _READ_AGAIN = 2.0, 0.05
@@ -44,7 +46,11 @@ def stacks_of(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
     """
     before = {rank: _size(stacks_file(logs, rank)) for rank in pids}
     # The default action of a signal without a handler would end the process.
-    reachable = [rank for rank, pid in pids.items() if _STACKS_SIGNAL is not None and _catches(pid, _STACKS_SIGNAL)]
+    reachable = [
+        rank
+        for rank, pid in pids.items()
+        if _STACKS_SIGNAL is not None and survives(pid, _STACKS_SIGNAL, ignored=False)
+    ]
     for rank in reachable:
         with suppress(OSError):
             os.kill(pids[rank], _STACKS_SIGNAL)  # type: ignore[arg-type]
@@ -77,16 +83,6 @@ def training_thread(stacks: str) -> str:
 def stacks_file(logs: Path, rank: int) -> Path:
     """Return the file with the stacks of a rank."""
     return logs / f"rank-{rank}.stacks"
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Return whether a process handles a signal (proc(5))."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _py_spy(pid: int) -> str:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.utils.heartbeat import FINISHED, WAITING, Beat, EnteredCollective, Times
 from trainwright.utils.paths import write_file
-from trainwright.utils.text import span
+from trainwright.utils.text import ranks_in_words, span
 
 # A rank is late when a phase takes longer than the most that it has taken, by a part and some seconds.
 _PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
@@ -192,15 +192,19 @@ def _verdict(
     active: Mapping[int, RankState], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
 ) -> Verdict:
     first = active[late[0]]
-    parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_position(first.beat)}"]
+    parts = [f"{ranks_in_words(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_position(first.beat)}"]
     others = {rank: state.beat for rank, state in active.items() if rank not in late}
     ahead = [rank for rank, beat in others.items() if beat.entered > first.beat.entered]
     waiting = [rank for rank, beat in others.items() if beat.waiting]
     if ahead:
         verb, none = ("has" if len(ahead) == 1 else "have"), ("has" if len(late) == 1 else "have")
-        parts.append(f"{_ranks(ahead)} {verb} entered {_last(others[ahead[0]])}, which {_ranks(late)} {none} not")
+        parts.append(
+            f"{ranks_in_words(ahead)} {verb} entered {_last(others[ahead[0]])}, which {ranks_in_words(late)} {none} not"
+        )
     elif waiting:
-        parts.append(f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {_last(others[waiting[0]])}")
+        parts.append(
+            f"{ranks_in_words(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {_last(others[waiting[0]])}"
+        )
     if conflict is not None:
         parts.append(conflict.detail)
     step = None if first.beat.step < 0 else first.beat.step
@@ -227,10 +231,6 @@ def _last(beat: Beat) -> str:
     if beat.collective is None:
         return "joining the process group"
     return f"{_call(beat.collective)} (number {beat.entered})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 _PUBLISH_SECONDS, _READ_SECONDS = 1.0, 0.2

@@ -231,15 +231,11 @@ def _words(text: str) -> list[str]:
 QUICK_ROWS, USUAL_ANSWERS = 50, 200
 
 
-@dataclass(frozen=True)
-class EvaluationRequest:
-    """The request of an evaluation. ``metrics`` in display order; ``explicit``: they were named by the user;
-    ``on_benchmark``: on an unlearning benchmark, named or the run's own, instead of rows.
-    """
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """Options of ``trainwright eval`` that an evaluation takes as they are given; None: not given."""
 
     model: str
-    metrics: tuple[str, ...]
-    explicit: bool = False
     against: str | None = None
     adapter: str | None = None
     checkpoint: str | None = None
@@ -250,17 +246,27 @@ class EvaluationRequest:
     full: bool = False
     answer_pattern: str | None = None
     json_schema: str | None = None
-    max_new_tokens: int = 256
     max_length: int | None = None
-    dtype: str = "fp32"
     batch_size: int | None = None
-    tasks: tuple[str, ...] = ()
-    task_directory: str | None = None
-    on_benchmark: bool = False
     benchmark: str | None = None
     reference_log: str | None = None
     reference_model: str | None = None
     tokenizer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest(EvaluationOptions):
+    """The request of an evaluation. ``metrics`` in display order; ``explicit``: they were named by the user;
+    ``on_benchmark``: on an unlearning benchmark, named or the run's own, instead of rows.
+    """
+
+    metrics: tuple[str, ...]
+    explicit: bool = False
+    max_new_tokens: int = 256
+    dtype: str = "fp32"
+    tasks: tuple[str, ...] = ()
+    task_directory: str | None = None
+    on_benchmark: bool = False
     relearning_steps: int = 20
     relearning_rate: float = 1e-5
 

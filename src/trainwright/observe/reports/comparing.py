@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -268,12 +269,8 @@ def _interval(run: RunFigures, metric: str, step: int) -> tuple[float, float] | 
 
 
 def _shown(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if _is_plain(value) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _shortened(value: str) -> str:
     return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool)

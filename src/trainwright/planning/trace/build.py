@@ -25,7 +25,7 @@ from trainwright.models.attention.described import needs_of
 from trainwright.models.attention.kernels import AttentionNeeds, choose
 from trainwright.models.attention.packs import DTYPES, PackArguments, call_of, sequence_by_sequence, varlen
 from trainwright.models.attention.plain import are_equal
-from trainwright.models.causal_lm import CausalLM, find_blocks
+from trainwright.models.causal_lm import CausalLM, RouterLoss, find_blocks
 from trainwright.models.configuration import config_of, layer_configs, making, register, set_dropout, without_ignored
 from trainwright.models.files import has_experts
 from trainwright.models.float8 import use_float8
@@ -34,7 +34,6 @@ from trainwright.models.gpt.conversion import gpt_config
 from trainwright.models.low_rank import join_adapters
 from trainwright.models.quantization import quantize, quantized_parameters
 from trainwright.models.recompute import save_activation_memory
-from trainwright.models.router_loss import RouterLoss
 from trainwright.parallel.constants import padded_size
 from trainwright.planning.trace.request import Device, Regime, Rows, TracedModel, TraceRequest
 from trainwright.planning.trace.units import BASIS, BatchShape, LayerAttention, ModelFacts, basis

@@ -29,6 +29,7 @@ from trainwright.parallel.layout import ModelLayout, copies_held, planned_layout
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import RankInfo, World
 from trainwright.recipe.schema import RecipeSchema
+from trainwright.utils.text import ranks_in_words
 
 # Variables that change numbers or what is executed, without a trace in the recipe.
 _VARIABLES = (
@@ -185,23 +186,14 @@ def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
 
 
 def _who(ranks: dict[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {_rank_list(who)}" for value, who in ranks.items())
-
-
-def _rank_list(ranks: Sequence[int]) -> str:
-    """Format ranks as ``rank 1``, ``ranks 0-2, 5``."""
-    parts = []
-    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+    return ", ".join(f"{value} on {ranks_in_words(who)}" for value, who in ranks.items())
 
 
 def _shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
     for gpu in dict.fromkeys(gpus):
         ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
         if gpu is not None and len(ranks) > 1:
-            yield "device", f"device: {_rank_list(ranks)} are on the same GPU ({gpu}), instead of one each"
+            yield "device", f"device: {ranks_in_words(ranks)} are on the same GPU ({gpu}), instead of one each"
 
 
 def _with_targets(micro_batches: Iterable[MicroBatch]) -> list[int]:

@@ -176,7 +176,30 @@ def _launched(variables: Variables, parent: int) -> LaunchEnvironment | None:
 
 def expand_nodes(text: str) -> list[str]:
     """Return the host names of a Slurm node list: `a[01-03,07],b` is a01, a02, a03, a07, b. Raises ValueError."""
-    return [name for part in _split(text) for name in _expand(part)]
+    return [name for part in split_nodes(text) if part for name in expand_node(part)]
+
+
+def split_nodes(text: str) -> list[str]:
+    """Return the parts of a node list, split at the commas outside brackets."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text)]
+
+
+def expand_node(part: str, most: int = 100_000) -> list[str]:
+    """Return the host names of a part of a node list. Raises ValueError, also for ranges of more than ``most``."""
+    match = re.search(r"\[([^\[\]]*)\]", part)
+    if match is None:
+        if "[" in part or "]" in part:
+            raise ValueError(f"unbalanced brackets in {part!r}")
+        return [part]
+    names = []
+    for span in match[1].split(","):
+        first, _, last = (word.strip() for word in span.partition("-"))
+        if not (first.isdigit() and (last or first).isdigit()) or not 0 <= int(last or first) - int(first) < most:
+            raise ValueError(f"[{span}] is not a number or a range such as [1-3]")
+        for number in range(int(first), int(last or first) + 1):
+            middle = str(number).zfill(len(first))
+            names += [part[: match.start()] + middle + rest for rest in expand_node(part[match.end() :], most)]
+    return names
 
 
 class Variables:
@@ -399,26 +422,6 @@ def _check(environment: LaunchEnvironment) -> None:
             f"{environment.local_rank} of {environment.local_size}, which contradict each other; are variables left "
             "over from another launcher set here?"
         )
-
-
-def _split(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
-
-
-def _expand(part: str) -> list[str]:
-    match = re.search(r"\[([^\[\]]*)\]", part)
-    if match is None:
-        if "[" in part or "]" in part:
-            raise ValueError(f"unbalanced brackets in {part!r}")
-        return [part]
-    names = []
-    for span in match[1].split(","):
-        first, _, last = span.strip().partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            middle = str(number).zfill(len(first))
-            names += [part[: match.start()] + middle + rest for rest in _expand(part[match.end() :])]
-    return names
 
 
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)

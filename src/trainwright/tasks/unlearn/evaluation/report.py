@@ -57,7 +57,7 @@ class ReferenceLog:
     min_k: float | None = None
 
 
-def read_reference(file: Path, key: str = "--reference-log") -> ReferenceLog:
+def read_reference(file: Path) -> ReferenceLog:
     """Return the reference in ``file``, or in the directory of an evaluation.
 
     Raises:
@@ -67,17 +67,17 @@ def read_reference(file: Path, key: str = "--reference-log") -> ReferenceLog:
     try:
         log = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from None
+        raise RequestError(f"--reference-log: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise RequestError(f"{key}: {file}: not JSON: {error}") from None
+        raise RequestError(f"--reference-log: {file}: not JSON: {error}") from None
     try:
         reference = _reference(str(file), log)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RequestError(f"{key}: {file}: unknown log format ({error!r})") from None
+        raise RequestError(f"--reference-log: {file}: unknown log format ({error!r})") from None
     if reference.truth_ratios is None and reference.min_k is None:
         raise RequestError(
-            f"{key}: {file} has neither truth ratios of the forget set nor an AUC of Min-K; use the {NAME} of an "
-            "evaluation, an eval_log_aggregated.json of TOFU or a TOFU_EVAL.json"
+            f"--reference-log: {file} has neither truth ratios of the forget set nor an AUC of Min-K; use the {NAME} "
+            "of an evaluation, an eval_log_aggregated.json of TOFU or a TOFU_EVAL.json"
         )
     return reference
 
