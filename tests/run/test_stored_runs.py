@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ class Machine:
         return runs.command("train", *words, cwd=self.scratch, **self._variables)
 
 
+def is_copied(store: ObjectStore | GoogleStore, pattern: str) -> bool:
+    with suppress(FileNotFoundError):  # of a checkpoint that is removed while its folder is listed
+        return bool(store.files().glob(pattern))
+    return False
+
+
 def goes_on_elsewhere(
     runs: Runs, tmp_path: Path, store: ObjectStore | GoogleStore, first: tuple[str, int], second: tuple[str, int]
 ) -> None:
@@ -63,7 +70,7 @@ def goes_on_elsewhere(
     slow = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
     started = one.train(runs, str(TINY), *SETTINGS, *spread, *keys, slow)
     started.run = one.scratch / name
-    wait_for(lambda: store.files().glob(f"runs/{tmp_path.name}/{name}/step-*/manifest.json"))
+    wait_for(lambda: is_copied(store, f"runs/{tmp_path.name}/{name}/step-*/manifest.json"))
     started.wait_for_step(random.randint(8, 20))
     started.kill()
     kept = [file.read_text(errors="replace") for file in started.run.rglob("*") if file.is_file()]
