@@ -33,9 +33,9 @@ from support.runs import Spread, write_results
 
 from trainwright.data.stream.windows import WindowDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
+from trainwright.engine.evaluate import evaluate
 from trainwright.engine.events import EventLog
 from trainwright.engine.optimizer import Schedule, optimizer_factory
-from trainwright.engine.passes import evaluate
 from trainwright.engine.policies.base import TrainingContext
 from trainwright.engine.task import task_module
 from trainwright.engine.trainer import Trainer, _StepResult

@@ -157,6 +157,7 @@ def test_a_configuration_with_missing_numbers_says_which(tmp_path: Path) -> None
         shown("--model", str(tmp_path), "--on", "8xH100")
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_ends_with_3_and_suggestions() -> None:
     text = shown("--model", "google/gemma-2-27b", "--on", "1xL4", "--global-batch-size", "16", code=3)
     assert "the run does not fit 1xL4: the nearest is" in text and "Changes that would make it fit:" in text

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import Lengths, best_fit_decreasing, estimate, lengths_of, recall, remember
+from trainwright.data.tokens.lengths import Lengths, estimate, lengths_of, recall, remember
+from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.recipe.schema import DataSection
 from trainwright.recipe.sections.model import ModelSection
 

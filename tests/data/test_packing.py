@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trainwright.data.tokens.lengths import best_fit_decreasing
+from trainwright.data.tokens.packing import best_fit_decreasing
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -333,7 +333,8 @@ def test_what_a_run_took_is_beside_what_was_predicted(runs: Runs) -> None:
     runs.function("tests.support.memory:work", str(run))
     assert events(run, "start")[0]["predicted"] == predicted
     measured = events(run, "finish")[0]["measured"]
-    assert measured["memory_bytes"] == max(column(run, "memory_bytes"))
+    # After the steps the model is saved and read back.
+    assert max(column(run, "memory_bytes")) <= measured["memory_bytes"] < 1.1 * max(column(run, "memory_bytes"))
     rate = sorted(column(run, "tokens_per_second")[2:])[1]
     assert measured["tokens_per_second"] == rate
     total, before = column(run, "tokens")[-1], column(run, "tokens")[1]

@@ -14,9 +14,9 @@ import torch
 
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
+from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
 from trainwright.engine.out_of_memory import MemoryShortage
-from trainwright.engine.passes import _batch_statistics, evaluate
 from trainwright.engine.policies.base import (
     RankReport,
     RewindRequested,

@@ -169,6 +169,22 @@ def test_recomputed_blocks_have_the_same_gradients(recompute: str, scales: str) 
     assert all(map(torch.equal, gradients(plain), gradients(again)))
 
 
+@pytest.mark.parametrize("scales", ["rowwise", "tensorwise", "mxfp8"])
+def test_a_layer_is_compiled_once_for_all_lengths(scales: str) -> None:
+    layer = nn.Sequential(linear())
+    use_float8([layer], scales)
+    compiled = []
+
+    def compile_as_it_is(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    layer.compile(dynamic=True, backend=compile_as_it_is)
+    for rows in (40, 41, 56, 72):
+        layer(torch.randn(rows, 64, dtype=torch.bfloat16))
+    assert len(compiled) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", ["rowwise", "tensorwise", "mxfp8"])
 def test_a_compiled_layer_computes_the_same(scales: str) -> None:

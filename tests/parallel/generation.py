@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.strategies import PROMPTS
 from tests.support.training import built
+from trainwright.engine.evaluate import generate
 from trainwright.engine.events import EventLog
-from trainwright.engine.passes import generate
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import join, leave

@@ -123,7 +123,7 @@ def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
 
 def test_a_fresh_configuration_that_transformers_refuses_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "gpt_neo", "hidden_size": 64, "num_layers": 2, "num_heads": 2}
-    with pytest.raises(RequestError, match=r"model\.config: gpt_neo: .*attention_layers"):
+    with pytest.raises(RequestError, match=r"model: gpt_neo: .*attention_layers"):
         facts_of(recipe(tmp_path, model={"config": config}))
 
 

@@ -123,8 +123,8 @@ def train(
         str | None,
         typer.Option(
             metavar="MACHINE",
-            help="Run the code on simulated GPUs instead, such as 8xH100 or 128x8xH100: shows peak memory, collectives "
-            "and host waits beside the plan, and operations that mix devices or dtypes. Computes and writes nothing.",
+            help="Run the code on simulated GPUs instead, such as 8xH100 or 128x8xH100: shows peak memory beside the "
+            "plan, collectives and host waits, and operations that mix devices or dtypes. Computes and writes nothing.",
         ),
     ] = None,
     max_host_syncs: Annotated[

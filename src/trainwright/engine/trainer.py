@@ -18,10 +18,11 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
+from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, EventLog, Fault, Finish, Generate, Notice, Rewind, Step
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt, peak_memory
-from trainwright.engine.passes import StepPasses, evaluate, generate
+from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import (
     MAX_IN_A_ROW,
     Corrupted,

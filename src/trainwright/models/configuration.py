@@ -89,14 +89,14 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     return config_of(kind, fields)
 
 
-def config_of(kind: str, fields: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the configuration of a model type; raise RequestError for values that it refuses."""
+def config_of(kind: str, fields: Mapping[str, Any], key: str = "model.config") -> PretrainedConfig:
+    """Return the configuration of a model type; raise RequestError, which names ``key``, for values that it refuses."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.for_model(kind, **fields)
     except Exception as error:  # validation errors of huggingface_hub, or errors in a config's own arithmetic
-        raise RequestError(f"model.config: {kind}: {' '.join(str(error).split())}") from error
+        raise RequestError(f"{key}: {kind}: {' '.join(str(error).split())}") from error
 
 
 def untie(model: PreTrainedModel) -> None:

@@ -174,7 +174,7 @@ def block_product(
 
 @block_product.register_fake
 def _(rows: torch.Tensor, columns: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty(len(rows), columns.shape[1], dtype=torch.bfloat16)
+    return rows.new_empty(rows.shape[0], columns.shape[1], dtype=torch.bfloat16)
 
 
 def block_product_on_gpu(

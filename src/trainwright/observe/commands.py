@@ -124,7 +124,7 @@ def gpus(
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.counters import all_gpus
     from trainwright.machine.detect import detect
-    from trainwright.observe.runs import MachineUse, machine_use
+    from trainwright.observe.gpus import MachineUse, machine_use
 
     if seconds is not None and not watch:
         raise RequestError(f"{seconds:g}: a time between tables needs --watch; add it, or leave the time out")
@@ -196,19 +196,9 @@ def _serve_tensorboard(directory: Path, command: Sequence[str] | None, port: int
             f"RUNS: {directory} is not a directory; pass the runs/ directory of the working directory of training"
         )
     port = _free(port)
+    at = ("--host", _HOST, "--port", str(port))
     server = started(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "tensorboard.main",
-            "--logdir",
-            str(directory),
-            "--host",
-            _HOST,
-            "--port",
-            str(port),
-        ],
+        [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(directory), *at],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # a stop is for the command; the server is ended after it

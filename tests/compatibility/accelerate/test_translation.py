@@ -206,17 +206,21 @@ def test_zero_inline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "scales"),
+    ("config", "scales", "others"),
     [
-        ("{backend: AO, pad_inner_dim: true}", "tensorwise"),
-        ("{fp8_backend: te, fp8_format: E4M3, use_mxfp8_block_scaling: true}", "mxfp8"),
+        ("{backend: AO}", "tensorwise", []),
+        ("{backend: AO, pad_inner_dim: true, use_mxfp8_block_scaling: true}", "tensorwise", ["pad", "use_mxfp8"]),
+        ("{fp8_backend: te, fp8_format: E4M3, use_mxfp8_block_scaling: true}", "mxfp8", []),
+        ("{fp8_backend: te, fp8_format: HYBRID, use_mxfp8_block_scaling: true}", "mxfp8", ["fp8_format"]),
     ],
 )
-def test_fp8_is_what_its_library_computes(tmp_path: Path, config: str, scales: str) -> None:
+def test_fp8_is_what_its_library_computes(tmp_path: Path, config: str, scales: str, others: list[str]) -> None:
     found = translation(tmp_path, f"distributed_type: NO\nmixed_precision: fp8\nfp8_config: {config}\n")
     precision = {"train.mixed_precision": "bf16", "train.float8": scales}
     assert found.problems == () and values(found).items() >= precision.items()
-    assert not any("not supported" in note.reason for note in found.notes)
+    unsupported = [key for note in found.notes if "not supported" in note.reason for key in note.keys]
+    assert len(unsupported) == len(others)
+    assert all(any(f" {other}" in key for key in unsupported) for other in others)
 
 
 @pytest.mark.parametrize(("stage", "strategy"), [(0, "ddp"), (1, "zero1"), (2, "zero2"), (3, "zero3"), (None, "zero2")])

@@ -91,8 +91,9 @@ def test_what_a_script_adds_to_a_file_or_runs_elsewhere_is_no_configuration(tmp_
     accelerate = (
         "cat > acc.yaml <<EOF\nnum_processes: 8\nEOF\naccelerate launch --config_file acc.yaml sft.py --seed 7 --bf16\n"
     )
-    with pytest.raises(RequestError, match=r"run\.sh:4: acc\.yaml is written by the script"):
-        values(tmp_path, accelerate)
+    for command in (accelerate, accelerate.replace("--seed 7", "--config-name=unlearn.yaml")):
+        with pytest.raises(RequestError, match=r"run\.sh:4: acc\.yaml is written by the script"):
+            values(tmp_path, command)
 
 
 def test_code_blocks_of_a_model_card_are_read(tmp_path: Path) -> None:

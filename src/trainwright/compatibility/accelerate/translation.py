@@ -416,9 +416,16 @@ def _float8(top: ConfigSection, draft: Draft) -> None:
         )
         return
     draft.set("train.mixed_precision", "bf16", top.place("mixed_precision"))
-    draft.set("train.float8", "mxfp8" if blocks else "tensorwise", part.place("fp8_backend"))
-    if blocks:
+    draft.set("train.float8", "mxfp8" if backend == "TE" else "tensorwise", part.place("fp8_backend"))
+    used = ("fp8_backend", "fp8_use_mxfp8_block_scaling") if backend == "TE" else ("fp8_backend",)
+    if backend == "TE":
         draft.note(part.place("fp8_use_mxfp8_block_scaling"), "gradients of weights are products in bf16")
+    for key in part.given():
+        is_e4m3 = key == "fp8_format" and str(part.raw(key)).upper() == "E4M3"  # what mxfp8 rounds all to
+        if key not in used and not is_e4m3 and _is_on(part.raw(key)):
+            draft.note(part.place(key), "not supported")
+    for text in part.problems:
+        draft.problem(text)
 
 
 def _compile(top: ConfigSection, draft: Draft) -> None:

@@ -219,16 +219,16 @@ def _options(
         launcher["num_processes"] = devices[-1].count(",") + 1  # it starts one for each device
     arguments = dict(_pairs(words[program + 1 :]))
     origin = Origin(str(path), line)
+    files = [str(arguments.pop(name)) for name in _FILES if name in arguments]
+    files += _files_in(words[program:], documents)[:1]
+    others = [str(value) for value in (*launcher.values(), *arguments.values())]
+    if written := [file for file in others if normpath(file) in documents]:
+        raise RequestError(f"{path}:{line}: {written[0]} is written by the script; write it to a file beside it")
     # Hydra's: --config_name is an option of transformers' scripts.
     if any(word.startswith("--config-name") for word in words):
         tree = _composed(str(arguments["config_name"]), words[program + 1 :], path, line, overrides)
         files, arguments = [], {}
     else:
-        files = [str(arguments.pop(name)) for name in _FILES if name in arguments]
-        files += _files_in(words[program:], documents)[:1]
-        others = [str(value) for value in (*launcher.values(), *arguments.values())]
-        if written := [file for file in others if normpath(file) in documents]:
-            raise RequestError(f"{path}:{line}: {written[0]} is written by the script; write it to a file beside it")
         tree = _configuration(files, path, line, documents, is_needed=len(arguments) < 3)
     for name, value in arguments.items():
         off = name.startswith("no_") and value is True

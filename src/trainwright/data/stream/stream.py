@@ -21,7 +21,7 @@ import numpy.typing as npt
 from trainwright.data.stream.stages import StagedOrder, Stages, source_sizes
 from trainwright.data.stream.streamed import StreamedDataset
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.lengths import best_fit_decreasing, examples_within, fitting
+from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
 from trainwright.recipe.sections.train import BatchUnit
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """The lengths of a source's examples, which a plan needs. Imports no torch.
 
 Exact lengths are known after a source was tokenized and are saved in the cache under a key that needs no tokenizer;
-before that they are estimated from the characters of its first rows. So is how they fill packs, and batches that are
-counted in tokens.
+before that they are estimated from the characters of its first rows.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
 from trainwright.errors import RequestError
 from trainwright.machine.cache import try_write
 from trainwright.utils.text import plural, times
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
     from trainwright.recipe.sections.data import DataSection
     from trainwright.recipe.sections.model import ModelSection
+
 
 _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
@@ -291,61 +292,3 @@ def _lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path
     key["about"] = [field.name for field in fields(Lengths)]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache / "datasets" / "lengths" / f"{digest}.json"
-
-
-def examples_within(lengths: Iterator[int], tokens: int) -> int:
-    """Return how many of the next examples have at most ``tokens`` together, at least one."""
-    sums = accumulate(lengths)
-    return max(1, next(index for index, total in enumerate(sums) if total > tokens))
-
-
-def fitting(lengths: Iterator[int], packs: int, capacity: int) -> list[list[int]]:
-    """Group the indices of as many ``lengths`` as fit into ``packs``, one after another, until one fits into none.
-
-    Each is put into the fullest pack with enough space.
-
-    Raises:
-        ValueError: an example is longer than a pack.
-    """
-    groups: list[list[int]] = []
-    open_packs: list[tuple[int, int]] = []  # (free tokens, pack), ascending
-    for index, length in enumerate(lengths):
-        if length > capacity:
-            raise ValueError(f"an example of {length} tokens does not fit a pack of {capacity}")
-        position = bisect_left(open_packs, (length, -1))
-        if position < len(open_packs):
-            free, pack = open_packs.pop(position)
-        elif len(groups) < packs:
-            free, pack = capacity, len(groups)
-            groups.append([])
-        else:
-            break
-        groups[pack].append(index)
-        insort(open_packs, (free - length, pack))
-    return groups
-
-
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Group the indices of ``lengths`` into packs whose lengths sum to at most ``capacity``.
-
-    Examples are placed in descending order of length, each into the fullest pack with enough space (Johnson 1973: at
-    most 11/9 of the optimum plus a constant). Examples are never split or dropped, and equal input gives equal packs.
-
-    Raises:
-        ValueError: an example is longer than a pack.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    if order and lengths[order[0]] > capacity:
-        raise ValueError(f"an example of {lengths[order[0]]} tokens does not fit a pack of {capacity}")
-    packs: list[list[int]] = []
-    open_packs: list[tuple[int, int]] = []  # (free tokens, pack), ascending
-    for index in order:
-        position = bisect_left(open_packs, (lengths[index], -1))
-        if position == len(open_packs):
-            packs.append([index])
-            free, pack = capacity, len(packs) - 1
-        else:
-            free, pack = open_packs.pop(position)
-            packs[pack].append(index)
-        insort(open_packs, (free - lengths[index], pack))
-    return packs

@@ -312,9 +312,6 @@ class RowEncoding:
             raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
         if layout in PLAIN and data.targets not in ("answers", "all"):
             raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has {layout} rows")
-        for setting in ("system", "drop_system_message"):
-            if layout in PLAIN and getattr(source, setting):
-                raise RequestError(f"data.{setting}: is for conversations, but {name} has {layout} rows; remove it")
         return cls(source, data, kind, layout, encoder_of(layout, tokenizer, data.targets), key)
 
     def token_rows(self, spool: TokenSpool) -> TokenRows:
@@ -335,6 +332,9 @@ class RowEncoding:
     def notes(self, unused: Sequence[str]) -> list[str]:
         """Return lines about the columns that are not used, and about what the encoder has changed so far."""
         lines = [f"{columns_not_used(unused)}; data.columns reads a column as a field"] if unused else []
+        for setting in ("system", "drop_system_message"):
+            if self.layout in PLAIN and getattr(self.source, setting):
+                lines.append(f"data.{setting} has no effect on {self.layout} rows, which have no turns")
         return [*lines, *self.encoder.notes, *to_keep(self.encoder.ways(), accepted=self.data.accept_omissions)]
 
     def take_in(self, rows: Iterable[NumberedRow], token_rows: TokenRows, location: Callable[[int], str]) -> None:

@@ -220,7 +220,9 @@ def flash_on_cpu(call: Call, sequences: Sequences | None) -> torch.Tensor:
 
 def sequence_by_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run torch's SDPA or plain operations on each sequence."""
-    if call.is_plain and plain.are_equal(call):
+    # On a CPU torch stores the scores of all sequences at once if values have another head size than keys.
+    stores_scores = call.query.is_cpu and call.value.shape[-1] != call.key.shape[-1]
+    if call.is_plain and plain.are_equal(call) and not stores_scores:
         return plain.equal_sequences(call)
     return plain.each_sequence(call, sequences)
 

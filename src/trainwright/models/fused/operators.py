@@ -346,5 +346,5 @@ def _power_of_two(count: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Return the warps of a program with ``block`` numbers in registers, 16 for each thread, far from what spills."""
+    """Return the warps of a program with ``block`` numbers in registers: 16 for each thread, so that all fit."""
     return min(16, max(1, block // 512))

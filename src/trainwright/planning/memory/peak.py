@@ -209,10 +209,12 @@ def _load(parameters: Inventory, workload: Workload) -> int:
 
 
 def _exported(model: StrategyMemory, workload: Workload, gathered: int) -> int:
-    """Return the bytes of an export: of an adapter those of the gathered model, or of its file and the adapter that is
-    read back from it.
+    """Return the bytes of an export: of an adapter those of the gathered model, or on a CPU of its file and the adapter
+    that is read back from it.
     """
-    return max(gathered, 2 * FP32 * model.inventory.trained) if workload.model.adapter else _saving(model, workload)
+    if not workload.model.adapter:
+        return _saving(model, workload)
+    return max(gathered, 0 if model.on_gpu else 2 * FP32 * model.inventory.trained)
 
 
 def _saving(model: StrategyMemory, workload: Workload) -> int:

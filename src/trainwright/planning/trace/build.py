@@ -199,7 +199,7 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
         fields["implementation"] = given["implementation"]
     kind = fields.pop("model_type")
     register(kind)
-    config = config_of(kind, fields)
+    config = config_of(kind, fields, "model")
     if wanted.implementation == "gpt" and config.model_type != "gpt":
         register("gpt")
         config = gpt_config(config)

@@ -38,7 +38,7 @@ from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
 from trainwright.tasks.unlearn.benchmarks import KEY, Benchmark, find_benchmark
-from trainwright.tasks.unlearn.evaluation import measure, statistics
+from trainwright.tasks.unlearn.evaluation import statistics
 from trainwright.tasks.unlearn.evaluation.items import (
     NEW_TOKENS,
     PARAPHRASE,
@@ -410,11 +410,11 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
     model, dtype = UnloadedModel.open(work / _MODEL), DTYPES[request.dtype]
     other = None
     if (work / _OTHER).is_file():
-        other = measure.score_sequences(load(UnloadedModel.open(work / _OTHER), dtype, world.device), job, world, stage)
+        other = score_sequences(load(UnloadedModel.open(work / _OTHER), dtype, world.device), job, world, stage)
     loaded = load(model, dtype, world.device)
-    scores = measure.score_sequences(loaded, job, world, stage)
-    answers = measure.answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
-    attacked = measure.attack_items(loaded, job, other, world, stage)
+    scores = score_sequences(loaded, job, world, stage)
+    answers = answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
+    attacked = attack_items(loaded, job, other, world, stage)
     findings = Findings(
         job.sets,
         by_set(job.sequences, scores),
@@ -448,10 +448,10 @@ def _attack(
     forget = job.sequences.dataset.part(job.sequences.of_set("forget"))
     if name == "relearning":
         how = Relearning(request.relearning_steps, request.relearning_rate)
-        return measure.relearn(load(model, torch.float32, world.device), forget, how, world)
+        return relearn(load(model, torch.float32, world.device), forget, how, world)
     return {
-        kind: measure.quantized_probability(load(model, DTYPES[request.dtype], world.device), forget, kind, world)
-        for kind in measure.KINDS
+        kind: quantized_probability(load(model, DTYPES[request.dtype], world.device), forget, kind, world)
+        for kind in KINDS
     }
 
 
