@@ -373,9 +373,8 @@ def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
     # Where some have no row, all can hold shards.
     assert worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1, 32)
     assert worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1, 8, 32)
-    assert worlds(
-        work(SMALL, 1000), cluster, Constraints({}, lambda n, given_up: "no multiple of 5" if n % 5 else "")
-    ) == (30,)
+    fives = Constraints({}, why_not=lambda n, given_up: "no multiple of 5" if n % 5 else "")
+    assert worlds(work(SMALL, 1000), cluster, fives) == (30,)
 
 
 def test_replicas_are_whole_nodes() -> None:
