@@ -41,6 +41,7 @@ _OPTION = re.compile(r"(\w[\w-]*)\s*=\s*(\S*)\s*", re.ASCII)
 # Of a line in a file of Open MPI: the number of processes, and what says nothing of it.
 _SLOTS, _PASSED_OVER = "slots", ("max_slots", "max-slots")
 _MAX_HOSTS = 10_000
+_FORMS = "node1, user@node1, node[1-3] or, with IPv6, [fd00::1]"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _expanded(text: str, origin: str) -> list[str]:
     try:
         return expand_node(text, _MAX_HOSTS)
     except ValueError as error:
-        raise RequestError(f"{origin}: {text}: {error}") from None
+        raise RequestError(f"{origin}: {text}: {error}; write a host as {_FORMS}") from None
 
 
 def _split(text: str, origin: str) -> tuple[str, str | None]:
@@ -127,9 +128,7 @@ def _slots_of_line(options: str, origin: str) -> int | None:
 
 def _host(name: str, slots: str | None, origin: str) -> Host:
     if not _HOST.fullmatch(name):
-        raise RequestError(
-            f"{origin}: {name!r} is not a host name, such as node1, user@node1, node[1-3] or, with IPv6, [fd00::1]"
-        )
+        raise RequestError(f"{origin}: {name!r} is not a host name, such as {_FORMS}")
     return Host(name, None if slots is None else _number(slots, f"{origin}: {name}"))
 
 

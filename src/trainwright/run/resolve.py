@@ -359,12 +359,12 @@ def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -
 
 
 def _check_float8(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
-    asked = recipe.train.float8
-    if asked == "no":
+    scales = recipe.train.float8
+    if scales == "no":
         return
     if cluster.device == "cpu":
         remarks.append("train.float8: a CPU rounds as a GPU does, correct but slower than no")
-    elif (why := why_no_float8(cluster.card, asked)) is not None:
+    elif (why := why_no_float8(cluster.card, scales)) is not None:
         raise MachineError(f"train.float8: {why}; set it to {next(iter(possible_float8(cluster.card)), 'no')}")
     elif recipe.train.compile is False:
         remarks.append("train.float8: without train.compile, rounding takes longer than products in float8 save")

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pynvml
-
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity, answer_of
 from trainwright.machine.counters import HARDWARE, HARDWARE_HEAT, HEAT, POWER_BRAKE, REASONS, clock_reasons
 from trainwright.machine.links import Link
@@ -55,6 +53,10 @@ _OF_PROGRAMS = (13, 31, 43, 45)
 def check(context: CheckContext) -> CheckResult:
     """Read counters of errors, temperatures, clocks and other programs of each GPU."""
     try:
+        import pynvml
+    except ImportError as error:
+        raise CannotCheck(f"the package nvidia-ml-py cannot be imported ({error}): pip install nvidia-ml-py") from None
+    try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise CannotCheck(f"NVIDIA's management library: {error}") from None
@@ -93,6 +95,8 @@ class _Gpu:
         Args:
             what: a name of the value, listed in ``denied`` if this user may not read it.
         """
+        import pynvml
+
         try:
             return function(self._handle, *arguments)
         except pynvml.NVMLError_NoPermission:
@@ -104,6 +108,8 @@ class _Gpu:
 
 
 def _described(gpu: _Gpu) -> str:
+    import pynvml
+
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     power = gpu.ask(pynvml.nvmlDeviceGetPowerUsage)
     clock = gpu.ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
@@ -116,6 +122,8 @@ def _described(gpu: _Gpu) -> str:
 
 
 def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
+    import pynvml
+
     def errors(counter: int) -> int | None:
         kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         count: int | None = gpu.ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, counter, what="ECC errors")
@@ -151,6 +159,8 @@ def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
 
 
 def _clocks(gpu: _Gpu) -> Iterator[Finding]:
+    import pynvml
+
     bits = gpu.ask(functools.partial(clock_reasons, pynvml), what="throttling") or 0
     for bit, fix in _FIXES.items():
         if bits & bit:
@@ -163,6 +173,8 @@ def _clocks(gpu: _Gpu) -> Iterator[Finding]:
 
 
 def _links(gpu: _Gpu) -> Iterator[Finding]:
+    import pynvml
+
     kinds = {
         "replays": pynvml.NVML_NVLINK_ERROR_DL_REPLAY,
         "recoveries": pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
@@ -196,6 +208,8 @@ def _links(gpu: _Gpu) -> Iterator[Finding]:
 
 
 def _slot(gpu: _Gpu) -> Iterator[Finding]:
+    import pynvml
+
     lanes, available = (
         gpu.ask(ask) for ask in (pynvml.nvmlDeviceGetCurrPcieLinkWidth, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
     )
@@ -209,6 +223,8 @@ def _slot(gpu: _Gpu) -> Iterator[Finding]:
 
 
 def _others(gpu: _Gpu) -> Iterator[Finding]:
+    import pynvml
+
     for process in gpu.ask(pynvml.nvmlDeviceGetComputeRunningProcesses, what="other programs") or ():
         used = size(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
         yield Finding(

@@ -23,13 +23,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     if not path.exists():
         return []
-    whole = []
+    events = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            whole.append(json.loads(text))
+            events.append(json.loads(text))
         except ValueError:
             continue  # cut by a kill; the steps are counted below
-    return [event for event in whole if isinstance(event, dict) and "event" in event]
+    return [event for event in events if isinstance(event, dict) and "event" in event]
 
 
 def history(run: Path) -> list[dict[str, Any]]:
