@@ -80,8 +80,9 @@ def _uses(file: Path, names: set[str]) -> Iterator[str]:
     """Names in ``file`` that are among ``names``, and strings that name files of the machine, with their lines."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    attributes = {name.rpartition(".")[2] for name in names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (dotted := ast.unparse(node)) in names:
+        if isinstance(node, ast.Attribute) and node.attr in attributes and (dotted := ast.unparse(node)) in names:
             yield f"{file.relative_to(ROOT)}:{node.lineno}: {dotted}"
         elif isinstance(node, ast.ImportFrom):
             for found in (f"{node.module}.{each.name}" for each in node.names):

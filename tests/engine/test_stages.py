@@ -82,7 +82,7 @@ def test_a_run_that_is_made_longer_goes_on_with_its_last_stage(runs: Runs, tmp_p
 def corpus(stages: list[dict[str, object]], *overrides: str) -> Case:
     """A pretraining on two corpora of this repository."""
     sources = [
-        {"source": str(ROOT / "docs"), "name": "docs", "format": "documents"},
+        {"source": str(ROOT / "docs" / "tutorials"), "name": "docs", "format": "documents"},
         {"source": str(ROOT / "src" / "trainwright" / "utils"), "name": "code", "format": "documents"},
     ]
     fixed = ("task=pretrain", f"data.train={json.dumps(sources)}", f"data.stages={json.dumps(stages)}")
