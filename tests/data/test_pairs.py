@@ -105,7 +105,15 @@ def test_a_label_says_what_an_answer_is(label: object, role: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "says"), [(None, "not empty (null)"), ("good", "not 'good'"), (1, "not a number"), ("", "not ''")]
+    ("label", "says"),
+    [
+        (None, "not empty (null)"),
+        ("good", "not 'good'"),
+        (1, "not a number"),
+        (b"", "not bytes"),
+        (object(), "not a value of type object"),
+        ("", "not ''"),
+    ],
 )
 def test_a_label_that_is_none_is_refused(label: object, says: str) -> None:
     with pytest.raises(RequestError, match="the field label should be true or false") as refusal:

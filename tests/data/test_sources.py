@@ -73,6 +73,23 @@ def test_parquet(tmp_path: Path) -> None:
     assert check_source(source) == ROWS
 
 
+def test_columns_of_tables_that_datasets_has_no_type_for(tmp_path: Path) -> None:
+    """Maps, as Spark writes them: columns that are not used, and turns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts, turns = pa.map_(pa.string(), pa.string()), [[("role", "user"), ("content", "Hi")]]
+    table = pa.table({"messages": pa.array([turns], pa.list_(texts)), "about": pa.array([[("a", "b")]], texts)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    expected = [{"messages": [{"role": "user", "content": "Hi"}], "about": {"a": "b"}}]
+    assert read_rows(str(tmp_path / "a.parquet")).to_list() == expected
+    assert [row for _, row in iterate_source(str(tmp_path / "a.parquet"))] == expected
+    twice = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"])
+    pq.write_table(twice, tmp_path / "b.parquet")
+    with pytest.raises(RequestError, match=r"b\.parquet: has the column text more than once"):
+        read_rows(str(tmp_path / "b.parquet"))
+
+
 def test_text_is_its_paragraphs(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", "\nOne\nline two\n\n\n  \nThree\n")
     assert read_rows(source)["text"][:] == ["One\nline two", "Three"]
@@ -127,6 +144,8 @@ def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.
     [
         ("a.jsonl", lines(ROWS[:2]) + '{"question": "x", \n', r"a\.jsonl:3: not JSON: .*\(column 1\)"),
         ("a.jsonl", lines([ROWS[0], "text"]), r"a\.jsonl:2: a row must be an object .* not text"),
+        ("a.jsonl", lines(ROWS[:1]) + "\ufeff{}", r"a\.jsonl:2: not JSON: .* at the invisible character U\+FEFF"),
+        ("a.csv", "question,answer\ra,b\r", r"a\.csv:1: not CSV: a carriage return .*; save the file"),
         (
             "a.jsonl",
             lines(ROWS[:1]) + json.dumps(ROWS[0]) * 2,
@@ -162,7 +181,7 @@ def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.
         ("a.csv", "q,q\n1,2\n", r"a\.csv:1: the header names 'q' more than once"),
         ("a.csv", b"q,a\n1,\xff\n", r"a\.csv:2: not UTF-8"),
         ("a.csv", "\n\nq,q\n1,2\n", r"a\.csv:3: the header names 'q' more than once"),
-        ("a.csv", "\nq,a\n1,2\n1\n", r"a\.csv:4: 1 fields where the header has 2"),
+        ("a.csv", "\nq,a\n1,2\n1\n", r"a\.csv:4: 1 field where the header has 2"),
         ("a.jsonl", lines(ROWS[:1]) + '{"a": ' + "[" * 50000 + "\n", r"a\.jsonl:2: nested more than 32 deep"),
         ("a.jsonl", lines(ROWS[:1]) + '{"a": ' + "[" * 32 + "]" * 32 + "}\n", r"a\.jsonl:2: nested more than 32 deep"),
         ("a.json", '[\n{"a": 1},\n{"a": ' + "[" * 50000, r"a\.json:3: nested more than 32 deep"),
@@ -231,6 +250,10 @@ def test_a_missing_file_and_what_is_near(tmp_path: Path) -> None:
         read_rows(str(tmp_path / "tran.jsonl"), key="data.validation")
     with pytest.raises(RequestError, match="no such directory"):
         check_source(str(tmp_path / "nowhere" / "a.jsonl"))
+    with pytest.raises(RequestError, match=r"\*\.jsonl is a pattern, which is not expanded \(1 file\); give their dir"):
+        check_source(str(tmp_path / "*.jsonl"))
+    with pytest.raises(RequestError, match=r"s3://bucket/rows\.jsonl is a URL, and rows are read from files"):
+        check_source("s3://bucket/rows.jsonl")
 
 
 def test_directories_that_are_no_one_data_set(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} || exit {_NO_DIRECTORY}\n{prepared}\n"
-        f"test -x {python} || exit {_NO_PYTHON}\nexec {python} -c {shlex.quote(_PROBE)} {shlex.quote(meeting)}"
+        f"test -x {python} || exit {_NO_PYTHON}\nexec {python} -P -c {shlex.quote(_PROBE)} {shlex.quote(meeting)}"
     )
     began = time.time()
     try:

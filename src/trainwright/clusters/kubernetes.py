@@ -208,7 +208,7 @@ def _pod(
             {
                 "name": container,
                 "image": settings.image,
-                "command": ["python", "-m", MODULE],
+                "command": ["python", "-P", "-m", MODULE],
                 "args": _arguments(job, first, rank, add),
                 "env": [{"name": GRACE, "value": str(grace)}, *env],
                 "workingDir": os.getcwd(),

@@ -99,7 +99,7 @@ def command(run: Path, words: Sequence[str], nodes: int, rank: int, first: str |
     """Return the command of a node; ``first``: where the nodes meet, None for one node."""
     node = ["--node-rank", str(rank)] if nodes > 1 else []
     node_options = ["--nodes", str(nodes), *node, "--rendezvous", str(first)] if nodes > 1 else []
-    return ["-m", MODULE, *node, str(run), "--", *words, *node_options]
+    return ["-P", "-m", MODULE, *node, str(run), "--", *words, *node_options]
 
 
 def _address() -> str:
@@ -136,7 +136,7 @@ WORDS = [
 {words}]
 
 # Ray gives the entry point to a shell.
-job = JobSubmissionClient().submit_job(entrypoint="python -m {entry} " + shlex.join(WORDS))
+job = JobSubmissionClient().submit_job(entrypoint="python -P -m {entry} " + shlex.join(WORDS))
 print(f"job {{job}}", {run!r}, sep="\\n")
 '''
 

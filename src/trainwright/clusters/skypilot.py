@@ -108,7 +108,7 @@ def _run(job: Job, copies: list[str]) -> str:
         node_options += ' --num-processes "$count"'
     count_in = f" --count-in {shlex.quote(copies[-1])}" if copies else ""
     arguments = f"{_directory(job)} --resume auto"
-    lines.append(f'exec python -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {arguments}{node_options}')
+    lines.append(f'exec python -P -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {arguments}{node_options}')
     return "\n".join(lines) + "\n"
 
 

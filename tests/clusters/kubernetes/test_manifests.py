@@ -157,6 +157,7 @@ def test_a_pytorchjob_retries_by_codes_from_128_on() -> None:
     for each in replicas.values():
         (container,) = each["template"]["spec"]["containers"]
         assert (each["restartPolicy"], container["name"]) == ("ExitCode", "pytorch")
+        assert container["command"][:3] == ["python", "-P", "-m"]
         assert container["args"][1:5] == ["--node-rank", "$(RANK)", "--add", "128"]
         assert container["args"][-4:-1] == ["$(RANK)", "--rendezvous", "p-master-0:29400"]
 

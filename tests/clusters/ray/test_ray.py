@@ -54,7 +54,7 @@ def test_the_entry_point_survives_rays_shell(here: Path) -> None:
     done = subprocess.run([sys.executable, "job.py"], cwd=here, capture_output=True, text=True, check=False)
     assert done.stdout == f"job raysubmit_1\nrun {here}/runs/two\n", done.stderr
     words = (here / "words.txt").read_text().splitlines()
-    assert words[:5] == ["python", "-m", "trainwright.clusters.ray", "--nodes=2", "--gpus-per-node=8"]
+    assert words[:6] == ["python", "-P", "-m", "trainwright.clusters.ray", "--nodes=2", "--gpus-per-node=8"]
     train = words[words.index("--") + 1 :]
     assert train[0] == str(odd / 'r """.yaml') and prompt in train
     assert not [*here.rglob("pwned")]
@@ -68,11 +68,11 @@ def test_nodes_have_the_gpus_of_the_machine_that_is_planned_for(here: Path) -> N
 
 def test_each_node_gets_its_place() -> None:
     words = command(Path("/runs/r"), ["r.yaml"], 2, 1, "10.0.0.1:999")
-    assert words[1:] == [
-        *("trainwright.clusters.job_attempts", "--node-rank", "1", "/runs/r", "--", "r.yaml"),
+    assert words == [
+        *("-P", "-m", "trainwright.clusters.job_attempts", "--node-rank", "1", "/runs/r", "--", "r.yaml"),
         *("--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:999"),
     ]
-    assert command(Path("/r"), ["r.yaml"], 1, 0, None)[2:] == ["/r", "--", "r.yaml"]
+    assert command(Path("/r"), ["r.yaml"], 1, 0, None)[3:] == ["/r", "--", "r.yaml"]
 
 
 def test_what_a_task_runs_does_not_outlive_the_process_of_ray(here: Path) -> None:
@@ -128,6 +128,6 @@ def _train_process(run: Path) -> int:
     wanted = f"logging.run_directory={run}"
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if wanted in words and words[1:4] == ["-m", "trainwright", "train"]:
+        if wanted in words and words[1:5] == ["-P", "-m", "trainwright", "train"]:
             return int(process.pid)
     raise AssertionError(shlex.quote(wanted))

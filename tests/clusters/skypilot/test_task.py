@@ -79,7 +79,7 @@ def test_skypilots_variables_become_ours_and_nothing_that_a_name_says_is_execute
     words = (here / "words.txt").read_text().splitlines()
     train = words[words.index("--") + 1 :]
     run = f"/runs/{name}" if nodes > 1 else f"/home/a user/runs/{name}"
-    assert words[:3] == ["-m", "trainwright.clusters.job_attempts", run]
+    assert words[:4] == ["-P", "-m", "trainwright.clusters.job_attempts", run]
     assert train[0] == "r $(touch pwned).yaml" and prompt in train
     overrides = [word for word in train[1:] if word.startswith("logging.")]
     assert load_recipe(TINY, overrides).logging.run_directory == run

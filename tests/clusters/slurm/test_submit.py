@@ -65,23 +65,25 @@ def test_options_come_before_the_recipe_and_the_recipe_before_the_cluster(here: 
 
 def test_nothing_that_a_name_says_is_executed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is run with an srun that writes its words down."""
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"].rstrip(os.pathsep))
     odd = here / "a b'$(touch pwned)`touch pwned`"
     odd.mkdir()
     recipe = odd / "r $(touch pwned).yaml"
     recipe.write_text(f"include: {TINY}\n")
     (here / "bin").mkdir()
-    (here / "bin" / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >srun.txt\n')
+    (here / "bin" / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >srun.txt\nexit 2\n')
     (here / "bin" / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("TRAINWRIGHT_CACHE", "$(touch pwned)\n`touch pwned`'")
+    (here / "argparse.py").write_text("open('pwned', 'w')\n")  # Python looks here first, unless it is told not to
     prompt = "evaluate.prompts=['$(touch pwned) {element}; touch pwned']"
     lines = printed(prompt, f"logging.run_directory={odd}/run", recipe=recipe, array="3-4")
     (here / "job.sbatch").write_text("\n".join(lines) + "\n")
     variables = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "3"}
-    subprocess.run(["bash", "job.sbatch"], env=variables, timeout=100)  # its end finds no Slurm
+    subprocess.run(["bash", "job.sbatch"], env=variables, timeout=100)
     words = (here / "srun.txt").read_text().splitlines()
-    assert words[words.index("train") + 1] == str(recipe)
+    train = words.index("train")
+    assert words[train - 3 : train] == ["-P", "-m", "trainwright"] and words[train + 1] == str(recipe)
     assert prompt.replace("{element}", "3") in words and f"logging.run_directory={odd}/run" in words
     assert not [*here.rglob("pwned")]
 

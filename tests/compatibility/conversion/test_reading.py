@@ -71,6 +71,18 @@ llamafactory-cli train quoted.yaml
     assert values(tmp_path, escaped)["output_dir"] == "$MODEL `x` \\ a"
 
 
+def test_a_backslash_before_a_line_break_joins_lines_of_a_configuration(tmp_path: Path) -> None:
+    """As a shell does, if the word of the here-document is not quoted; then the end may be no line of its own."""
+    command = "llamafactory-cli train a.yaml\n"
+    body = "output_dir: 'a\\\n\tb' #\\\nEOF\nseed: 7 # \\\\\nEOF\n"
+    joined = values(tmp_path, f"cat > a.yaml <<EOF\n{body}{command}")
+    assert joined == {"output_dir": "a\tb", "seed": 7, "launcher": {"program": "train"}}
+    tabs = values(tmp_path, f"cat > a.yaml <<-EOF\n\t{body}{command}")
+    assert tabs == joined
+    quoted = "cat > a.yaml <<'EOF'\noutput_dir: a\\\nEOF\n"
+    assert values(tmp_path, quoted + command)["output_dir"] == "a\\"
+
+
 def test_what_a_script_adds_to_a_file_or_runs_elsewhere_is_no_configuration(tmp_path: Path) -> None:
     text = "ssh host <<EOF\npython sft.py --learning_rate 1e-4 --bf16\nEOF\n"
     assert values(tmp_path, text) == {"learning_rate": 1e-4, "bf16": True, "launcher": {"program": "sft"}}

@@ -83,7 +83,7 @@ def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
         " ".join(_train(job)),
         "code=$?",
         "trap '' TERM USR1",
-        f'exec {shlex.quote(sys.executable)} -m {_REQUEUE} "$run" "$code"'
+        f'exec {shlex.quote(sys.executable)} -P -m {_REQUEUE} "$run" "$code"'
         + " --until-done" * bool(job.settings.until_done)
         + " --series" * is_series(job),
     ]
@@ -140,7 +140,7 @@ def _train(job: Job) -> list[str]:
     cpus = [] if settings.cpus_per_node is None else [f"--cpus-per-task={settings.cpus_per_node}"]
     nodes = [] if (settings.nodes or 1) == 1 else ["--nodes", str(settings.nodes)]
     words = ["train", str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto", *nodes]
-    command = [shlex.quote(sys.executable), "-m", "trainwright", *map(_quoted, words)]
+    command = [shlex.quote(sys.executable), "-P", "-m", "trainwright", *map(_quoted, words)]
     # --export: sbatch --export=NONE would keep from srun, too, what this file exports.
     return ["srun", "--export=ALL", "--ntasks-per-node=1", *cpus, "--kill-on-bad-exit=0", *command]
 

@@ -41,7 +41,8 @@ _HERE = re.compile(r"<<(-?)\s*(['\"\\]?)(\w+)")  # a here-document, and the file
 _WRITTEN = re.compile(r"(>>?|\btee\s(?:-a\s)?)\s*([^\s<>|;&]*(?:\.ya?ml|\.json|\$\{?\w+\}?)[\"']?)(?=[\s;<>|&]|$)")
 _EDITED = re.compile(r"\b(?:sed|yq|perl|envsubst|mv|cp)\s")
 _COMPUTED = re.compile(r"\$(\w+)|\$\(([^\n]*)\)|`([^`\n]*)`")
-_ESCAPED, _STANDS_FOR_ESCAPED = re.compile(r"\\([\\$`])"), re.compile("[\ue000-\ue07f]")
+_ESCAPED, _STANDS_FOR_ESCAPED = re.compile(r"\\([\\$`\n])"), re.compile("[\ue000-\ue07f]")
+_CONTINUES = re.compile(r"(?<!\\)(?:\\\\)*\\$")  # on the next line
 # Of what a file may compute, so that no file takes long or much memory.
 _LONGEST_TEXT = 10_000
 _LONGEST_LINE = 100_000  # characters of a command, with the values of its variables
@@ -137,10 +138,11 @@ class _Script:
         """Keep the here-document that a line writes to a file; otherwise note which of those kept it changes."""
         here, file = _HERE.search(line), _WRITTEN.search(line)
         name = normpath(file[2].strip("\"'")) if file else ""
-        if here and file and (last := self._end(("\t" if here[1] else "") + here[3])) is not None:
-            parts = [part.lstrip("\t") if here[1] else part for part in self._lines[self._at : last]]
-            body = "\n" * self._at + "\n".join(parts)  # keeps the numbers of lines
+        if here and file and (last := self._end("'" * bool(here[2]) + "\t" * bool(here[1]) + here[3])) is not None:
+            # Keeps the numbers of lines, up to those that are joined.
+            body = "\n" * self._at + "\n".join(self._lines[self._at : last])
             body = body if here[2] else _expanded(body, self._variables)
+            body = re.sub(r"^\t+", "", body, flags=re.MULTILINE) if here[1] else body
             is_whole = ">>" not in file[1] and "-a" not in file[1] and name not in self._unread
             self.documents[name] = body if is_whole else None
             self._unread.add(name)
@@ -165,12 +167,16 @@ class _Script:
 
 
 def _ends_of(lines: Sequence[str], plain: Sequence[str]) -> dict[str, list[int]]:
-    """Return the lines that end with ``)`` and ``"``, and those that are one word, with a tab before it for ``<<-``."""
+    """Return the lines that end with ``)`` and ``"``, and those that are one word, with a tab before it for ``<<-``.
+
+    In a here-document whose word is quoted (``'`` before it), no line continues the one before.
+    """
     ends = {end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')}
     for at, line in enumerate(lines):
         if (word := line.lstrip("\t")).isidentifier():
-            ends.setdefault(f"\t{word}", []).append(at)
-            ends.setdefault(line, []).append(at)
+            continues = at > 0 and _CONTINUES.search(lines[at - 1]) is not None
+            for kind in (f"'\t{word}", f"'{line}", *(() if continues else (f"\t{word}", line))):
+                ends.setdefault(kind, []).append(at)
     return ends
 
 
@@ -180,7 +186,7 @@ def _expanded(body: str, variables: Mapping[str, str]) -> str:
     def as_variable(match: re.Match[str]) -> str:
         return "${" + re.sub(r"[^\w.]+", "_", match[1] or match[2] or match[3] or "") + "}"
 
-    body = _ESCAPED.sub(lambda match: chr(0xE000 + ord(match[1])), body)
+    body = _ESCAPED.sub(lambda match: "" if match[1] == "\n" else chr(0xE000 + ord(match[1])), body)
     body = _COMPUTED.sub(as_variable, _substituted(body, variables))
     return _STANDS_FOR_ESCAPED.sub(lambda match: chr(ord(match[0]) - 0xE000), body)
 

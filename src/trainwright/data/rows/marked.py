@@ -89,8 +89,11 @@ def _tokens(row: Row, layout: RowLayout) -> Marked:
 
 def _numbers(row: Row, field: str) -> tuple[int, ...]:
     values = row.get(field)
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+    if not isinstance(values, list):
         raise RequestError(f"the field {field} should be a list of whole numbers, not {kind_of(values)}")
+    if (at := next((at for at, value in enumerate(values) if not isinstance(value, int)), None)) is not None:
+        odd = repr(values[at]) if isinstance(values[at], float) else kind_of(values[at])
+        raise RequestError(f"{field}[{at}] should be a whole number, not {odd}")
     return tuple(map(int, values))
 
 

@@ -12,6 +12,7 @@ One split of a directory is read: ``directory:split`` or ``directory:config:spli
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.row_files import COMPRESSED, READERS, TABLES, suffix_of, why_unreadable
 from trainwright.errors import RequestError
 from trainwright.utils.paths import user_path
+from trainwright.utils.text import plural
 
 SUFFIXES = (*READERS, *TABLES)
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
@@ -103,7 +105,12 @@ def find(source: str, key: str, documents: bool = False) -> SourceFiles | None:
 
 def missing(source: str) -> str:
     """Return the message for a missing file, with similar names."""
+    if "://" in source:
+        return f"{source} is a URL, and rows are read from files or the Hub; download it first, or mount its store"
     path = user_path(source)
+    if files := sorted(glob.glob(str(path))):
+        how = f"give their directory, or a list such as '[{{source: {files[0]}}}]'"
+        return f"{path} is a pattern, which is not expanded ({plural(len(files), 'file')}); {how}"
     if not path.parent.is_dir():
         return f"{path}: no such directory {path.parent}"
     near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)

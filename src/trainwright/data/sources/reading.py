@@ -112,7 +112,7 @@ def read_rows(
     files = list(source_files.usable())
     if not files:
         raise _nothing_usable(source_files, key)
-    if _are_tables(files) and not any(map(_has_json, files)):
+    if _are_tables(files) and all(map(_fits_datasets, files)):
         table = _table(files, end, narrowing).slice(begin)
     else:
         table = table_of_rows(lambda: islice(_placed_rows(files, source_files.documents), begin, end), narrowing)
@@ -315,14 +315,21 @@ def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
     try:
         if suffix_of(file) == ".arrow":
             table = _mapped(file)
+            _check_names(file, table.column_names)
             yield from (table.slice(begin, rows) for begin in range(0, table.num_rows, rows))
             return
         with pq.ParquetFile(file) as opened:
+            _check_names(file, opened.schema_arrow.names)
             for batch in opened.iter_batches(batch_size=rows):
                 yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         kind = "an Arrow file" if suffix_of(file) == ".arrow" else "a Parquet file"
         raise RequestError(f"{file}: not {kind}: {str(error).splitlines()[0]}") from None
+
+
+def _check_names(file: Path, names: Sequence[str]) -> None:
+    if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+        raise RequestError(f"{file}: has the column {twice[0]} more than once; rename one of them, or remove it")
 
 
 def _mapped(file: Path) -> pa.Table:
@@ -345,7 +352,7 @@ def _table_rows(file: Path) -> Iterator[tuple[str, Row]]:
 def _to_rows(file: Path, table: pa.Table) -> list[Row]:
     decode = {column.name: column.type for column in table.schema if _is_json(column.type)}
     try:
-        rows: list[Row] = table.to_pylist()
+        rows: list[Row] = table.to_pylist(maps_as_pydicts="lossy")
         for row in rows if decode else ():
             decoded = {name: _decoded(row[name], kind) for name, kind in decode.items()}
             row.update(with_text_content(decoded))
@@ -354,11 +361,20 @@ def _to_rows(file: Path, table: pa.Table) -> list[Row]:
     return rows
 
 
-def _has_json(file: Path) -> bool:
-    """Return whether a table has columns of JSON text, the type Json of ``datasets``."""
-    return suffix_of(file) in TABLES and any(
-        _is_json(column.type) for table in islice(_batches(file, 1), 1) for column in table.schema
-    )
+def _fits_datasets(file: Path) -> bool:
+    """Return whether ``datasets`` has a type for each column of a table, as for maps it has none, and no column is JSON
+    text, its type Json, which is decoded here.
+    """
+    from datasets import Features
+
+    for table in islice(_batches(file, 1), 1):
+        if any(_is_json(column.type) for column in table.schema):
+            return False
+        try:
+            Features.from_arrow_schema(table.schema.remove_metadata())
+        except (ValueError, TypeError):
+            return False
+    return True
 
 
 def _is_json(kind: pa.DataType) -> bool:

@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.utils.installation import install_command
+from trainwright.utils.text import plural
 
 if TYPE_CHECKING:
     from docx.table import Table
@@ -48,6 +49,10 @@ ANSWERS_NAMES = ("chosen", "rejected", *CHOSEN_NAMES, *REJECTED_NAMES)
 
 _DEEPEST = 32  # levels of objects and lists; Arrow files support at most 64
 _TOO_DEEP = f"nested more than {_DEEPEST} deep"
+_LONE_RETURNS = (
+    "a carriage return (\\r) without a line feed (\\n) outside of quotes; save the file with the line ends of Linux or "
+    "Windows"
+)
 _DELIMITERS = ",;\t|"
 _SAMPLE = 2**16  # characters read to detect the delimiter
 _CONVERSATIONS = ("messages", "conversations")  # lists inside an object that is itself a row
@@ -189,12 +194,13 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
                 continue
             if len(fields) != len(header):
                 raise RequestError(
-                    f"{path}:{line}: {len(fields)} fields where the header has {len(header)} "
+                    f"{path}:{line}: {plural(len(fields), 'field')} where the header has {len(header)} "
                     f"({', '.join(header)}); is a comma or a quote not escaped?"
                 )
             yield line, dict(zip(header, fields, strict=True))
     except csv.Error as error:
-        raise RequestError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+        why = _LONE_RETURNS if str(error).startswith("new-line character") else str(error)
+        raise RequestError(f"{path}:{reader.line_num}: not CSV: {why}") from None
 
 
 def _delimiter(text: Iterator[str], usual: str) -> str:
@@ -284,7 +290,10 @@ def _value(path: Path, text: str, position: int, line: int | None = None) -> tup
     try:
         return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
-        raise RequestError(f"{path}:{line or error.lineno}: not JSON: {error.msg} (column {error.colno})") from None
+        at = text[error.pos : error.pos + 1]
+        unseen = "" if at.isprintable() or at.isspace() else f" at the invisible character U+{ord(at):04X}; remove it"
+        where = f"{path}:{line or error.lineno}"
+        raise RequestError(f"{where}: not JSON: {error.msg} (column {error.colno}){unseen}") from None
     except (RecursionError, ValueError) as error:
         why = _TOO_DEEP if isinstance(error, RecursionError) else f"not JSON: {error}"
         raise RequestError(f"{path}:{line or text.count(chr(10), 0, position) + 1}: {why}") from None
@@ -383,11 +392,12 @@ def _as_text(value: Any) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a JSON value's type for messages."""
+    """Return the name of a value's type for messages: of JSON's types, or of those that tables have besides."""
     if isinstance(value, bool):
         return "true or false"
-    names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return next((name for kind, name in names.items() if isinstance(value, kind)), "empty (null)")
+    names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
+    other = "empty (null)" if value is None else f"a value of type {type(value).__name__}"
+    return next((name for kind, name in names.items() if isinstance(value, kind)), other)
 
 
 def _wrong(path: Path, text: str, position: int, reason: str) -> RequestError:
