@@ -159,6 +159,11 @@ def test_every_variable_that_this_torch_reads_is_explained() -> None:
 def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     unknown = trainwright("doctor", "prots", cwd=tmp_path)
     assert unknown.returncode == 2 and "prots: no such check; choose from packages, torch," in unknown.stderr
+    (tmp_path / "run.log").touch()
+    log = trainwright("doctor", "run.log", cwd=tmp_path)
+    assert (
+        log.returncode == 2 and "run.log: is no check; to find the cause in a log, pass --explain run.log" in log.stderr
+    )
     missing = trainwright("doctor", "disks", "--directory", "nowhere", cwd=tmp_path)
     assert missing.returncode == 2 and "--directory: nowhere is not a directory" in missing.stderr
     both = trainwright("doctor", "ports", "--explain", "run.log", cwd=tmp_path)

@@ -169,7 +169,7 @@ def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:
     write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
     whole = file.read_bytes()
     for content, message in (
-        (b"not a GGUF at all", "damaged or not a GGUF"),
+        (b"not a GGUF at all", "is not a GGUF file; pass one, the directory of a model"),
         (whole[:1000], "damaged or not a GGUF"),
         (whole[:-5000], "damaged or not a GGUF file .*bytes of"),
         (whole.replace(b"llama", b"lamma"), "architecture lamma, which cannot be converted"),

@@ -28,6 +28,10 @@ def read_text(path: Path, max_bytes: int = _LARGEST_YAML) -> str:
             data = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise RequestError(missing_file(path)) from None
+    except IsADirectoryError:
+        has_recipe = (path / "recipe.yaml").is_file()
+        fix = f"pass the recipe in it, {path / 'recipe.yaml'}" if has_recipe else "pass a file in it"
+        raise RequestError(f"{path}: is a directory; {fix}") from None
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > max_bytes:

@@ -314,6 +314,13 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"is not a run directory: it has no recipe\.yaml"):
         tw.report(tmp_path)
     run = finished(tmp_path / "run")
+    checkpoint = tmp_path / "copies" / "run" / "step-00000040"  # of a run whose own files are elsewhere
+    checkpoint.mkdir(parents=True)
+    for name in ("recipe.yaml", "manifest.json"):
+        (checkpoint / name).write_text("{}")
+    assert [each.run for each in tw.runs(tmp_path)] == [run]
+    with pytest.raises(RequestError, match="is not a run directory: it is a checkpoint"):
+        tw.report(checkpoint)
     with pytest.raises(RequestError, match="No such file or directory"):
         tw.report(run, tmp_path / "missing" / "page.html")
 

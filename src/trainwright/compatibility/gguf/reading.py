@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
+_MAGIC = b"GGUF"
 CONVERTER = "4"  # part of the fingerprint: raise it when the output changes, so that older conversions are not used
 # A quantized value is scale * integer + offset with at least 15 significant bits: fp32 represents it exactly, bf16 (8
 # bits) would quantize it again. If the fp32 file exceeds this size, bf16 is stored, and the user is told.
@@ -111,6 +112,11 @@ def _metadata(file: Path, key: str) -> dict[str, Any]:
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
+    with file.open("rb") as opened:
+        if opened.read(len(_MAGIC)) != _MAGIC:
+            raise RequestError(
+                f"{key}: {file} is not a GGUF file; pass one, the directory of a model, or its name on the Hub"
+            )
     try:
         facts, _ = read_gguf_metadata(str(file))
         header = GgufHeader.from_file(str(file))

@@ -60,7 +60,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: str = "answers") -> None:
         self._targets = targets
-        self.name = os.path.basename(str(tokenizer.name_or_path).rstrip("/")) or type(tokenizer).__name__
+        self.name = os.path.basename(str(tokenizer.name_or_path).rstrip("/")) or "bytes"  # the built-in one has no path
         if not tokenizer.is_fast:
             raise RequestError(
                 f"the tokenizer {self.name} has no character offsets; use a fast tokenizer (tokenizer.json)"

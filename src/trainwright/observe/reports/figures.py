@@ -16,6 +16,7 @@ from trainwright.engine.event_reader import EventRecord, lost_between, read_log,
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
 from trainwright.observe.following import RunFollower
+from trainwright.engine.checkpoints.manifest import MANIFEST
 from trainwright.run.run_directory import RECIPE
 from trainwright.utils import text
 from trainwright.utils.paths import run_path
@@ -62,8 +63,8 @@ class RunFigures:
         """
         path = run_path(directory)
         if not is_run(path):
-            what = "is not a run directory: it has no recipe.yaml" if path.is_dir() else "no such directory"
-            raise RequestError(f"{path}: {what}")
+            why = "it is a checkpoint" if (path / MANIFEST).exists() else "it has no recipe.yaml"
+            raise RequestError(f"{path}: {f'is not a run directory: {why}' if path.is_dir() else 'no such directory'}")
         log = read_log(path / "events.jsonl")
         return cls(path, log.history, log.everything, log.damage, not ended and _trains(path))
 
@@ -240,8 +241,10 @@ class RunFigures:
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory is a run's: whatever ``recipe.yaml`` in it is."""
-    return os.path.lexists(directory / RECIPE)
+    """Return whether a directory is a run's: whatever ``recipe.yaml`` in it is. Checkpoints have one beside their
+    manifest, also in copies of runs, and where the recipe of their run is gone.
+    """
+    return os.path.lexists(directory / RECIPE) and not os.path.lexists(directory / MANIFEST)
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
