@@ -84,7 +84,10 @@ def test_what_is_no_record_of_a_run_is_none(content: str) -> None:
 
 def test_existing_directory_is_refused() -> None:
     assert run_directory.create("mine", "tiny") == Path("mine")
-    with pytest.raises(RequestError, match="mine exists; continue that run with --resume mine"):
+    with pytest.raises(RequestError, match="mine exists; choose another directory"):
+        run_directory.create("mine", "tiny")
+    Path("mine/recipe.yaml").touch()
+    with pytest.raises(RequestError, match="mine exists; continue that run with --resume mine, or choose another"):
         run_directory.create("mine", "tiny")
 
 

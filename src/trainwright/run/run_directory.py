@@ -77,10 +77,8 @@ def create(key: str, stem: str, *, in_place: bool = False) -> Path:
 def check_new(directory: Path) -> None:
     """Raise RequestError if the directory of a new run already exists."""
     if directory.exists():
-        raise RequestError(
-            f"logging.run_directory: {directory} exists; continue that run with --resume {quoted(directory)}, "
-            "or choose another directory"
-        )
+        what = f"; continue that run with --resume {quoted(directory)}, or" if (directory / RECIPE).exists() else ";"
+        raise RequestError(f"logging.run_directory: {directory} exists{what} choose another directory")
 
 
 def override_of(directory: Path) -> str:

@@ -782,6 +782,32 @@ def test_a_script_that_names_the_column_of_its_texts(tmp_path: Path) -> None:
     assert "format" not in recipe(of(tmp_path, named, name="unsloth.py"), tmp_path)["data"]  # a function writes it
 
 
+FOLLOWING_A_TEXT = ("instruction", "question_answer")
+
+
+@pytest.mark.parametrize(("trainer", "loss"), [("DPO", None), ("KTO", "kto"), ("ORPO", "orpo"), ("CPO", "cpo")])
+def test_a_script_whose_trainer_has_the_model_and_no_arguments(tmp_path: Path, trainer: str, loss: str | None) -> None:
+    """The first example of TRL's pages: what counts are the defaults of the trainer, not those of fine-tuning."""
+    for model in ("model='owner/small', ", "'owner/small', "):
+        text = f"t = {trainer}Trainer({model}train_dataset=load_dataset('owner/pairs', split='train'))\nt.train()\n"
+        values = recipe(of(tmp_path, text, name="train.py"), tmp_path)
+        assert (values["task"], values["model"]["name"]) == ("dpo", "owner/small")
+        assert values.get("dpo", {}).get("loss") == loss and values["optimizer"]["learning_rate"] == 1e-6
+        assert not {"format", "columns", "targets"} & values["data"].keys()
+
+
+def test_a_script_of_trl_without_arguments_is_fine_tuned_on_turns_or_texts(tmp_path: Path) -> None:
+    text = "t = SFTTrainer('owner/small', train_dataset=load_dataset('owner/chats', split='train'){})\nt.train()\n"
+    values = recipe(of(tmp_path, text.format(", neftune_noise_alpha=5"), name="train.py"), tmp_path)
+    assert values["model"]["name"] == "owner/small" and values["train"]["neftune_noise_alpha"] == 5
+    assert values["data"]["format"] == ["messages", "conversations", "prompt_completion", "text", *FOLLOWING_A_TEXT]
+    assert "columns" not in values["data"]
+    for more in (", compute_loss_func=own_loss", ", optimizers=(own, None)"):
+        (failure,) = failures(of(tmp_path, text.format(more), name="train.py"))
+        assert "trains by a loss, an optimizer or a schedule of the script" in failure
+    assert not failures(of(tmp_path, text.format(", optimizers=(None, None)"), name="train.py"))
+
+
 def test_rows_that_a_script_evaluates_on(tmp_path: Path) -> None:
     text = files.UNSLOTH.replace('load_dataset("owner/chats", split="train")', 'load_dataset("owner/chats")')
     text = text.replace("train_dataset=dataset,", "train_dataset=dataset['train'], eval_dataset=held,")

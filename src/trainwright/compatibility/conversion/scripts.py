@@ -53,6 +53,7 @@ def near(name: str, beside: Path) -> Path | None:
 # The calls of a script whose arguments are keys of their own, by the words with which their names end; all arguments of
 # configurations of trainers are keys at the top, as in a file.
 _CONFIGURATIONS = ("Config", "TrainingArguments")
+_OF_PAIRS = re.compile(r"(DPO|KTO|ORPO|CPO)Trainer")  # whose arguments have defaults of their own
 _OF_TRAINERS = re.compile(
     r"(?:SFT|DPO|KTO|ORPO|CPO|BCO|GRPO|PPO\w*|RLOO|Reward|PRM|GKD|XPO|NashMD|OnlineDPO)Config|\w*TrainingArguments"
 )
@@ -145,6 +146,9 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
     for key, part in _other_kinds(module):
         put(tree, key, True, Origin(str(path), getattr(part, "lineno", 1)))
     put(tree, "trainer_arguments", _whose_arguments(module), Origin(str(path), 1))
+    trainers = (_OF_PAIRS.fullmatch(name) for name, _ in calls_of(module))
+    if (trainer := next(filter(None, trainers), None)) is not None:
+        put(tree, "launcher.program", trainer[1].lower(), Origin(str(path), 1))
     docstring = ast.get_docstring(module, clean=False)
     is_library = docstring and not {"learning_rate", "per_device_train_batch_size"} & tree.values.keys()
     return tree, docstring if is_library else None

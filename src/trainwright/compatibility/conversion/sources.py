@@ -276,7 +276,7 @@ def trl_targets(conversion: Conversion, setting: Setting, rule: Rule, answers: s
 
 
 _PROGRAMS_OF_PAIRS = ("dpo", "kto", "orpo", "cpo", "simpo")  # of TRL, and of people's scripts
-_OF_TRL = ["messages", "conversations", "prompt_completion", "text", "instruction", "question_answer"]
+ORDER_OF_TRL = ["messages", "conversations", "prompt_completion", "text", "instruction", "question_answer"]
 
 
 def trl_texts(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -286,7 +286,7 @@ def trl_texts(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         return
     if setting.value != "text":
         conversion.take(setting, "data.columns.text", setting.value)
-    conversion.take(setting, "data.format", _OF_TRL, computed="a text comes before an instruction, as in TRL")
+    conversion.take(setting, "data.format", ORDER_OF_TRL, computed="a text comes before an instruction, as in TRL")
 
 
 def test_split(conversion: Conversion, setting: Setting, rule: Rule, source: str, config: str, strategy: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
 from trainwright.compatibility.conversion.scripts import Code, calls_of, script_of, shown
+from trainwright.compatibility.conversion.sources import ORDER_OF_TRL
 
 _TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
 _OWN = ("unsloth", "alpaca", "vicuna", "vicuna_old", "vicuna old")  # texts that no tokenizer brings
@@ -99,12 +100,19 @@ def packing(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 def text_field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Take the column of the texts, which counts before all others, unless a function of the script writes it."""
+    """Take the column of the texts, unless a function of the script writes it. It counts before all others for Unsloth
+    and, if the script names it, for TRL before it had a configuration of its own; otherwise turns count before it.
+    """
+    whose = conversion.value("trainer_arguments")
     if _makes_rows(conversion):
         conversion.drop(setting, "is read with the function that makes the rows")
-    else:
+    elif whose == "unsloth" or (whose == "transformers" and not setting.is_default):
         conversion.take(setting, "@train.columns.text", setting.value)
         conversion.take(setting, "@train.format", "text")
+    else:
+        if setting.value != "text":
+            conversion.take(setting, "@train.columns.text", setting.value)
+        conversion.take(setting, "@train.format", ORDER_OF_TRL)
 
 
 def _makes_rows(conversion: Conversion) -> bool:
@@ -224,6 +232,8 @@ def preference(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "dpo.loss", _LOSSES[trainer])
     if name == "beta":
         conversion.take(setting, "dpo.beta", setting.value)
+    elif name in ("model", "argument_0"):
+        model(conversion, setting, rule)
     elif name == "max_length":
         length(conversion, setting, rule)
     elif name == "ref_model" and setting.is_on:

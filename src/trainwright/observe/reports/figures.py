@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainwright import __version__
+from trainwright.engine.checkpoints.manifest import MANIFEST
 from trainwright.engine.event_reader import EventRecord, lost_between, read_log, read_recipe
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
 from trainwright.observe.following import RunFollower
-from trainwright.engine.checkpoints.manifest import MANIFEST
 from trainwright.run.run_directory import RECIPE
 from trainwright.utils import text
 from trainwright.utils.paths import run_path
