@@ -67,6 +67,12 @@ def test_a_prompt_is_made_from_columns_and_without_input_from_another_text() -> 
     pair = {"premise": "It rains.", "hypothesis": "It is wet.", "label": "yes"}
     made = converted(pair, prompt="{premise} So: {hypothesis} {{?}}", columns={"answer": "label"})
     assert made == turns("It rains. So: It is wet. {?}", "yes")
+    asked = {"question": "What?", "answer": "This."}  # a column that is called as the field that the prompt replaces
+    assert converted(asked, prompt="Q: {question}") == turns("Q: What?", "This.")
+    renamed = converted(
+        {"query": "What?", "gold": "This."}, prompt="Q: {question}", columns={"question": "query", "answer": "gold"}
+    )
+    assert renamed == turns("Q: What?", "This.")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,7 @@ def test_a_prompt_is_made_from_columns_and_without_input_from_another_text() -> 
         ({"columns": {"query": "question"}}, "data.columns: query is no field of a layout; choose from answer, "),
         ({"columns": {"question": "nothing"}}, "the rows have no column nothing; they have question, answer"),
         ({"prompt": "{nothing}?"}, "data.prompt: the rows have no column nothing; they have question, answer"),
+        ({"format": ["text", "messages"]}, "name the columns with data.columns, such as '{text: COLUMN}'"),
         ({"prompt": "{question}?", "format": "messages"}, "is for rows of a question and one answer"),
     ],
     ids=str,

@@ -243,6 +243,8 @@ def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
         hint = "; put it in quotes"
     if isinstance(value, str) and (match := re.match(r"(\w+):([^\s/]\S*)", value)) and expected == "a mapping":
         hint = f"; a space is missing after the colon: {match[1]}: {match[2]}"
+    elif isinstance(value, str) and expected == "a mapping" and re.fullmatch(r"data\.train\[\d+\]", key):
+        hint = f"; write {{source: {value}}}"
     if isinstance(value, str) and re.match(r"-\S", value) and expected.startswith("a list"):
         hint = "; a space is missing after the dash of each item"
     return f"expected {expected}, not {_shown(value)}{hint}"

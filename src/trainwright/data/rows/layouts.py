@@ -115,7 +115,8 @@ class RowLayout(str):
         """Return the columns of the names in the settings' prompts: fields, or columns as they are called."""
         prompts = filter(None, (self.settings.prompt, self.settings.prompt_without_input))
         names = (name for prompt in prompts for _, name, _, _ in Formatter().parse(prompt) if name is not None)
-        return {name: self.column(name) for name in names}
+        # The field question is not read where a prompt is set, and the column of that name still is.
+        return {name: self.settings.columns.get(name) or self.column(name) or name for name in names}
 
     def unused(self, columns: Sequence[str]) -> list[str]:
         """Return the columns of a source that examples do not use."""
@@ -225,7 +226,7 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({choices})"
     if elsewhere is not None:
         raise RequestError(f"{reason}; these are {elsewhere}")
-    fields = ("question", "answer") if "question_answer" in layouts else ("chosen", "rejected")
+    fields = REQUIRED["question_answer" if "question_answer" in layouts else layouts[0]]
     example = ", ".join(f"{field}: COLUMN" for field in fields)
     raise RequestError(
         f"{reason}; name the columns with data.columns, such as '{{{example}}}', or map them with data prepare --map"

@@ -258,7 +258,9 @@ def tokenize_source(
         encoding.take_in(batch, token_rows, location)
         progress(batch[-1][0] + 1, len(rows))
     if not len(token_rows):
-        raise RequestError(f"{key}: {name}: {_nothing_left(token_rows)}")
+        is_pattern = data.targets.startswith("/")
+        pattern = f"; data.targets {data.targets} is looked for in the text of the chat template" if is_pattern else ""
+        raise RequestError(f"{key}: {name}: {_nothing_left(token_rows)}{pattern}")
     token_rows.notes += encoding.notes(unused)
     return token_rows
 
