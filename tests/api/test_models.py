@@ -38,6 +38,23 @@ MORE = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a number of at least 1, not 0"),
+        ({"temperature": -1.0}, "temperature: expected a number of at least 0, not -1.0"),
+        ({"temperature": 1.0, "top_p": 2.0}, "top_p: expected a number above 0 and up to 1, not 2.0"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k: expected a number of at least 1, not 0"),
+    ],
+    ids=str,
+)
+def test_numbers_that_are_not_possible_are_refused(options: dict[str, float], said: str) -> None:
+    with pytest.raises(tw.RequestError, match=said):
+        tw.generate("run", "a", **options)
+    with pytest.raises(tw.RequestError, match="prompts has none"):
+        tw.generate("run", [])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "call"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_a_wrong_argument_raises_what_the_command_says(
