@@ -51,8 +51,15 @@ MORE = [
 def test_numbers_that_are_not_possible_are_refused(options: dict[str, float], said: str) -> None:
     with pytest.raises(tw.RequestError, match=said):
         tw.generate("run", "a", **options)
+
+
+def test_counts_that_are_not_possible_are_refused_before_anything_starts() -> None:
     with pytest.raises(tw.RequestError, match="prompts has none"):
         tw.generate("run", [])
+    with pytest.raises(tw.RequestError, match="limit: expected a number of at least 1, not 0"):
+        tw.evaluate("run", limit=0)
+    with pytest.raises(tw.RequestError, match="steps: expected a number of at least 1, not 0"):
+        tw.verify(TINY, steps=0)
 
 
 @pytest.mark.slow

@@ -92,7 +92,6 @@ def generate(
         raise RequestError("generate: pass prompts, or a file of them")
     if prompts is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
-    _check_ranges(request)
     if isinstance(prompts, str):
         return [separate_process.run_in_process(answer, request, prompts, progress=progress, trust_code=trust_code)]
     if prompts is None:
@@ -209,18 +208,6 @@ def _checked(request: GenerationRequest) -> Machine:
     machine = detect()
     refuse_unusable(machine)
     return machine
-
-
-def _check_ranges(request: GenerationRequest) -> None:
-    """Raise RequestError for a number that is not possible, which the command line refuses by itself."""
-    for name, value, is_possible, possible in (
-        ("max_new_tokens", request.max_new_tokens, request.max_new_tokens >= 1, "of at least 1"),
-        ("temperature", request.temperature, request.temperature >= 0, "of at least 0"),
-        ("top_p", request.top_p, 0 < request.top_p <= 1, "above 0 and up to 1"),
-        ("top_k", request.top_k, request.top_k is None or request.top_k >= 1, "of at least 1"),
-    ):
-        if not is_possible:
-            raise RequestError(f"{name}: expected a number {possible}, not {value}")
 
 
 def _check(file: str | None, out: str | None, num_processes: int | None, batch_size: int | None) -> None:

@@ -99,8 +99,31 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
         return result
 
 
+# The least that numbers of the API may be; those of commands are checked by the command line.
+_LEAST = {
+    "temperature": 0,
+    "max_length": 2,
+    **dict.fromkeys(("limit", "steps", "max_new_tokens", "top_k", "batch_size", "num_processes"), 1),
+    **dict.fromkeys(("episodes", "copies", "relearning_steps"), 1),
+}
+
+
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Raise RequestError for an argument of a function that is a number and not a possible one."""
+    for name, least in _LEAST.items():
+        if (value := arguments.get(name)) is not None and value < least:
+            raise RequestError(f"{name}: expected a number of at least {least}, not {value}")
+    if not 0 < arguments.get("top_p", 1) <= 1:
+        raise RequestError(f"top_p: expected a number above 0 and up to 1, not {arguments['top_p']}")
+
+
 def as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function's arguments as the command has them: paths and steps as text, several names as one text."""
+    """Return a function's arguments as the command has them: paths and steps as text, several names as one text.
+
+    Raises:
+        RequestError: a number is not possible.
+    """
+    check_numbers(arguments)
 
     def text(name: str, value: Any) -> Any:
         if isinstance(value, PathLike):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.separate_process import run_in_process
+from trainwright.api.separate_process import check_numbers, run_in_process
 from trainwright.doctor.checks.check import CheckContext, MachineReport, checks_named, examine
 from trainwright.doctor.diagnosis import Diagnosis, LogText, read_file, read_run
 from trainwright.doctor.diagnosis import explain as diagnose
@@ -180,6 +180,7 @@ def verify(
         trainwright.errors.RequestError: parallel.strategy: this recipe runs on one process here (single), ...
     """
     config = None if accelerate_config is None else Path(accelerate_config)
+    check_numbers({"steps": steps})
     return run_in_process(compare, VerifyRequest(source_of(recipe), overrides, steps, config), progress=progress)
 
 
