@@ -206,7 +206,7 @@ def test_optional_kernels_are_checked_where_a_run_could_have_them() -> None:
     old, new = machine(Gpu("Tesla T4", 2**34, (7, 5))), machine(Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)))
     assert [has_fused(here) for here in (machine(), old, new)] == [False, False, why_no_triton() is None]
     newest = machine(Gpu("NVIDIA B200", 180 * 2**30, (10, 0)))
-    plain, blocks = ("rowwise", "tensorwise"), ("rowwise", "tensorwise", "mxfp8")
+    plain, blocks = ("rowwise", "tensorwise"), ("rowwise", "tensorwise", "mxfp8", "nvfp4")
     assert [float8_of(here) for here in (machine(), old, new, newest)] == [blocks, (), plain, blocks]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -35,6 +36,8 @@ def test_rates_are_dense_and_in_order() -> None:
         assert rates["fp32"] <= rates.get("tf32", rates["fp32"]) <= rates["fp16"], card.name
         assert rates.get("bf16", rates["fp16"]) == rates["fp16"]
         assert rates["fp16"] <= rates.get("fp8", rates["fp16"]) <= 2.05 * rates["fp16"]
+        assert ("fp4" in rates) == (card.vendor == "NVIDIA" and card.capability >= (10, 0))
+        assert 2 * rates.get("fp8", 0.0) <= rates.get("fp4", math.inf)
         assert card.rate("bf16") is None or card.capability >= (8, 0)
         assert card.rate("fp8") is None or card.capability >= (8, 9)
 

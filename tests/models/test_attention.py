@@ -9,8 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.machine.processor import Processor
+from trainwright.models.attention import packs
 from trainwright.models.attention import plain as kernels
 from trainwright.models.attention.packs import packed_attention
+from trainwright.models.attention.sequences import Call
+from trainwright.models.causal_lm import compile_blocks
 
 LENGTHS = [1, 7, 33, 2, 50]
 
@@ -180,3 +183,22 @@ def test_a_scale_of_the_models_own_reaches_the_scores() -> None:
     found, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.5, **told)  # type: ignore[arg-type]
     expected = plain(query * 2, key, value, None, None).float()  # of heads of 16 numbers the scale is a quarter
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_code_has_activated_flash_attention_4_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler cannot follow torch's switch, which changes torch's operators."""
+    activated: list[str] = []
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(packs, "_switched", set())
+    monkeypatch.setattr(packs, "varlen", lambda call, sequences: call.query.transpose(1, 2))
+    compile_blocks([])
+    edges = torch.tensor([0, 4], dtype=torch.int32)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return packs.flash_attn_4(Call(x, x, x, edges, 4, 1.0), None)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=True)
+    for length in (4, 5, 6):
+        x = torch.randn(1, 2, length, 8)
+        assert torch.equal(compiled(x), x.transpose(1, 2))
+    assert activated == ["FA4"]

@@ -243,11 +243,12 @@ FLOAT8 = {"mixed_precision": "bf16", "float8": "rowwise"}
 def test_float8_needs_a_gpu_that_has_it_or_a_cpu() -> None:
     with pytest.raises(MachineError, match=r"^train\.float8: A100-80GB does not compute in float8, which needs"):
         possible(recipe(FLOAT8), parse_machine("8xA100-80GB"))
-    mxfp8 = recipe({**FLOAT8, "float8": "mxfp8"})
-    for machine_, instead in (("8xH100", "rowwise"), ("8xA100-80GB", "no")):
-        with pytest.raises(MachineError, match=rf"does not compute in MXFP8, .* 10\.0 or higher; set it to {instead}$"):
-            possible(mxfp8, parse_machine(machine_))
-    possible(mxfp8, parse_machine("1xRTX5090"))
+    for scales in ("mxfp8", "nvfp4"):
+        blocks, why = recipe({**FLOAT8, "float8": scales}), rf"does not compute in {scales.upper()}, .* 10\.0 or higher"
+        for machine_, instead in (("8xH100", "rowwise"), ("8xA100-80GB", "no")):
+            with pytest.raises(MachineError, match=rf"{why}; set it to {instead}$"):
+                possible(blocks, parse_machine(machine_))
+        possible(blocks, parse_machine("1xRTX5090"))
     _, remarks = possible(recipe({**FLOAT8, "compile": False}), parse_machine("8xH100"))
     assert any("without train.compile" in remark for remark in remarks)
     _, remarks = possible(recipe(FLOAT8), parse_machine("8xH100"))

@@ -249,6 +249,16 @@ def test_tf32_multiplies_at_the_rate_of_the_datasheet() -> None:
     assert with_it.seconds == pytest.approx(without.seconds, rel=0.01)  # products are in bf16
 
 
+def test_products_in_fewer_bits_are_faster_by_the_datasheet() -> None:
+    """Linear layers of blocks are in 8 bits at twice the rate; forward in 4 bits at four times."""
+    cluster = parse_machine("8xB200")
+    products = [
+        timed(work=workload(replace(large(2), float8=kind)), cluster=cluster).parts["matrix products"]
+        for kind in ("no", "mxfp8", "nvfp4")
+    ]
+    assert products[0] > products[1] > products[2]
+
+
 @pytest.mark.slow
 def test_a_frozen_model_is_faster_to_train() -> None:
     lora = timed(work=workload(LARGE.adapted(AdapterSection(type="lora", rank=16))))

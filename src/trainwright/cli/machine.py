@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=Commands, invoke_without_command=True, help="Show, measure and list machines for plans.")
 
-_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
 
 @app.callback()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from trainwright.errors import RequestError
 from trainwright.machine.links import STRICT, Link, fabric, pcie
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8"]
 
 _FILE = Path(__file__).with_name("cards.json")
 _LIMITED = re.compile(r"^(?P<card>.+?)[-_ ]*\b(?P<watts>\d{2,4})\s*w(?:atts?)?$", re.IGNORECASE)
@@ -121,7 +121,12 @@ def card_of_gpu(name: str, memory_bytes: int) -> Card | None:
 
 
 # Compute capabilities by the value of ``train.float8``: Ada, Hopper and later; Blackwell.
-_CAPABILITIES_OF_FLOAT8 = {"rowwise": ("float8", (8, 9)), "tensorwise": ("float8", (8, 9)), "mxfp8": ("MXFP8", (10, 0))}
+_CAPABILITIES_OF_FLOAT8 = {
+    "rowwise": ("float8", (8, 9)),
+    "tensorwise": ("float8", (8, 9)),
+    "mxfp8": ("MXFP8", (10, 0)),
+    "nvfp4": ("NVFP4", (10, 0)),
+}
 FLOAT8 = tuple(_CAPABILITIES_OF_FLOAT8)
 
 

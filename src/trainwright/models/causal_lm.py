@@ -378,6 +378,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     Sequences.in_chunks = torch.compiler.disable(Sequences.in_chunks)  # type: ignore[method-assign]
     Sequences.block_mask = torch.compiler.disable(Sequences.block_mask)  # type: ignore[method-assign]
     packs.kernel_name = torch.compiler.assume_constant_result(packs.kernel_name)
+    packs.switch_to = torch.compiler.assume_constant_result(packs.switch_to)
     for block in blocks:
         block.compile(dynamic=True)
 

@@ -1,4 +1,4 @@
-"""Compute the products of blocks' linear layers in float8: ``train.float8``.
+"""Compute the products of blocks' linear layers in 8 bits, or forward in 4: ``train.float8``.
 
 ``rowwise``: inputs, and gradients of results, are rounded to e4m3 with a scale for each row, weights with one for each
 output in the forward pass and one for all in the backward pass, all scales powers of two; gradients of weights are
@@ -6,12 +6,16 @@ products in bf16. It is the recipe ``rowwise_with_gw_hp`` of torchao. A row is r
 do not depend on how a batch is divided. ``tensorwise``: one scale for a whole tensor, which the other rows of a
 micro-batch change, e5m2 for gradients, and gradients of weights in float8 too (arXiv 2209.05433). ``mxfp8``: e4m3 with
 a power of two for every 32 numbers that a product sums over (OCP Microscaling Formats 1.0), rounded up as in arXiv
-2506.08027; gradients of weights are products in bf16, as blocks of their sums would be of several rows.
+2506.08027; gradients of weights are products in bf16, as blocks of their sums would be of several rows. ``nvfp4``:
+forward, e2m1 with a number in e4m3 for every 16 numbers that the product sums over (arXiv 2509.25149), below a power of
+two for each row and one for a weight, which the result is multiplied with and which rounds nothing; backward as
+``mxfp8``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -21,21 +25,23 @@ from torch.library import custom_op
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 _MULTIPLE = 16  # of the sizes of a product, on a GPU
-_BLOCK = 32  # numbers that have a scale in MXFP8
+_BLOCK, _BLOCK_OF_4_BITS = 32, 16  # numbers that have a scale in MXFP8, in NVFP4
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of 4 bits, by the lower 3
 _ROUTERS = {"gate", "router"}  # small, and what they choose must not depend on rounding
 _VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+_LIMIT = torch.finfo(_VALUES).max  # 448
 _ROWS, _TENSOR = ScalingType.RowWise, ScalingType.TensorWise
 
 
 def use_float8(blocks: Iterable[nn.Module], scales: str) -> int:
     """Let linear layers of ``blocks`` compute in float8, in place; return how many do.
 
-    Routers and layers of sizes that are no multiples of 16, or of 32 for "mxfp8", are left as they are, and so are
-    experts, which are no linear layers. ``scales``: "rowwise", "tensorwise", "mxfp8" or "no".
+    Routers and layers of sizes that are no multiples of 16, or of 32 for "mxfp8" and "nvfp4", are left as they are, and
+    so are experts, which are no linear layers. ``scales``: a value of ``train.float8``.
     """
     if scales == "no":
         return 0
-    multiple = _BLOCK if scales == "mxfp8" else _MULTIPLE
+    _, multiple = _KINDS[scales]
     layers: list[Any] = [
         layer
         for block in blocks
@@ -45,34 +51,19 @@ def use_float8(blocks: Iterable[nn.Module], scales: str) -> int:
         and name.rpartition(".")[2] not in _ROUTERS
     ]
     for layer in layers:
-        layer.forward = MethodType(_FORWARD[scales], layer)
+        layer.float8 = scales
+        layer.forward = MethodType(_linear, layer)
     return len(layers)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, scales: str) -> torch.Tensor:
     """Return the product of rows [T, I] with a weight [O, I], transposed. ``scales``: as above, but not "no"."""
-    kinds: dict[str, Any] = {"rowwise": _ByRows, "tensorwise": _ByTensors, "mxfp8": _ByBlocks}
-    result: torch.Tensor = kinds[scales].apply(x, weight)
+    result: torch.Tensor = _KINDS[scales][0].apply(x, weight)
     return result
 
 
-def _by_rows(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _linear(self, x, "rowwise")
-
-
-def _by_tensors(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _linear(self, x, "tensorwise")
-
-
-def _by_blocks(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _linear(self, x, "mxfp8")
-
-
-_FORWARD = {"rowwise": _by_rows, "tensorwise": _by_tensors, "mxfp8": _by_blocks}
-
-
-def _linear(layer: nn.Linear, x: torch.Tensor, scales: str) -> torch.Tensor:
-    result = product(x.flatten(0, -2), layer.weight, scales).unflatten(0, x.shape[:-1])
+def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    result = product(x.flatten(0, -2), layer.weight, layer.float8).unflatten(0, x.shape[:-1])
     return result if layer.bias is None else result + layer.bias
 
 
@@ -154,18 +145,39 @@ class _ByBlocks(torch.autograd.Function):
         return of_x, of_weight
 
 
+class _InFourBits(_ByBlocks):
+    """The same product in 4 bits; the backward pass is that of 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        of_rows, of_weight = (_power(_E2M1[-1] * _LIMIT / largest) for largest in (_amax(x, 1), _amax(weight)))
+        (rows, first), (outputs, second) = four_bits(x, of_rows), four_bits(weight, of_weight)
+        # Powers of two: the product in bf16 was rounded once, and is not again.
+        return block_product(rows, outputs.t(), first, second) * (of_rows * of_weight).reciprocal().bfloat16()
+
+
+# By the value of ``train.float8``: the product, and what the sizes of a layer have to be multiples of.
+_KINDS: dict[str, tuple[Any, int]] = {
+    "rowwise": (_ByRows, _MULTIPLE),
+    "tensorwise": (_ByTensors, _MULTIPLE),
+    "mxfp8": (_ByBlocks, _BLOCK),
+    "nvfp4": (_InFourBits, _BLOCK),
+}
+
+
 @custom_op("trainwright::block_product", mutates_args=())
 def block_product(
     rows: torch.Tensor, columns: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
 ) -> torch.Tensor:
-    """Return the product of rows [T, K] with columns [K, O] in bf16, both in e4m3.
+    """Return the product of rows [T, K] with columns [K, O] in bf16, both in e4m3, or in bytes of two numbers in e2m1.
 
     An operator of its own, as Inductor refuses scales in the order of a GPU. A CPU multiplies the same numbers in bf16,
     which has them exactly.
 
     Args:
-        of_rows: powers of two for blocks of rows [T, K / 32], the bits of e8m0.
-        of_columns: the same for blocks of columns [O, K / 32].
+        of_rows: scales of blocks of rows: powers of two [T, K / 32], the bits of e8m0; of e2m1 [T, K / 16], of e4m3.
+        of_columns: the same for blocks of columns [O, ...].
     """
     if rows.is_cuda:
         return block_product_on_gpu(rows, columns, of_rows, of_columns)
@@ -181,9 +193,13 @@ def block_product_on_gpu(
     rows: torch.Tensor, columns: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
 ) -> torch.Tensor:
     """Return the product of ``block_product`` as GPUs of compute capability 10.0 compute it."""
-    first, second = (swizzled(scales).view(torch.float8_e8m0fnu) for scales in (of_rows, of_columns))
-    kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    return scaled_mm(rows.contiguous(), _by_columns(columns), first, kind, second, kind, order, order)
+    kind, of_values, of_scales = ScalingType.BlockWise1x32, rows.dtype, torch.float8_e8m0fnu
+    if rows.dtype == torch.uint8:
+        kind, of_values, of_scales = ScalingType.BlockWise1x16, torch.float4_e2m1fn_x2, _VALUES
+    values, outputs = (matrix.contiguous().view(of_values) for matrix in (rows, columns.t()))
+    first, second = (swizzled(scales).view(of_scales) for scales in (of_rows, of_columns))
+    order = SwizzleType.SWIZZLE_32_4_4
+    return scaled_mm(values, outputs.t(), first, kind, second, kind, order, order)
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
@@ -203,9 +219,37 @@ def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.flatten(1).contiguous(), (scales.squeeze(2).view(torch.int32) >> 23).to(torch.uint8)
 
 
+def four_bits(matrix: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix [N, K] times powers of two in e2m1, two numbers in a byte, and the bits in e4m3 of its scales.
+
+    ``power``: [N, 1], or one for all; the scale of the largest block is not above 448.
+    """
+    blocks = (matrix.float() * power).unflatten(1, (-1, _BLOCK_OF_4_BITS))
+    scales = blocks.abs().amax(2) / _E2M1[-1]
+    scales = scales.clamp_min(2.0**-9).to(_VALUES)  # the smallest number of e4m3
+    blocks = blocks / scales.float()[..., None]
+    sizes = blocks.abs().clamp_max(_E2M1[-1])
+    # Numbers are 0.5, 1 and 2 apart, below 2, 4 and 6; halfway between two it is the one that ends in a 0, as usual.
+    upper = torch.where(sizes < 4, sizes.round() + 2, (sizes / 2).round() + 4)
+    codes = torch.where(sizes < 2, (2 * sizes).round(), upper)
+    codes = torch.where(blocks < 0, codes + 8, codes).to(torch.uint8).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales.view(torch.uint8)
+
+
 def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    powers = scales.view(torch.float8_e8m0fnu).bfloat16()
-    return values.bfloat16().unflatten(1, (-1, _BLOCK)).mul_(powers[..., None]).flatten(1)
+    if values.dtype == torch.uint8:
+        numbers, of_scales = nn.functional.embedding(values.int(), _pairs()).flatten(1), _VALUES
+    else:
+        numbers, of_scales = values.bfloat16(), torch.float8_e8m0fnu
+    blocks = numbers.unflatten(1, (scales.shape[1], -1))
+    return blocks.mul_(scales.view(of_scales).bfloat16()[..., None]).flatten(1)
+
+
+@cache
+def _pairs() -> torch.Tensor:
+    """Return the two numbers of e2m1 in each byte [256, 2], of which the first has the lower bits."""
+    numbers = torch.tensor([sign * size for sign in (1, -1) for size in _E2M1], dtype=torch.bfloat16)
+    return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), 1)
 
 
 def _amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -216,8 +260,13 @@ def _amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 def _powers(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor in e4m3, and the powers of two to multiply it with again."""
-    exponent = torch.frexp(torch.finfo(_VALUES).max / largest).exponent
-    return _times(x, torch.ldexp(torch.ones_like(largest), exponent - 1), _VALUES)
+    return _times(x, _power(_LIMIT / largest), _VALUES)
+
+
+def _power(ratio: torch.Tensor) -> torch.Tensor:
+    """Return the largest powers of two that are not above numbers; 0 for 0, the ratio to infinity, which gives NaN."""
+    mantissa, exponent = torch.frexp(ratio)
+    return torch.ldexp(mantissa.sign(), exponent - 1)
 
 
 def _scaled(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

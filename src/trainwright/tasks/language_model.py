@@ -207,7 +207,7 @@ class LanguageModelTask:
         if not use_float8(self.blocks(), recipe.train.float8) and recipe.train.float8 != "no":
             raise RequestError(
                 "train.float8: the blocks of this model have no linear layers whose sizes are multiples of 16, for "
-                "mxfp8 of 32; set it to no"
+                "mxfp8 and nvfp4 of 32; set it to no"
             )
         self._plain = prepared.train.report["format"] in PLAIN
         self._encode_prompt = PromptEncoder(tokenizer, plain=self._plain)

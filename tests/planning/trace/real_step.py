@@ -95,8 +95,9 @@ def measured(lm: CausalLM, batch: Batch) -> dict[str, int]:
     return {**peaks, "flops": counter.get_total_flops()}
 
 
-def _flops_of_float8(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return int(2 * a[0] * a[1] * b[1])
+def _flops_of_float8(a: Any, b: Any, scales: Any, *_: Any, **__: Any) -> int:
+    halves = isinstance(scales, torch.Size) and a[1] == 8 * scales[1]  # bytes of two numbers, of which 16 have a scale
+    return int(2 * a[0] * a[1] * b[1]) * (2 if halves else 1)
 
 
 def peak_of(lm: CausalLM, batch: Batch) -> int:

@@ -88,6 +88,7 @@ _SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
         pytest.param(Case("gpt2", PADDED, "bf16", recompute="selective"), marks=_SLOW),
         Case("llama", dtype="bf16", float8="rowwise"),
         Case("llama", dtype="bf16", float8="mxfp8"),
+        Case("llama", dtype="bf16", float8="nvfp4"),
         pytest.param(Case("llama", dtype="bf16", float8="tensorwise"), marks=_SLOW),
         pytest.param(Case("qwen3", PADDED, "bf16", recompute="selective", float8="rowwise"), marks=_SLOW),
     ],

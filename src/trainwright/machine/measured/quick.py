@@ -281,7 +281,7 @@ class Kernel(NamedTuple):
     flops: float
     read: float
     written: float
-    width: int
+    width: float
 
     def narrowed(self, scale: float, backward: bool) -> Kernel:
         """Return the kernel of a block whose widths are multiplied by ``scale``; tokens stay."""

@@ -247,15 +247,20 @@ def flash_attn_4(call: Call, sequences: Sequences | None) -> torch.Tensor:
 
     So other layers of the process can have no heads that it does not compute; torch raises an error for them.
     """
-    _switch_to("FA4")
+    switch_to("FA4")
     return varlen(call, sequences)
 
 
-@cache
-def _switch_to(name: str) -> None:
+def switch_to(name: str) -> None:
+    """Activate an implementation of torch's flash attention, once. Compiled code has done so when it was compiled."""
     from torch.nn.attention import activate_flash_attention_impl
 
-    activate_flash_attention_impl(name)
+    if name not in _switched:
+        activate_flash_attention_impl(name)
+        _switched.add(name)
+
+
+_switched: set[str] = set()
 
 
 def flash_attn_2(call: Call, sequences: Sequences | None) -> torch.Tensor:

@@ -206,13 +206,19 @@ class FullySharded:
         for names in parts:
             if self.bf16_weights is not None:
                 self.bf16_weights.expand(names)
-            for key in names:
-                grad = _scaled(gradients.pop(key, None), scale, self._masters[key])
+            masters, scaled = [self._masters[key] for key in names], []
+            for key, master in zip(names, masters, strict=True):
+                grad = gradients.pop(key, None)
                 self._drop_gradients([key])  # first, as a scalar is its own master
-                self._masters[key].grad = grad
+                # In the precision of the master; a missing one is zero, as under every other strategy.
+                scaled.append(torch.zeros_like(master) if grad is None else grad.to(master.dtype))
+                master.grad = scaled[-1]
+            if scale != 1.0:  # on a GPU in few kernels
+                torch._foreach_mul_(scaled, scale)
             self._optimizer.step()
-            for key in names:
-                self._masters[key].grad = None
+            del scaled
+            for master in masters:
+                master.grad = None
             if self.bf16_weights is not None:
                 self.bf16_weights.round(names)
 
@@ -412,12 +418,6 @@ def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     elif not parameter.requires_grad:
         parameter.data = parameter.data.to(dtype)
     parameter.data = parameter.data.contiguous()
-
-
-def _scaled(grad: torch.Tensor | None, scale: float, master: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in the precision of its master; a missing one is zero, as under every other strategy."""
-    grad = torch.zeros_like(master) if grad is None else grad.to(master.dtype)
-    return grad.mul_(scale) if scale != 1.0 else grad
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:

@@ -159,7 +159,7 @@ class Rates:
         return link.bandwidth * (_LINK[link.kind] if link.direct else _THROUGH_HOST)
 
 
-_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
 _PRECISION = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 LOSS = "loss"  # the name of operations that compute the loss from logits
 # Precision to use instead if one was not measured: it computes it, or is equally fast.
-_INSTEAD = {"fp8": "bf16", "fp16": "bf16", "bf16": "fp32", "fp32": "fp32", "tf32": "fp32"}
+_INSTEAD = {"fp4": "fp8", "fp8": "bf16", "fp16": "bf16", "bf16": "fp32", "fp32": "fp32", "tf32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Pricing:
             4: "tf32" if tf32 else "fp32",
             2: self.precision if self.precision != "fp32" else "bf16",
             1: "fp8",
+            0.5: "fp4",
         }
         self._attention: dict[tuple[bool, int], float] = {}
         self._traffic: dict[tuple[str, int], float] = {}

@@ -41,7 +41,7 @@ class Done(NamedTuple):
     kind: OperationKind
     name: str
     scope: str
-    width: int
+    width: float
     generation: int
     sizes: tuple[int, ...]  # m, n, k, times, flops, read, written
 
@@ -218,7 +218,8 @@ _COPIES |= {"constant_pad_nd", "select_scatter", "index_put", "index_put_", "rep
 def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: list[Any], name: str, scope: str) -> Done:
     packet = func.overloadpacket
     operator = packet.__name__
-    width, generation = results[0].element_size(), 2
+    width: float = results[0].element_size()
+    generation = 2
     read = sum(x.numel() * x.element_size() for x in inputs)
     written = sum(x.numel() * x.element_size() for x in results)
     if func.namespace == "trainwright":  # it returns what is new, and may write what it reads
@@ -235,6 +236,8 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
         kind, (a, b) = "product", args[1:3] if "add" in operator else args[:2]
         width = b.element_size()  # of a sum in fp32, the result is wider
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+        if b.dtype == torch.uint8:  # two numbers of 4 bits in a byte
+            width, k = width / 2, 2 * k
         times = a.shape[0] if a.dim() == 3 else 1
         flops = 2 * m * n * k * times
     elif "grouped_mm" in operator:

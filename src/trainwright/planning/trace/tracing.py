@@ -193,9 +193,23 @@ def _workspace(request: TraceRequest, part: int) -> Any:
             first, second, result = 4 * m * k, 4 * k * n, 6 * m * n
             scaled = first, first, -first, second, second, -second
             return k * n, *scaled, result, -result, -second, -first, -k * n
+        if name == "block_product":
+            return _numbers_of_blocks(args)
         return blocked.workspace(name, args, part)
 
     return extra
+
+
+def _numbers_of_blocks(args: Any) -> tuple[int, ...]:
+    """Return what a CPU's product of blocks allocates: both operands in bf16, and the result, which is counted already.
+
+    Numbers in bytes of two are found by indices of 32 bits.
+    """
+    packed = args[0].dtype == torch.uint8
+    first, second = (2 * matrix.numel() * (2 if packed else 1) for matrix in args[:2])
+    result = 2 * args[0].shape[0] * args[1].shape[1]
+    found = (first, first, -first, second, second, -second) if packed else (first, second)
+    return -result, *found, result, -first, -second
 
 
 def _flash_workspace(query: torch.Tensor, backward: bool) -> int:

@@ -135,7 +135,7 @@ class Operation(NamedTuple, Generic[N]):
     flops: N
     read: N
     written: N
-    width: int
+    width: float
     generation: int = 2
 
 

@@ -84,14 +84,15 @@ class TrainSection(Section):
         "capability 8.0 or higher: several times as fast on data center GPUs. All products with mixed_precision: no, "
         "few otherwise.",
     )
-    float8: Literal["no", "rowwise", "tensorwise", "mxfp8"] = Field(
+    float8: Literal["no", "rowwise", "tensorwise", "mxfp8", "nvfp4"] = Field(
         "no",
-        description="Compute the products of the blocks' linear layers in float8: faster on NVIDIA GPUs of compute "
-        "capability 8.9 or higher, above all with train.compile. rowwise: a scale for each row, gradients "
+        description="Compute the products of the blocks' linear layers in 8 or 4 bits: faster on NVIDIA GPUs of "
+        "compute capability 8.9 or higher, above all with train.compile. rowwise: a scale for each row, gradients "
         "of weights in bf16; losses do not depend on how a batch is divided. tensorwise: a scale for each tensor, "
         "faster and less accurate; as with dropout, losses are the same on any number of processes only at the same "
-        "micro-batch size. mxfp8: a scale for every 32 numbers that a product sums over, else as rowwise; for "
-        "compute capability 10.0 or higher. A CPU rounds the same, and is slower than in bf16.",
+        "micro-batch size. mxfp8: a scale for every 32 numbers that a product sums over, else as rowwise; nvfp4: "
+        "the same backward, forward in 4 bits with a scale for every 16 numbers, the fastest and least accurate; both "
+        "for compute capability 10.0 or higher. A CPU rounds the same, and is slower than in bf16.",
     )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] | Annotated[int, Field(ge=2)] = Field(
         "auto",
