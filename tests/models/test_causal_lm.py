@@ -13,7 +13,7 @@ from trainwright.data.stream.batch import collate
 from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
+from trainwright.models.causal_lm import CausalLM, check_model, compile_blocks, find_blocks
 from trainwright.models.gpt.model import CACHE
 from trainwright.models.supported import check_packable
 
@@ -322,3 +322,21 @@ def test_generation_has_no_dropout_and_training_goes_on_with_it_in_packs() -> No
             assert model.config._attn_implementation != "trainwright_packed"
         assert all(part.training is training for part in lm.modules())
         assert lm.config._attn_implementation == "trainwright_packed"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_blocks_are_compiled_whole_and_once_for_all_packs(name: str) -> None:
+    """A part that the compiler cannot follow would divide a block, and attention would be chosen anew in every pass."""
+    lm, data, graphs = CausalLM(build(name), packed=True).train(), examples(), []
+
+    def compile_as_it_is(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compile_blocks([])
+    for block in lm.blocks():
+        block.compile(dynamic=True, fullgraph=True, backend=compile_as_it_is)
+    batch = Stream(data, StreamSettings(global_batch_size=12, seed=0, rows=1, pack_length=80)).global_batch(0)
+    for micro in batch.micro_batches[:3]:
+        lm(collate(data, micro, packed=True, pad_token_id=0)).backward()
+    assert len(graphs) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -242,18 +242,22 @@ def test_recomputed_blocks_have_the_same_gradients(recompute: str, scales: str) 
 
 
 @pytest.mark.parametrize("scales", KINDS)
-def test_a_layer_is_compiled_once_for_all_lengths(scales: str) -> None:
-    layer = nn.Sequential(linear())
-    use_float8([layer], scales)
+def test_layers_are_compiled_once_for_all_lengths(scales: str) -> None:
+    """Two: what the first one took from outside, such as a global number, the second one has to find."""
+    layers = nn.Sequential(linear(64, 64), linear())
+    use_float8([layers], scales)
     compiled = []
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layers[1](layers[0](x)))
 
     def compile_as_it_is(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
         compiled.append(graph)
         return graph
 
-    layer.compile(dynamic=True, backend=compile_as_it_is)
+    passes = torch.compile(compute, dynamic=True, fullgraph=True, backend=compile_as_it_is)
     for rows in (40, 41, 56, 72):
-        layer(torch.randn(rows, 64, dtype=torch.bfloat16))
+        passes(torch.randn(rows, 64, dtype=torch.bfloat16))
     assert len(compiled) == 1
 
 

@@ -26,10 +26,9 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 _MULTIPLE = 16  # of the sizes of a product, on a GPU
 _BLOCK, _BLOCK_OF_4_BITS = 32, 16  # numbers that have a scale in MXFP8, in NVFP4
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of 4 bits, by the lower 3
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of 4 bits, by the lower 3; not for compiled code
 _ROUTERS = {"gate", "router"}  # small, and what they choose must not depend on rounding
 _VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-_LIMIT = torch.finfo(_VALUES).max  # 448
 _ROWS, _TENSOR = ScalingType.RowWise, ScalingType.TensorWise
 
 
@@ -151,7 +150,8 @@ class _InFourBits(_ByBlocks):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        of_rows, of_weight = (_power(_E2M1[-1] * _LIMIT / largest) for largest in (_amax(x, 1), _amax(weight)))
+        limit = 6.0 * torch.finfo(_VALUES).max  # a global number would be none of the compiler's constants
+        of_rows, of_weight = (_power(limit / largest) for largest in (_amax(x, 1), _amax(weight)))
         (rows, first), (outputs, second) = four_bits(x, of_rows), four_bits(weight, of_weight)
         # Powers of two: the product in bf16 was rounded once, and is not again.
         return block_product(rows, outputs.t(), first, second) * (of_rows * of_weight).reciprocal().bfloat16()
@@ -225,10 +225,9 @@ def four_bits(matrix: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, 
     ``power``: [N, 1], or one for all; the scale of the largest block is not above 448.
     """
     blocks = (matrix.float() * power).unflatten(1, (-1, _BLOCK_OF_4_BITS))
-    scales = blocks.abs().amax(2) / _E2M1[-1]
-    scales = scales.clamp_min(2.0**-9).to(_VALUES)  # the smallest number of e4m3
+    scales = (blocks.abs().amax(2) / 6.0).clamp_min(2.0**-9).to(_VALUES)  # no less than the smallest number of e4m3
     blocks = blocks / scales.float()[..., None]
-    sizes = blocks.abs().clamp_max(_E2M1[-1])
+    sizes = blocks.abs().clamp_max(6.0)
     # Numbers are 0.5, 1 and 2 apart, below 2, 4 and 6; halfway between two it is the one that ends in a 0, as usual.
     upper = torch.where(sizes < 4, sizes.round() + 2, (sizes / 2).round() + 4)
     codes = torch.where(sizes < 2, (2 * sizes).round(), upper)
@@ -260,7 +259,7 @@ def _amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
 
 def _powers(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor in e4m3, and the powers of two to multiply it with again."""
-    return _times(x, _power(_LIMIT / largest), _VALUES)
+    return _times(x, _power(torch.finfo(_VALUES).max / largest), _VALUES)
 
 
 def _power(ratio: torch.Tensor) -> torch.Tensor:

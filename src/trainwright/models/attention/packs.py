@@ -140,7 +140,9 @@ def call_of(
 
 def _kernel_name(call: Call, attention: str) -> str:
     query = call.query
-    flags = call.softcap is not None, call.sinks is not None, bool(call.dropout), call.window is not None
+    # By a branch: the compiler takes a module's probability for a number that may change, of which bool is no constant.
+    dropout = 1 if call.dropout else 0
+    flags = call.softcap is not None, call.sinks is not None, dropout > 0, call.window is not None
     sizes = query.shape[-1], call.value.shape[-1]
     return kernel_name(query.device.type, query.device.index, query.dtype, *sizes, flags, attention)
 
