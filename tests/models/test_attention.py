@@ -188,7 +188,12 @@ def test_a_scale_of_the_models_own_reaches_the_scores() -> None:
 def test_compiled_code_has_activated_flash_attention_4_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler cannot follow torch's switch, which changes torch's operators."""
     activated: list[str] = []
-    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activated.append)
+
+    def activate(name: str) -> None:
+        assert not torch.compiler.is_dynamo_compiling()
+        activated.append(name)
+
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
     monkeypatch.setattr(packs, "_switched", set())
     monkeypatch.setattr(packs, "varlen", lambda call, sequences: call.query.transpose(1, 2))
     compile_blocks([])
