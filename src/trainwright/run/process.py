@@ -134,7 +134,8 @@ def keep_freed_memory() -> None:
 
     Measured on a 135M-parameter model: half the system time and 5 % of a step, and another 5 to 10 % as the gradient
     of the embeddings is not mapped anew. The bound on free memory at the end of the heap limits idle memory: without
-    it the same speed took 10 % more.
+    it the same speed took 10 % more. Huge pages (torch's THP_MEM_ALLOC_ENABLE) save nothing beside that: in a step of
+    such a model, system time was 0.2 % of the processor's time without them, and 4.5 % with them.
     """
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None)
