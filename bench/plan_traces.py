@@ -36,7 +36,7 @@ def main(names: list[str]) -> None:
     """Trace what is missing and write the archive, after each model."""
     from trainwright.planning.trace.tracing import trace_or_bound, without_passes
 
-    values = {model.configuration: store.shipped(model.configuration) for model in map(_model, known_models())}
+    values = {model.configuration: dict(store.shipped(model.configuration)) for model in map(_model, known_models())}
     for name in names or known_models():
         full, begun = _model(name), time.monotonic()
         of_model = values.setdefault(full.configuration, {})

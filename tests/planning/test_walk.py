@@ -209,6 +209,24 @@ def test_zero3_releases_what_is_outside_the_blocks_after_the_last_gradients_are_
     assert flow.allocated.gathered == 0
 
 
+def test_zero3_releases_the_frozen_parameters_of_a_block_when_its_backward_pass_has_ended() -> None:
+    embedding, _, head = model(trainable=False).units
+    weights = TracedParameter("up.weight", (8, 4), False, 4), TracedParameter("lora_A.weight", (2, 4), True, 4)
+    adapted = block()._replace(parameters=weights)
+    held = inventory(ModelTrace((embedding, adapted, head), (0, *[1] * BLOCKS, 2), FACTS), 4)
+    for name in ("lora_A.weight", ""):  # one by one, or all gradients of a block at once
+        flow = memory_of(ZeroMemory, "zero3", held).flow()
+        flow.begin(True, True)
+        for unit in range(held.units):
+            flow.forward(unit)
+        before = flow.allocated.gathered
+        for unit in reversed(range(1, BLOCKS + 1)):
+            flow.backward(unit)
+            flow.arrive(unit, name, 8)
+            flow.unit_ended(unit)
+        assert before - flow.allocated.gathered == 4 * BLOCKS * (32 + 8)
+
+
 def test_one_route_serves_batches_of_every_size() -> None:
     small, flow = model(), memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow()
     large = small.in_order()[1].backward._replace(

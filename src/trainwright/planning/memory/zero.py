@@ -68,7 +68,7 @@ class ZeroMemory(StrategyMemory):
         """
         if self._stage < 3:
             return 0
-        units, sizes = _sharded(self.inventory)
+        units, _, sizes = _sharded(self.inventory)
         return self.inventory.width * (sum(units) + sum(sorted(sizes.values())[-2:]))
 
     def copied(self) -> int:
@@ -200,11 +200,11 @@ class Stage3Flow(Flow):
     """Memory of gathered parameters in stage 3: one chunk of every parameter per rank; small ones are not cut."""
 
     def __init__(self, inventory: Inventory, on_gpu: bool) -> None:
-        self._units, self._sharded = _sharded(inventory)
+        self._units, self._frozen, self._sizes = _sharded(inventory)
         self._width = inventory.width
         self._bucket = bucket(inventory)
         self._copies = 1 if on_gpu else 2  # gloo gathers and reduces through a copy
-        self._frozen = _frozen_at_first(inventory) * self._width
+        self._at_first = _frozen_at_first(inventory) * self._width
         self._gathered = self._buffer = self._gradients = self._filled = 0
 
     @property
@@ -221,7 +221,7 @@ class Stage3Flow(Flow):
         """Begin the forward pass of ``unit`` and return the most memory that was held."""
         highest = self._gather(unit) if unit > self._ahead else self.allocated
         if unit == 1:
-            self._gathered = max(0, self._gathered - self._frozen)
+            self._gathered = max(0, self._gathered - self._at_first)
         if unit == len(self._units) - 1:
             self._buffer = 0  # it was freed when the last weight in it was used
         return highest
@@ -238,10 +238,18 @@ class Stage3Flow(Flow):
             self._gradients, self._filled, highest = 0, numel % self._bucket, self.allocated
         else:
             highest = self._into_bucket(numel)
-        if 0 < unit < len(self._units) - 1:  # what is outside the blocks is released with the model
-            released = self._sharded.get((unit, name), 0) if name else self._units[unit]
-            self._gathered = max(0, self._gathered - self._width * released)
+        self._release(unit, self._sizes.get((unit, name), 0) if name else self._units[unit] - self._frozen[unit])
         return highest
+
+    def unit_ended(self, unit: int) -> Allocated:
+        """End the backward pass of ``unit``, which releases its frozen parameters; return the memory held before."""
+        before = self.allocated
+        self._release(unit, self._frozen[unit])
+        return before
+
+    def _release(self, unit: int, numel: int) -> None:
+        if 0 < unit < len(self._units) - 1:  # what is outside the blocks is released with the model
+            self._gathered = max(0, self._gathered - self._width * numel)
 
     def _into_bucket(self, numel: int) -> Allocated:
         """Add a gradient to the buffer, which is reduced first if it is full."""
@@ -293,13 +301,14 @@ class Stage3Flow(Flow):
 
 
 @lru_cache(maxsize=64)
-def _sharded(inventory: Inventory) -> tuple[tuple[int, ...], dict[tuple[int, str], int]]:
-    """Return the number of partitioned elements, by unit and by parameter."""
-    units = [0] * inventory.units
+def _sharded(inventory: Inventory) -> tuple[tuple[int, ...], tuple[int, ...], dict[tuple[int, str], int]]:
+    """Return the number of partitioned elements of each unit, of its frozen ones, and of each parameter."""
+    units, frozen = [0] * inventory.units, [0] * inventory.units
     cut = [w for w in inventory.weights if not persists(w, inventory)]
     for weight in cut:
         units[weight.unit] += weight.numel
-    return tuple(units), {(w.unit, w.name): w.numel for w in cut}
+        frozen[weight.unit] += weight.numel * (not weight.trainable)
+    return tuple(units), tuple(frozen), {(w.unit, w.name): w.numel for w in cut}
 
 
 def _frozen_at_first(inventory: Inventory) -> int:

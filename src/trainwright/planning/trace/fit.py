@@ -40,6 +40,8 @@ class Fitter:
             seen = any(_are_multiples(values, self._shapes[:, other]) for other in self._columns)
             if values.any() and not seen:
                 self._columns.append(column)
+        # By the number of terms: their columns, the shapes scaled by the largest, its factors, and the inverses.
+        self._systems = [self._system(terms) for terms in range(1, min(_MOST_TERMS, len(shapes) - 1) + 1)]
         self._found: dict[tuple[int, ...], Values] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Values:
@@ -49,22 +51,28 @@ class Fitter:
             self._found[key] = self._fitted(np.array(key, dtype=float))
         return self._found[key]
 
+    def _system(self, terms: int) -> tuple[npt.NDArray[np.intp], Values, Values, Values]:
+        columns = np.array([*itertools.combinations(self._columns, terms)], dtype=np.intp).reshape(-1, terms)
+        chosen = self._shapes[:, columns].transpose(1, 0, 2)
+        largest = chosen.max(1)
+        scaled = chosen / largest[:, None]
+        return columns, scaled, largest, np.linalg.pinv(scaled)
+
     def _fitted(self, numbers: Values) -> Values:
-        result = np.zeros(self._shapes.shape[1])
+        best, nearest = np.zeros(self._shapes.shape[1]), np.inf
         if not numbers.any():
-            return result[: len(BASIS)]
-        scale, best, nearest = np.abs(numbers).max(), result, np.inf
-        for terms in range(1, min(_MOST_TERMS, len(numbers) - 1) + 1):
-            for columns in map(list, itertools.combinations(self._columns, terms)):
-                chosen = self._shapes[:, columns]
-                solution, *_ = np.linalg.lstsq(chosen / chosen.max(0), numbers, rcond=None)
-                error = np.abs(chosen / chosen.max(0) @ solution - numbers).max()
-                if error >= nearest or (error > _EXACT * scale and (solution * numbers[0] < 0).any()):
-                    continue
-                nearest, best = error, np.zeros(self._shapes.shape[1])
-                best[columns] = solution / chosen.max(0)
-                if error <= _EXACT * scale:
-                    return _rounded(_in_basis(best))
+            return best[: len(BASIS)]
+        exact = _EXACT * np.abs(numbers).max()
+        for columns, scaled, largest, inverses in self._systems:
+            solutions = inverses @ numbers
+            errors = np.abs((scaled @ solutions[..., None])[..., 0] - numbers).max(1)
+            errors[(errors > exact) & (solutions * numbers[0] < 0).any(1)] = np.inf
+            number = int((errors <= exact).argmax() if (errors <= exact).any() else errors.argmin())
+            if errors[number] < nearest:
+                nearest, best = errors[number], np.zeros(self._shapes.shape[1])
+                best[columns[number]] = solutions[number] / largest[number]
+            if nearest <= exact:
+                return _rounded(_in_basis(best))
         return _in_basis(best)  # the nearest one, which extrapolates, as all its terms grow
 
 

@@ -36,8 +36,9 @@ _CODE = (
     "recipe/sections/model.py",
 )
 SHIPPED = Path(__file__).with_name("traces.zip")
-_FORMAT = 1
+_FORMAT = 2
 _VERSIONS = "versions.json"  # in the archive: those of the libraries that were traced
+_TABLES = "tables"  # in the archive: those of all traces of a model, most of whose parts are alike
 
 
 def key_of(what: Any) -> str:
@@ -67,9 +68,8 @@ def _code() -> str:
 
 def read(key: str, configuration: str = "") -> Any:
     """Return a stored value; None if there is none. ``configuration``: of the model that it is of."""
-    archive, model = _shipped(), _name_of(configuration)
-    if archive is not None and model in archive and key in (values := _of_model(model)):
-        return values[key]
+    if (value := shipped(configuration).get(key)) is not None:
+        return value
     try:
         return json.loads(_file(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -82,19 +82,22 @@ def write(key: str, value: Any) -> None:
 
 
 def ship(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write an archive of values by the configuration of their model: those of one are alike, and pack well."""
+    """Write an archive of traces, as ``as_json`` gives them, by the configuration of their model."""
     with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
-        values = {_name_of(configuration): of_model for configuration, of_model in models.items()}
-        for name, value in {_VERSIONS: versions(), **values}.items():
-            archive.writestr(name, json.dumps(value, separators=(",", ":")))
+        archive.writestr(_VERSIONS, json.dumps(versions()))
+        for configuration, of_model in models.items():
+            tables = _Tables()
+            values = {key: _in_tables(from_json(trace), tables) for key, trace in of_model.items()}
+            values[_TABLES] = tables.as_json()
+            archive.writestr(_name_of(configuration), json.dumps(values, separators=(",", ":")))
     for cached in (_opened, _shipped, _of_model):
         cached.cache_clear()
 
 
-def shipped(configuration: str) -> dict[str, Any]:
-    """Return the values of a model in the shipped archive, if it is of these versions of the libraries."""
+def shipped(configuration: str) -> Mapping[str, Any]:
+    """Return the traces of a model in the shipped archive, if it is of these versions of the libraries."""
     name = _name_of(configuration)
-    return dict(_of_model(name)) if name in (_shipped() or ()) else {}
+    return _of_model(name) if name in (_shipped() or ()) else {}
 
 
 def _name_of(configuration: str) -> str:
@@ -104,7 +107,8 @@ def _name_of(configuration: str) -> str:
 @lru_cache(maxsize=8)
 def _of_model(name: str) -> Mapping[str, Any]:
     values: dict[str, Any] = json.loads(_opened().read(name))
-    return values
+    tables = values.pop(_TABLES)
+    return {key: value | tables for key, value in values.items()}
 
 
 def _file(key: str) -> Path:
@@ -126,66 +130,75 @@ def _shipped() -> frozenset[str] | None:
     return frozenset(_opened().namelist())
 
 
+class _Tables:
+    """What occurs often in traces, by its number: sizes, operations, passes and lists of parameters."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Size, int] = {}
+        self.operations: dict[Any, int] = {}
+        self.parts: dict[Any, int] = {}
+
+    def size(self, size: Size) -> int:
+        return self.sizes.setdefault(tuple(size), len(self.sizes))
+
+    def part(self, part: PassTrace[Size]) -> int:
+        moments = tuple((m.gradient, tuple(map(self.size, m.live)), self.size(m.after)) for m in part.moments)
+        keys = ((o.kind, o.name, *map(self.size, o[2:10]), o.width, o.generation) for o in part.operations)
+        operations = tuple(self.operations.setdefault(key, len(self.operations)) for key in keys)
+        saved = tuple(map(self.size, part.saved))
+        return self.parts.setdefault((moments, operations, saved), len(self.parts))
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: [*getattr(self, name)] for name in ("sizes", "operations", "parts")}
+
+
 def as_json(trace: ModelTrace[Size]) -> dict[str, Any]:
-    """Return a trace as plain values. Sizes and operations occur often, so they are numbers of a table."""
-    sizes: dict[Size, int] = {}
-    operations: dict[Any, int] = {}
+    """Return a trace as plain values."""
+    tables = _Tables()
+    return _in_tables(trace, tables) | tables.as_json()
 
-    def number(size: Size) -> int:
-        return sizes.setdefault(tuple(size), len(sizes))
 
-    def pass_of(part: PassTrace[Size]) -> list[Any]:
-        moments = [[m.gradient, [number(size) for size in m.live], number(m.after)] for m in part.moments]
-        keys = [(o.kind, o.name, *(number(size) for size in o[2:10]), o.width, o.generation) for o in part.operations]
-        return [moments, [operations.setdefault(key, len(operations)) for key in keys], [number(s) for s in part.saved]]
-
+def _in_tables(trace: ModelTrace[Size], tables: _Tables) -> dict[str, Any]:
     units = [
-        [[list(p) for p in unit.parameters], *map(pass_of, (unit.forward, unit.backward, unit.evaluation))]
+        [tables.parts.setdefault(unit.parameters, len(tables.parts)), *map(tables.part, unit[1:])]
         for unit in trace.units
     ]
-    values: dict[str, Any] = {"facts": facts_as_json(trace.facts), "units": units, "order": _runs(trace.order)}
-    values |= {"reference": _runs(trace.reference), "copied": trace.reference_copied}
-    return {**values, "sizes": [list(size) for size in sizes], "operations": [list(key) for key in operations]}
+    defaults = {f.name: f.default for f in dataclasses.fields(trace.facts)}
+    facts = {name: value for name, value in dataclasses.asdict(trace.facts).items() if value != defaults[name]}
+    values = {"facts": facts, "units": units, "order": _runs(trace.order)}
+    return values | {"reference": _runs(trace.reference), "copied": trace.reference_copied}
 
 
 def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size]:
     """Return the trace that ``as_json`` gave. ``generation``: of the flash attention that computes it."""
     sizes: list[Size] = [tuple(size) for size in values["sizes"]]
-    operations = []
-    for kind, name, *numbers in values["operations"]:
-        launches, m, n, k, times, flops, read, written = (sizes[i] for i in numbers[:8])
-        which = generation if kind == "attention" else 2
-        operations.append(Operation(kind, name, launches, m, n, k, times, flops, read, written, numbers[8], which))
 
-    def pass_of(part: list[Any]) -> PassTrace[Size]:
-        moments, numbers, saved = part
+    @cache
+    def operation(number: int) -> Operation[Size]:
+        kind, name, *numbers = values["operations"][number]
+        which = generation if kind == "attention" else 2
+        return Operation(kind, name, *(sizes[i] for i in numbers[:8]), numbers[8], which)  # type: ignore[misc]
+
+    @cache
+    def part(number: int) -> PassTrace[Size]:
+        moments, numbers, saved = values["parts"][number]
         return PassTrace(
             tuple(Moment(name, tuple(sizes[i] for i in live), sizes[after]) for name, live, after in moments),
-            tuple(operations[i] for i in numbers),
+            tuple(map(operation, numbers)),
             tuple(sizes[i] for i in saved),
         )
 
     units = tuple(
         UnitTrace(
-            tuple(TracedParameter(name, tuple(shape), *rest) for name, shape, *rest in parameters),
-            *(pass_of(forward), pass_of(backward), pass_of(evaluation)),
+            tuple(TracedParameter(name, tuple(shape), *rest) for name, shape, *rest in values["parts"][parameters]),
+            *map(part, passes),
         )
-        for parameters, forward, backward, evaluation in values["units"]
+        for parameters, *passes in values["units"]
     )
     order, reference = (tuple(_unrolled(values[name])) for name in ("order", "reference"))
-    return ModelTrace(units, order, facts_from_json(values["facts"]), reference, values["copied"])
-
-
-def facts_as_json(facts: ModelFacts) -> dict[str, Any]:
-    """Return the facts that differ from their defaults."""
-    defaults = {f.name: f.default for f in dataclasses.fields(facts)}
-    return {name: value for name, value in dataclasses.asdict(facts).items() if value != defaults[name]}
-
-
-def facts_from_json(values: Mapping[str, Any]) -> ModelFacts:
-    """Return the facts that ``facts_as_json`` gave."""
-    attention = tuple(LayerAttention(*layer) for layer in values.get("attention", ()))
-    return ModelFacts(**{**values, "attention": attention})
+    attention = tuple(LayerAttention(*layer) for layer in values["facts"].get("attention", ()))
+    facts = ModelFacts(**{**values["facts"], "attention": attention})
+    return ModelTrace(units, order, facts, reference, values["copied"])
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

@@ -9,7 +9,16 @@ from functools import lru_cache
 from typing import Any
 
 from trainwright.errors import MachineError, TrainwrightError
-from trainwright.models.attention.kernels import AttentionKernel, AttentionNeeds, Dtype, choose
+from trainwright.models.attention.kernels import (
+    ASSUMED,
+    FLEX,
+    VARLEN,
+    AttentionKernel,
+    AttentionNeeds,
+    Dtype,
+    Platform,
+    choose,
+)
 from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES
 from trainwright.planning.trace import store
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
@@ -160,8 +169,9 @@ def key_of(request: TraceRequest, regime: Regime) -> str:
     return store.key_of(["trace", _differing(request), regime])
 
 
-# A GPU whose flash attention stands for that of others.
+# GPUs whose attention of packs stands for that of others: with flash attention, and sequence by sequence.
 _GPU = Device("cuda")
+_WITHOUT_FLASH = Device("cuda", Platform(missing=(*ASSUMED.missing, (VARLEN.name, ""), (FLEX.name, ""))))
 
 
 def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
@@ -179,15 +189,13 @@ def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
         return dataclasses.replace(request, recompute=recompute, device=dataclasses.replace(request.device, amx=True))
     dtype: Dtype = "fp32" if request.width == 4 else "bf16"
     rows, device = request.rows, request.device
-    typical = dataclasses.replace(_GPU, fused=device.fused)
-    if request.rows not in ("packed", "equal"):
-        device = typical
-    else:
-        here = _kernels(request, device, longest)
-        there = _kernels(dataclasses.replace(request, dtype=dtype), _GPU, longest)
+    here = _kernels(request, device, longest)
+    for typical in (_GPU, _WITHOUT_FLASH):
+        there = _kernels(dataclasses.replace(request, dtype=dtype), typical, longest)
         if [(one.memory, one.widths(256, 256)) for one in here] == [(o.memory, o.widths(256, 256)) for o in there]:
-            device = typical
-            rows = "packed" if all(kernel.memory == "flash" for kernel in here) else rows
+            device = dataclasses.replace(typical, fused=device.fused)
+            rows = "packed" if here and all(kernel.memory == "flash" for kernel in here) else rows
+            break
     return dataclasses.replace(request, recompute=recompute, dtype=dtype, rows=rows, device=device, hooked=False)
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -230,7 +230,7 @@ def _assembled(
     merged: Sequence[Mapping[_Key, Segment]],
     shapes: list[BatchSample],
 ) -> ModelTrace[Size]:
-    fitter = Fitter([sample.basis() for sample in shapes])
+    fitter = _fitter(tuple(sample.basis() for sample in shapes))
     natural = natural_terms(request.rows == "packed")
     head = len(built.blocks)
     running = sorted({EMBEDDING, *division.stand_in, head})
@@ -247,6 +247,9 @@ def _assembled(
     last = len(order) if model.reference_block is None else model.reference_block + 2
     reference = () if model.reference == "none" else tuple(order[:last])
     return ModelTrace(tuple(units), tuple(order), facts_of_model(model), reference, model.reference == "copied")
+
+
+_fitter = lru_cache(maxsize=16)(Fitter)  # traces of one kind of rows have equal shapes, and many equal sizes
 
 
 def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
