@@ -1,23 +1,34 @@
 """Write the shipped traces: ``python bench/plan_traces.py [MODEL ...]``.
 
 For every model of the catalog, or for those named: full training, LoRA and QLoRA on packs in bf16 on a GPU, with and
-without recomputation. What the archive has already of these versions of the libraries stays.
+without recomputation. With ``--plans``: what plans ask for of the repository's recipes, and of models, the smallest
+first, on a GPU without flash attention; with ``--seconds N`` as many as begin in that time. What the archive has
+already of these versions of the libraries stays.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import trainwright as tw
 from trainwright.planning.trace import store
 from trainwright.planning.trace.catalog import known_model, known_models
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.traced import key_of, key_of_modules, traced_as
+from trainwright.planning.trace.traced import model_facts, traced, traced_as
 from trainwright.recipe.sections.model import AdapterSection
 from trainwright.utils.text import say
 
 REGIME = Regime(chunked=True)
+RECIPES = Path(__file__).parents[1] / "recipes"
+WITH_FLASH, WITHOUT_FLASH = "8xH100", "1xT4"
+LARGEST = 10**10  # parameters of a model that is planned for the latter
+_Values = dict[str, dict[str, Any]]  # by the name of their model and their key
 
 
 def requests(model: TracedModel) -> Iterator[TraceRequest]:
@@ -26,31 +37,46 @@ def requests(model: TracedModel) -> Iterator[TraceRequest]:
         yield traced_as(TraceRequest(model, Device("cuda"), "bf16", "packed", recompute), REGIME)
 
 
-def adapted(model: TracedModel) -> tuple[TracedModel, ...]:
-    """Return a model as it is trained in full, with LoRA and with QLoRA."""
-    sections = AdapterSection(type="lora"), AdapterSection(type="lora", quantization="nf4")
-    return model, *map(model.adapted, sections)
-
-
-def main(names: list[str]) -> None:
+def main() -> None:
     """Trace what is missing and write the archive, after each model."""
-    from trainwright.planning.trace.tracing import trace_or_bound, without_passes
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--plans", action="store_true", help="what plans ask for")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so long")
+    arguments, started, values = parser.parse_args(), time.monotonic(), store.shipped()
+    models = ((name, partial(_trace, name)) for name in arguments.models or known_models())
+    for name, trace in _plans() if arguments.plans else models:
+        begun = time.monotonic()
+        if begun - started > arguments.seconds:
+            break
+        with _asked_for() as asked, suppress(tw.TrainwrightError):
+            trace()
+        new = [(model, key) for model, traces in asked.items() for key in traces.keys() - values.get(model, {}).keys()]
+        for model, key in new:
+            values.setdefault(model, {})[key] = asked[model][key]
+        if new:
+            store.ship(store.SHIPPED, values)
+            size = store.SHIPPED.stat().st_size / 2**20
+            say(f"{name}: {len(new)} values in {time.monotonic() - begun:.1f} s; {size:.2f} MiB")
 
-    values = {model.configuration: dict(store.shipped(model.configuration)) for model in map(_model, known_models())}
-    for name in names or known_models():
-        full, begun = _model(name), time.monotonic()
-        of_model = values.setdefault(full.configuration, {})
-        before = len(of_model)
-        for model in adapted(full):
-            if (key := key_of_modules(model)) not in of_model:
-                of_model[key] = store.as_json(without_passes(model))
-            for request in requests(model):
-                if (key := key_of(request, REGIME)) not in of_model:
-                    of_model[key] = store.as_json(trace_or_bound(request, REGIME))
-        if len(of_model) > before:
-            store.ship(store.SHIPPED, {configuration: some for configuration, some in values.items() if some})
-            size = store.SHIPPED.stat().st_size
-            say(f"{name}: {len(of_model) - before} values in {time.monotonic() - begun:.1f} s; {size / 2**20:.2f} MiB")
+
+def _trace(name: str) -> None:
+    full = _model(name)
+    sections = AdapterSection(type="lora"), AdapterSection(type="lora", quantization="nf4")
+    for model in (full, *map(full.adapted, sections)):
+        model_facts(model)
+        for request in requests(model):
+            traced(request, REGIME)
+
+
+def _plans() -> Iterator[tuple[str, Callable[[], object]]]:
+    for recipe in sorted(RECIPES.rglob("*.yaml")):
+        for machine in (WITH_FLASH, WITHOUT_FLASH, None):
+            yield f"{recipe.relative_to(RECIPES)} on {machine or 'this machine'}", partial(tw.plan, recipe, on=machine)
+    sizes = {name: model_facts(_model(name)).total for name in known_models()}
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        if sizes[name] <= LARGEST:
+            yield f"{name} on {WITHOUT_FLASH}", partial(tw.plan, model=name, on=WITHOUT_FLASH)
 
 
 def _model(name: str) -> TracedModel:
@@ -59,5 +85,29 @@ def _model(name: str) -> TracedModel:
     return TracedModel.of(known.config)
 
 
+@contextmanager
+def _asked_for() -> Iterator[_Values]:
+    """Collect the stored values that are read or written."""
+    values: _Values = {}
+    models: dict[str, str] = {}
+    plain_read, plain_write = store.read, store.write
+
+    def read(key: str, configuration: str = "") -> Any:
+        models[key] = store.name_of(configuration)
+        if (value := plain_read(key, configuration)) is not None:
+            values.setdefault(models[key], {})[key] = value
+        return value
+
+    def write(key: str, value: Any) -> None:
+        values.setdefault(models[key], {})[key] = value
+        plain_write(key, value)
+
+    store.read, store.write = read, write
+    try:
+        yield values
+    finally:
+        store.read, store.write = plain_read, plain_write
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -129,10 +129,14 @@ class Built(NamedTuple):
     names: dict[nn.Parameter, str]
 
 
-def build(request: TraceRequest, regime: Regime) -> Built:
-    """Return the model of a request as a run makes it: with its adapter, precision and recomputation."""
+def build(request: TraceRequest, regime: Regime, longest: int = 0) -> Built:
+    """Return the model of a request as a run makes it: with its adapter, precision and recomputation.
+
+    Args:
+        longest: the length of the longest sequence that it runs on.
+    """
     wanted = request.model
-    model = _model(wanted, _WINDOW if regime.windows else 2**20)
+    model = _model(wanted, (0, _WINDOW) if regime.windows else (longest + 1, 2**62))
     if wanted.trainable is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in wanted.trainable))
@@ -186,9 +190,9 @@ class _OfAllRouters(RouterLoss):
         return super().sum([logits[number % len(logits)] for number in range(self.routers)], batch)
 
 
-def _model(wanted: TracedModel, window: int | None = None) -> Any:
-    """Return the model on the meta device in fp32, with its adapter. ``window``: instead of those of its
-    configuration.
+def _model(wanted: TracedModel, windows: tuple[int, int] | None = None) -> Any:
+    """Return the model on the meta device in fp32, with its adapter. ``windows``: the least and the most that those of
+    its configuration are changed to; some models have scores for each position of a window.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -206,9 +210,10 @@ def _model(wanted: TracedModel, window: int | None = None) -> Any:
     if wanted.dropout is not None:
         set_dropout(config, wanted.dropout)
     for part in _parts(config):
-        for name in _WINDOWS if window is not None else ():
-            if getattr(part, name, None):
-                setattr(part, name, window)
+        for name in _WINDOWS if windows is not None else ():
+            if own := getattr(part, name, None):
+                least, most = windows
+                setattr(part, name, min(max(own if isinstance(own, int) else 0, least), most))
         if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
             part.pad_token_id = 0
     # Random numbers for nothing would take most of the time; code of a user's own may need what these functions return.

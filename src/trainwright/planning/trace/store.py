@@ -68,8 +68,9 @@ def _code() -> str:
 
 def read(key: str, configuration: str = "") -> Any:
     """Return a stored value; None if there is none. ``configuration``: of the model that it is of."""
-    if (value := shipped(configuration).get(key)) is not None:
-        return value
+    name = name_of(configuration)
+    if name in (_shipped() or ()) and key in (traces := _of_model(name)):
+        return traces[key]
     try:
         return json.loads(_file(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -82,25 +83,25 @@ def write(key: str, value: Any) -> None:
 
 
 def ship(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write an archive of traces, as ``as_json`` gives them, by the configuration of their model."""
+    """Write an archive of traces, as ``as_json`` gives them, by the name of their model."""
     with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr(_VERSIONS, json.dumps(versions()))
-        for configuration, of_model in models.items():
+        for name, of_model in models.items():
             tables = _Tables()
             values = {key: _in_tables(from_json(trace), tables) for key, trace in of_model.items()}
             values[_TABLES] = tables.as_json()
-            archive.writestr(_name_of(configuration), json.dumps(values, separators=(",", ":")))
+            archive.writestr(name, json.dumps(values, separators=(",", ":")))
     for cached in (_opened, _shipped, _of_model):
         cached.cache_clear()
 
 
-def shipped(configuration: str) -> Mapping[str, Any]:
-    """Return the traces of a model in the shipped archive, if it is of these versions of the libraries."""
-    name = _name_of(configuration)
-    return _of_model(name) if name in (_shipped() or ()) else {}
+def shipped() -> dict[str, dict[str, Any]]:
+    """Return the traces in the archive as ``ship`` takes them, if they are of these versions of the libraries."""
+    return {name: dict(_of_model(name)) for name in _shipped() or () if name != _VERSIONS}
 
 
-def _name_of(configuration: str) -> str:
+def name_of(configuration: str) -> str:
+    """Return the name of a model in the archive."""
     return key_of(["model", configuration])
 
 

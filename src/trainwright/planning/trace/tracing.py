@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
@@ -41,7 +42,7 @@ from trainwright.planning.trace.build import (
     workspace_on_gpu,
 )
 from trainwright.planning.trace.fit import Fitter, natural_terms, passes
-from trainwright.planning.trace.record import EMBEDDING, Direction, Recorder, Segment, TooManyError
+from trainwright.planning.trace.record import EMBEDDING, Direction, MemoryEvent, Recorder, Segment, TooManyError
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import (
     BASIS,
@@ -83,7 +84,8 @@ def _traced(
 ) -> tuple[ModelTrace[Size], float]:
     """Return the trace at a scale of the sequences' lengths, and its error at the shapes that it was made from."""
     pads = request.width == 2 and not request.device.is_gpu
-    built, shapes = build(request, regime), samples(request.rows, regime, scale, pads=pads)
+    shapes = samples(request.rows, regime, scale, pads=pads)
+    built = build(request, regime, max(length for sample in shapes for length in sample.lengths))
     vocabulary = int(built.lm.config.get_text_config().vocab_size)
     batches = [batch_of(sample, vocabulary) for sample in shapes]
     division = Division(built.blocks, request.model.last_block, on_gpu=request.device.is_gpu)
@@ -97,9 +99,10 @@ def _traced(
             recorders.append(Recorder(built.lm, built.names, _workspace(request, sample.part), most))
             division.recorder = recorders[-1]
             _run(request, built, recorders[-1], division, sample, batch)
-    merged = [_by_unit(recorder.segments) for recorder in recorders]
-    result = _assembled(request, built, division, recorders[0], merged, shapes)
-    return result, _error(result, sorted({EMBEDDING, *division.stand_in, len(built.blocks)}), merged, shapes)
+    running = sorted({EMBEDDING, *division.stand_in, len(built.blocks)})
+    merged = [_by_unit(recorder.segments, running) for recorder in recorders]
+    result = _assembled(request, built, division, recorders[0], merged, shapes, running)
+    return result, _error(result, running, merged, shapes)
 
 
 def _error(
@@ -124,8 +127,7 @@ def _error(
 
 
 def _most_and_last(segment: Segment) -> tuple[int, int]:
-    changes = (event.size if event.kind == "allocated" else -event.size for event in segment.events)
-    live = [*accumulate(changes, initial=0)]
+    live = [*accumulate(map(_change, segment.events), initial=0)]
     return max(live), live[-1]
 
 
@@ -229,11 +231,10 @@ def _assembled(
     first: Recorder,
     merged: Sequence[Mapping[_Key, Segment]],
     shapes: list[BatchSample],
+    running: Sequence[int],
 ) -> ModelTrace[Size]:
     fitter = _fitter(tuple(sample.basis() for sample in shapes))
     natural = natural_terms(request.rows == "packed")
-    head = len(built.blocks)
-    running = sorted({EMBEDDING, *division.stand_in, head})
     parameters = parameters_of(built, list(first.used.values()))
     units = []
     for unit in running:
@@ -242,7 +243,7 @@ def _assembled(
             for key in [(unit, direction) for direction in _DIRECTIONS]
         )
         units.append(UnitTrace(parameters[unit], forward, backward, evaluation))
-    order = [running.index(unit) for unit in (EMBEDDING, *division.stand_in, head)]
+    order = [running.index(unit) for unit in (EMBEDDING, *division.stand_in, running[-1])]
     model = request.model
     last = len(order) if model.reference_block is None else model.reference_block + 2
     reference = () if model.reference == "none" else tuple(order[:last])
@@ -252,14 +253,30 @@ def _assembled(
 _fitter = lru_cache(maxsize=16)(Fitter)  # traces of one kind of rows have equal shapes, and many equal sizes
 
 
-def _by_unit(segments: list[Segment]) -> dict[_Key, Segment]:
+def _by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key, Segment]:
+    """Return what happened in the units that run.
+
+    What others have released while they only copied their input is of the last block that runs. In a run each block
+    releases what the one before it left, and the head that of the last one.
+    """
     merged: dict[_Key, Segment] = {}
+    left: Counter[Direction] = Counter()
     for segment in segments:
+        if segment.unit not in running:
+            left[segment.direction] -= sum(map(_change, segment.events))
+            continue
         combined = merged.setdefault((segment.unit, segment.direction), Segment(segment.unit, segment.direction))
         combined.events += segment.events
         combined.done += segment.done
         combined.remaining |= segment.remaining
+    for direction, size in left.items():
+        if size > 0 and direction != "backward":
+            merged[running[-1], direction].events.insert(0, MemoryEvent("released", size))
     return merged
+
+
+def _change(event: MemoryEvent) -> int:
+    return event.size if event.kind == "allocated" else -event.size
 
 
 def parameters_of(built: Built, first: list[nn.Parameter]) -> dict[int, tuple[TracedParameter, ...]]:
@@ -325,11 +342,12 @@ class Division:
         direction: Direction = "forward" if torch.is_grad_enabled() else "evaluation"
         hidden = tensors_in((args, kwargs))[0]
         self.begin(number, direction)
-        state = self._state[number] if direction == "forward" else 0
+        other = self.stand_in[number]
+        state = self._state[number] if direction == "forward" and other == number else 0
         self.recorder.change(state)
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._ended(number, state))
-        if (other := self.stand_in[number]) != number:
+        if other != number:
             rest = self._rest[other]
             output = hidden.clone() if rest is None else (hidden.clone(), *[None] * rest)
         else:
