@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         inputs = operands(args, kwargs)
-        if self._adds_to_gradient(func, args):
+        if self._adds_to_gradient(func, args) or self._fills_zeros(func, args):
             out = args[0]
         elif (of_ours := _OF_OURS.get(func)) is not None:
             out = self._inside(of_ours, args)
@@ -171,6 +171,13 @@ class Recorder(TorchDispatchMode):
         storage = first.untyped_storage()
         return id(storage) in self._of_backward and storage.nbytes() == first.numel() * first.element_size()
 
+    def _fills_zeros(self, func: Any, args: Any) -> bool:
+        """Return whether a formula of autograd writes into zeros that it made: with fake tensors it makes a copy
+        (areAnyTensorSubclassLike in torch/csrc/autograd/FunctionsManual.cpp).
+        """
+        in_backward = self.segments and self.segments[-1].direction == "backward" and not torch.is_grad_enabled()
+        return bool(in_backward and func in _FILLS and id(args[0].untyped_storage()) in self._of_backward)
+
     def _note(self, storage: Any, segment: Segment) -> None:
         if size := self._storages.follow(storage):
             segment.events.append(MemoryEvent("allocated", size))
@@ -190,6 +197,12 @@ class Recorder(TorchDispatchMode):
         self.segments[-1].events.append(MemoryEvent("gradient", size, self._names[parameter]))
 
 
+_FILLS = {
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten._unsafe_index_put.default,
+}
 # Operators whose code is made of operations of torch.
 _OF_OURS: dict[Any, Callable[..., Any]] = {
     torch.ops.trainwright.packed_flash_cpu.default: flash_forward,
