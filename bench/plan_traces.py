@@ -1,16 +1,21 @@
-"""Write the shipped traces: ``python bench/plan_traces.py [MODEL ...]``.
+"""Write the shipped traces.
 
-For every model of the catalog, or for those named: full training, LoRA and QLoRA on packs in bf16 on a GPU, with and
-without recomputation. With ``--plans``: what plans ask for of the repository's recipes, and of models, the smallest
-first, on a GPU without flash attention; with ``--seconds N`` as many as begin in that time. What the archive has
-already of these versions of the libraries stays.
+    python bench/plan_traces.py                  what the archive lacks of every model of the catalog
+    python bench/plan_traces.py --again MODEL    of models that are named, also what it has already
+    python bench/plan_traces.py --plans          what plans ask for
+    python bench/plan_traces.py --seconds 600    as much as begins in that time
+
+Of a model these are full training, LoRA and QLoRA on packs in bf16 on a GPU, with and without recomputation. Plans are
+those of the repository's recipes, and of models, the smallest first, on a GPU without flash attention; words select
+those with one of them in their name. Traces of the archive are read whatever code made them: after a change of what a
+trace is, they are to be made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -40,18 +45,24 @@ def requests(model: TracedModel) -> Iterator[TraceRequest]:
 def main() -> None:
     """Trace what is missing and write the archive, after each model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models, or words of plans")
     parser.add_argument("--plans", action="store_true", help="what plans ask for")
+    parser.add_argument("--again", action="store_true", help="also what the archive or the cache has")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so long")
     arguments, started, values = parser.parse_args(), time.monotonic(), store.shipped()
-    models = ((name, partial(_trace, name)) for name in arguments.models or known_models())
-    for name, trace in _plans() if arguments.plans else models:
+    models = ((name, partial(_trace, name)) for name in arguments.names or known_models())
+    for name, trace in _plans(arguments.names) if arguments.plans else models:
         begun = time.monotonic()
         if begun - started > arguments.seconds:
             break
-        with _asked_for() as asked, suppress(tw.TrainwrightError):
+        with _asked_for(again=arguments.again) as asked, suppress(tw.TrainwrightError):
             trace()
-        new = [(model, key) for model, traces in asked.items() for key in traces.keys() - values.get(model, {}).keys()]
+        new = [
+            (model, key)
+            for model, traces in asked.items()
+            for key in traces
+            if arguments.again or key not in values.get(model, {})
+        ]
         for model, key in new:
             values.setdefault(model, {})[key] = asked[model][key]
         if new:
@@ -69,14 +80,18 @@ def _trace(name: str) -> None:
             traced(request, REGIME)
 
 
-def _plans() -> Iterator[tuple[str, Callable[[], object]]]:
+def _plans(words: Sequence[str]) -> Iterator[tuple[str, Callable[[], object]]]:
+    sizes = {name: model_facts(_model(name)).total for name in known_models()}
+    plans: dict[str, Callable[[], object]] = {}
     for recipe in sorted(RECIPES.rglob("*.yaml")):
         for machine in (WITH_FLASH, WITHOUT_FLASH, None):
-            yield f"{recipe.relative_to(RECIPES)} on {machine or 'this machine'}", partial(tw.plan, recipe, on=machine)
-    sizes = {name: model_facts(_model(name)).total for name in known_models()}
-    for name in sorted(sizes, key=lambda name: sizes[name]):
-        if sizes[name] <= LARGEST:
-            yield f"{name} on {WITHOUT_FLASH}", partial(tw.plan, model=name, on=WITHOUT_FLASH)
+            name = f"{recipe.relative_to(RECIPES)} on {machine or 'this machine'}"
+            plans[name] = partial(tw.plan, recipe, on=machine)
+    for model in sorted((model for model, size in sizes.items() if size <= LARGEST), key=lambda model: sizes[model]):
+        plans[f"{model} on {WITHOUT_FLASH}"] = partial(tw.plan, model=model, on=WITHOUT_FLASH)
+    for name, plan in plans.items():
+        if not words or any(word in name for word in words):
+            yield name, plan
 
 
 def _model(name: str) -> TracedModel:
@@ -86,15 +101,15 @@ def _model(name: str) -> TracedModel:
 
 
 @contextmanager
-def _asked_for() -> Iterator[_Values]:
-    """Collect the stored values that are read or written."""
+def _asked_for(*, again: bool) -> Iterator[_Values]:
+    """Collect the stored values that are read or written; ``again``: as if there were none."""
     values: _Values = {}
     models: dict[str, str] = {}
     plain_read, plain_write = store.read, store.write
 
     def read(key: str, configuration: str = "") -> Any:
         models[key] = store.name_of(configuration)
-        if (value := plain_read(key, configuration)) is not None:
+        if (value := None if again else plain_read(key, configuration)) is not None:
             values.setdefault(models[key], {})[key] = value
         return value
 

@@ -147,13 +147,15 @@ class Recorder(TorchDispatchMode):
     def _inside(self, of_ours: Callable[..., Any], args: Any) -> Any:
         """Run the code of an operator of ours, which stands for its operations, to note what these return.
 
-        Their workspaces, of sequences of any length, are small beside that, and no polynomials of a batch.
+        Their workspaces, of sequences of any length, are small beside that, and no polynomials of a batch. Results of
+        a sequence live until the next one's do: those of the longest two, which are the last of a traced pack, at most.
         """
         done, workspace = len(self.segments[-1].done), self._workspace
+        *tensors, edges, scale = args
         self._workspace = lambda *_: ()
         try:
             with self:
-                out = of_ours(*args)
+                out = of_ours(*tensors, edges[-3:], scale)
         finally:
             self._workspace = workspace
         del self.segments[-1].done[done:]

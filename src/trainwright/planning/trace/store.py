@@ -84,13 +84,15 @@ def write(key: str, value: Any) -> None:
 
 def ship(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
     """Write an archive of traces, as ``as_json`` gives them, by the name of their model."""
-    with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
+    written = file.with_suffix(".new")  # others may read the archive
+    with ZipFile(written, "w", ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr(_VERSIONS, json.dumps(versions()))
         for name, of_model in models.items():
             tables = _Tables()
             values = {key: _in_tables(from_json(trace), tables) for key, trace in of_model.items()}
             values[_TABLES] = tables.as_json()
             archive.writestr(name, json.dumps(values, separators=(",", ":")))
+    written.replace(file)
     for cached in (_opened, _shipped, _of_model):
         cached.cache_clear()
 
