@@ -101,6 +101,20 @@ def test_a_step_allocates_and_computes_what_its_trace_says(case: Case) -> None:
     assert plan["flops"] == pytest.approx(real["flops"], rel=1e-9 if case.dtype == "fp32" else 5e-3)
 
 
+@pytest.mark.parametrize(
+    ("case", "within"),
+    [
+        (Case("mpt", PADDED, recompute="full"), 1e-4),  # the scores of the last block are gone when the head runs
+        (Case("inkling2_text", (256, 256)), 1e-4),  # sums by index; scores for each position of a window
+        (Case("gpt_neox", (100,) * 5 + (95,) * 15, "bf16"), 0.05),  # results of a sequence, in a loop over sequences
+    ],
+    ids=str,
+)
+def test_what_is_released_before_the_next_is_made_is_not_counted_twice(case: Case, within: float) -> None:
+    plan, real = compared(case, **({"sliding_window": 512} if case.family == "inkling2_text" else {}))
+    assert plan["step"] == pytest.approx(real["step"], rel=within)
+
+
 @pytest.mark.parametrize("rows", [SHORT, pytest.param(PADDED, marks=_SLOW)], ids=str)
 def test_norms_of_heads_that_come_before_the_tokens_take_all_of_them_at_a_time(rows: tuple[int, ...]) -> None:
     """Also where the keys have one head, whose strides are those of tokens."""
