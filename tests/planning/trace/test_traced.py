@@ -122,6 +122,14 @@ def test_norms_of_heads_that_come_before_the_tokens_take_all_of_them_at_a_time(r
     assert plan["step"] == pytest.approx(real["step"], rel=5e-3)  # counted by tokens, several times as much
 
 
+@pytest.mark.parametrize("family", ["bloom", "gpt2"])
+def test_gradients_are_of_parameters_of_their_unit(family: str) -> None:
+    """Also of the bias of a norm before the blocks."""
+    for unit in traced.traced(TraceRequest(TracedModel.of(small_config(family)), _CPU, "fp32", "plain")).units:
+        names = {parameter.name for parameter in unit.parameters}
+        assert {moment.gradient for moment in unit.backward.moments} <= {"", *names}
+
+
 def test_a_quantized_model_has_as_many_parameters_as_without() -> None:
     """The weights of a new one are drawn in fp32 before they are quantized."""
     model = TracedModel.of(small_config("qwen2"))

@@ -210,10 +210,10 @@ def _model(wanted: TracedModel, windows: tuple[int, int] | None = None) -> Any:
     if wanted.dropout is not None:
         set_dropout(config, wanted.dropout)
     for part in _parts(config):
-        for name in _WINDOWS if windows is not None else ():
-            if own := getattr(part, name, None):
-                least, most = windows
-                setattr(part, name, min(max(own if isinstance(own, int) else 0, least), most))
+        for name in _WINDOWS:
+            own = getattr(part, name, None)
+            if windows is not None and own:
+                setattr(part, name, min(max(own if isinstance(own, int) else 0, windows[0]), windows[1]))
         if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
             part.pad_token_id = 0
     # Random numbers for nothing would take most of the time; code of a user's own may need what these functions return.

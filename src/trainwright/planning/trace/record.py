@@ -135,10 +135,10 @@ class Recorder(TorchDispatchMode):
             self._left -= 1
             if self._left < 0:
                 raise TooManyError
-        parameter = next((p for x in inputs if (p := self._parameters.get(id(x.untyped_storage()))) is not None), None)
-        if parameter is not None and segment.unit == EMBEDDING:
-            self.used[id(parameter)] = parameter
-        name = "" if parameter is None else self._names[parameter]
+        parameters = [p for x in inputs if (p := self._parameters.get(id(x.untyped_storage()))) is not None]
+        if segment.unit == EMBEDDING:
+            self.used |= {id(parameter): parameter for parameter in parameters}
+        name = self._names[parameters[0]] if parameters else ""
         segment.done.append(_described(func, args, kwargs, inputs, results, name, self._scope))
         extra = self._workspace(func, args, kwargs)
         segment.events += (MemoryEvent("allocated" if size > 0 else "released", abs(size)) for size in extra if size)

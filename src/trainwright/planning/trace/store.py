@@ -180,7 +180,7 @@ def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size
     def operation(number: int) -> Operation[Size]:
         kind, name, *numbers = values["operations"][number]
         which = generation if kind == "attention" else 2
-        return Operation(kind, name, *(sizes[i] for i in numbers[:8]), numbers[8], which)  # type: ignore[misc]
+        return Operation._make((kind, name, *(sizes[i] for i in numbers[:8]), numbers[8], which))
 
     @cache
     def part(number: int) -> PassTrace[Size]:
