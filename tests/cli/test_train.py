@@ -73,7 +73,7 @@ REFUSALS = {
     "longer than the model": (("data.max_length=600", "data.pack_length=null"), ("data.max_length", "600", "512")),
     "pack shorter than an example": (("data.pack_length=64",), ("data.pack_length", "data.max_length")),
     "all rows held out": (("data.validation=30",), ("data.validation", "30")),
-    "directory that exists": (("logging.run_directory=taken",), ("logging.run_directory", "--resume taken")),
+    "directory that exists": (("logging.run_directory=taken",), ("logging.run_directory", "taken exists; choose another directory")),
     "no such model": (
         ("model.name=nowhere/at-all", "model.config=null", "model.tokenizer=null"),
         ("model.name", "nowhere/at-all"),
@@ -101,7 +101,7 @@ def test_a_wrong_request_ends_with_2_and_one_message_and_leaves_nothing(runs: Ru
 def test_a_refusal_comes_before_the_machine_is_measured(runs: Runs, here: Path, kind: str) -> None:
     missing = [name for name in ("wandb", "mlflow", "trackio", "prometheus_client", "deepspeed") if not find_spec(name)]
     override, message = {
-        "directory": ("logging.run_directory=taken", "--resume taken"),
+        "directory": ("logging.run_directory=taken", "taken exists; choose another directory"),
         "first row": ("data.train=broken.jsonl", "broken.jsonl:3"),
         "metric": ("evaluate.metrics=[slow:Good, nowhere:Metric]", "No module named 'nowhere'"),
         "tracker": (f"logging.observers=[{missing[0]}]" if missing else "", "is not installed"),

@@ -203,7 +203,7 @@ def stop_and_kill_two() -> list[Callable[[], object]]:
 
 # In the place of the hosts' Python: what trains on them.
 PYTHON = """#!/bin/sh
-case "$*" in -c*) exec {python} "$@" ;; esac
+case "$*" in "-P -c"*) exec {python} "$@" ;; esac
 case "$*" in *--node-rank=1*) trap 'touch asked' TERM; name=two ;; *) trap 'exit 75' TERM; name=one ;; esac
 echo $PPID $$ >>$name
 while :; do sleep 0.05; done
@@ -260,7 +260,7 @@ def test_a_run_that_its_file_asks_to_stop_is_not_started_again(tmp_path: Path, m
 
 # Trains to step 9 on the first host; the connection of the second is lost then, once.
 TRAINS = """#!/bin/sh
-case "$*" in -c*) exec {python} "$@" ;; esac
+case "$*" in "-P -c"*) exec {python} "$@" ;; esac
 case "$*" in *--node-rank=1*) name=two ;; *) name=one ;; esac
 echo $PPID $$ >>$name
 [ -e lost ] && exit 0
