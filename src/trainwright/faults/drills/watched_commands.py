@@ -191,7 +191,7 @@ class Command:
 
 
 # The command and not the API: faults hit its process, and its exit codes and messages are what is checked.
-TRAINWRIGHT = (sys.executable, "-m", "trainwright")
+TRAINWRIGHT = (sys.executable, "-P", "-m", "trainwright")
 
 
 IMPORTS, PREPARATION, JOINING = "imports", "preparation", "joining"
