@@ -73,7 +73,10 @@ REFUSALS = {
     "longer than the model": (("data.max_length=600", "data.pack_length=null"), ("data.max_length", "600", "512")),
     "pack shorter than an example": (("data.pack_length=64",), ("data.pack_length", "data.max_length")),
     "all rows held out": (("data.validation=30",), ("data.validation", "30")),
-    "directory that exists": (("logging.run_directory=taken",), ("logging.run_directory", "taken exists; choose another directory")),
+    "directory that exists": (
+        ("logging.run_directory=taken",),
+        ("logging.run_directory", "taken exists; choose another directory"),
+    ),
     "no such model": (
         ("model.name=nowhere/at-all", "model.config=null", "model.tokenizer=null"),
         ("model.name", "nowhere/at-all"),

@@ -256,7 +256,8 @@ def test_products_in_fewer_bits_are_faster_by_the_datasheet() -> None:
         timed(work=workload(replace(large(2), float8=kind)), cluster=cluster).parts["matrix products"]
         for kind in ("no", "mxfp8", "nvfp4")
     ]
-    assert products[0] > products[1] > products[2]
+    assert 1.2 < products[0] / products[1] < 2
+    assert 1.05 < products[1] / products[2] < 2
 
 
 @pytest.mark.slow

@@ -150,11 +150,12 @@ class _InFourBits(_ByBlocks):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        limit = 6.0 * torch.finfo(_VALUES).max  # a global number would be none of the compiler's constants
-        of_rows, of_weight = (_power(limit / largest) for largest in (_amax(x, 1), _amax(weight)))
-        (rows, first), (outputs, second) = four_bits(x, of_rows), four_bits(weight, of_weight)
+        limit = 6.0 * torch.finfo(_VALUES).max  # not of the module: torch.compile makes its numbers inputs of the graph
+        row_factors, weight_factor = (_power(limit / largest) for largest in (_amax(x, 1), _amax(weight)))
+        (rows, of_rows), (outputs, of_outputs) = four_bits(x, row_factors), four_bits(weight, weight_factor)
         # Powers of two: the product in bf16 was rounded once, and is not again.
-        return block_product(rows, outputs.t(), first, second) * (of_rows * of_weight).reciprocal().bfloat16()
+        factors = (row_factors * weight_factor).reciprocal().bfloat16()
+        return block_product(rows, outputs.t(), of_rows, of_outputs) * factors
 
 
 # By the value of ``train.float8``: the product, and what the sizes of a layer have to be multiples of.

@@ -59,9 +59,19 @@ def parts(trace: ModelTrace[Size]) -> tuple[Any, ...]:
     return trace.units, trace.order, trace.facts, trace.reference, trace.reference_copied
 
 
-@pytest.mark.slow
-def test_shipped_traces_are_those_of_today() -> None:
-    known = known_model(MODEL)
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        "openai-community/gpt2",
+        "EleutherAI/gpt-j-6b",
+        "EleutherAI/gpt-neo-125m",
+        "google/gemma-2-2b",
+        "allenai/OLMoE-1B-7B-0924",
+    ],
+)
+def test_shipped_traces_are_those_of_today(model: str) -> None:
+    known = known_model(model)
     assert known is not None
     request = next(requests(TracedModel.of(known.config)))
     traced = store.as_json(trace_or_bound(request, REGIME))

@@ -140,9 +140,9 @@ def call_of(
 
 def _kernel_name(call: Call, attention: str) -> str:
     query = call.query
-    # By a branch: the compiler takes a module's probability for a number that may change, of which bool is no constant.
-    dropout = 1 if call.dropout else 0
-    flags = call.softcap is not None, call.sinks is not None, dropout > 0, call.window is not None
+    # A branch, as torch.compile takes bool() of a module's number for one that may change.
+    has_dropout = True if call.dropout else False  # noqa: SIM210
+    flags = call.softcap is not None, call.sinks is not None, has_dropout, call.window is not None
     sizes = query.shape[-1], call.value.shape[-1]
     return kernel_name(query.device.type, query.device.index, query.dtype, *sizes, flags, attention)
 
@@ -253,6 +253,9 @@ def flash_attn_4(call: Call, sequences: Sequences | None) -> torch.Tensor:
     return varlen(call, sequences)
 
 
+_switched: set[str] = set()
+
+
 def switch_to(name: str) -> None:
     """Activate an implementation of torch's flash attention, once. Compiled code has done so when it was compiled."""
     from torch.nn.attention import activate_flash_attention_impl
@@ -260,9 +263,6 @@ def switch_to(name: str) -> None:
     if name not in _switched:
         activate_flash_attention_impl(name)
         _switched.add(name)
-
-
-_switched: set[str] = set()
 
 
 def flash_attn_2(call: Call, sequences: Sequences | None) -> torch.Tensor:

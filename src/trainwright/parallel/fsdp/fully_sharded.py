@@ -206,17 +206,16 @@ class FullySharded:
         for names in parts:
             if self.bf16_weights is not None:
                 self.bf16_weights.expand(names)
-            masters, scaled = [self._masters[key] for key in names], []
+            masters = [self._masters[key] for key in names]
             for key, master in zip(names, masters, strict=True):
                 grad = gradients.pop(key, None)
                 self._drop_gradients([key])  # first, as a scalar is its own master
                 # In the precision of the master; a missing one is zero, as under every other strategy.
-                scaled.append(torch.zeros_like(master) if grad is None else grad.to(master.dtype))
-                master.grad = scaled[-1]
-            if scale != 1.0:  # on a GPU in few kernels
-                torch._foreach_mul_(scaled, scale)
+                master.grad = torch.zeros_like(master) if grad is None else grad.to(master.dtype)
+                del grad
+            if scale != 1.0:
+                torch._foreach_mul_([master.grad for master in masters if master.grad is not None], scale)
             self._optimizer.step()
-            del scaled
             for master in masters:
                 master.grad = None
             if self.bf16_weights is not None:

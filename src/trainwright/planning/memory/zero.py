@@ -204,7 +204,7 @@ class Stage3Flow(Flow):
         self._width = inventory.width
         self._bucket = bucket(inventory)
         self._copies = 1 if on_gpu else 2  # gloo gathers and reduces through a copy
-        self._at_first = _frozen_at_first(inventory) * self._width
+        self._frozen_at_first = _frozen_at_first(inventory) * self._width
         self._gathered = self._buffer = self._gradients = self._filled = 0
 
     @property
@@ -221,7 +221,7 @@ class Stage3Flow(Flow):
         """Begin the forward pass of ``unit`` and return the most memory that was held."""
         highest = self._gather(unit) if unit > self._ahead else self.allocated
         if unit == 1:
-            self._gathered = max(0, self._gathered - self._at_first)
+            self._gathered = max(0, self._gathered - self._frozen_at_first)
         if unit == len(self._units) - 1:
             self._buffer = 0  # it was freed when the last weight in it was used
         return highest
@@ -307,7 +307,8 @@ def _sharded(inventory: Inventory) -> tuple[tuple[int, ...], tuple[int, ...], di
     cut = [w for w in inventory.weights if not persists(w, inventory)]
     for weight in cut:
         units[weight.unit] += weight.numel
-        frozen[weight.unit] += weight.numel * (not weight.trainable)
+        if not weight.trainable:
+            frozen[weight.unit] += weight.numel
     return tuple(units), tuple(frozen), {(w.unit, w.name): w.numel for w in cut}
 
 

@@ -212,8 +212,8 @@ def _model(wanted: TracedModel, windows: tuple[int, int] | None = None) -> Any:
     for part in _parts(config):
         for name in _WINDOWS:
             own = getattr(part, name, None)
-            if windows is not None and own:
-                setattr(part, name, min(max(own if isinstance(own, int) else 0, windows[0]), windows[1]))
+            if windows is not None and own and isinstance(own, int):
+                setattr(part, name, min(max(own, windows[0]), windows[1]))
         if (getattr(part, "pad_token_id", None) or 0) >= getattr(part, "vocab_size", 2**62):
             part.pad_token_id = 0
     # Random numbers for nothing would take most of the time; code of a user's own may need what these functions return.

@@ -41,7 +41,8 @@ class Fitter:
             if values.any() and not seen:
                 self._columns.append(column)
         # By the number of terms: their columns, the shapes scaled by the largest, its factors, and the inverses.
-        self._systems = [self._system(terms) for terms in range(1, min(_MOST_TERMS, len(shapes) - 1) + 1)]
+        most = min(_MOST_TERMS, len(shapes) - 1, len(self._columns))
+        self._systems = [self._system(terms) for terms in range(1, most + 1)]
         self._found: dict[tuple[int, ...], Values] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Values:
@@ -52,7 +53,7 @@ class Fitter:
         return self._found[key]
 
     def _system(self, terms: int) -> tuple[npt.NDArray[np.intp], Values, Values, Values]:
-        columns = np.array([*itertools.combinations(self._columns, terms)], dtype=np.intp).reshape(-1, terms)
+        columns = np.array([*itertools.combinations(self._columns, terms)], dtype=np.intp)
         chosen = self._shapes[:, columns].transpose(1, 0, 2)
         largest = chosen.max(1)
         scaled = chosen / largest[:, None]

@@ -177,8 +177,9 @@ class Recorder(TorchDispatchMode):
         """Return whether a formula of autograd writes into zeros that it made: with fake tensors it makes a copy
         (areAnyTensorSubclassLike in torch/csrc/autograd/FunctionsManual.cpp).
         """
-        in_backward = self.segments and self.segments[-1].direction == "backward" and not torch.is_grad_enabled()
-        return bool(in_backward and func in _FILLS and id(args[0].untyped_storage()) in self._of_backward)
+        if func not in _FILLS or torch.is_grad_enabled() or not self.segments:
+            return False
+        return self.segments[-1].direction == "backward" and id(args[0].untyped_storage()) in self._of_backward
 
     def _note(self, storage: Any, segment: Segment) -> None:
         if size := self._storages.follow(storage):

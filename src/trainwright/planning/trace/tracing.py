@@ -271,7 +271,8 @@ def _by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key, Segm
         combined.remaining |= segment.remaining
     for direction, size in left.items():
         if size > 0 and direction != "backward":
-            merged[running[-1], direction].events.insert(0, MemoryEvent("released", size))
+            head = merged.setdefault((running[-1], direction), Segment(running[-1], direction))
+            head.events.insert(0, MemoryEvent("released", size))
     return merged
 
 
