@@ -169,7 +169,7 @@ def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:
     write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
     whole = file.read_bytes()
     for content, message in (
-        (b"not a GGUF at all", "is not a GGUF file; pass one, the directory of a model"),
+        (b"not a GGUF at all", "is not a GGUF file; pass a GGUF file, a model's directory"),
         (whole[:1000], "damaged or not a GGUF"),
         (whole[:-5000], "damaged or not a GGUF file .*bytes of"),
         (whole.replace(b"llama", b"lamma"), "architecture lamma, which cannot be converted"),
@@ -178,6 +178,8 @@ def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:
         with pytest.raises(RequestError, match=message) as caught:
             resolve(ModelSection(name=str(file)))
         assert str(caught.value).startswith("model.name: ")
+    with pytest.raises(RequestError, match="model.name: .* cannot be read: Is a directory"):
+        convert_gguf(tmp_path, "model.name", print)  # as a file without permission, which root would read
     assert not [p for p in cache.iterdir() if p.is_dir() and p.name != ".fingerprints"]
 
 

@@ -38,8 +38,10 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
     first one. ``notify`` receives a line if a conversion is needed.
 
     Raises:
-        RequestError: the file is damaged, or its architecture cannot be converted; the message names ``key``.
+        RequestError: the file cannot be read or is damaged, or its architecture cannot be converted; the message names
+            ``key``.
     """
+    _check_magic(file, key)
     models = cache_root() / "models"
     directory = models / f"{file.stem}-{_fingerprint(file, models)}"
 
@@ -107,16 +109,24 @@ def _write_converted(file: Path, directory: Path, key: str, notify: Callable[[st
     save_model(directory, config, _tensors(file, model), tokenizer, generation, dtype)
 
 
+def _check_magic(file: Path, key: str) -> None:
+    try:
+        with file.open("rb") as opened:
+            magic = opened.read(len(_MAGIC))
+    except OSError as error:
+        raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from None
+    if magic != _MAGIC:
+        raise RequestError(
+            f"{key}: {file} is not a GGUF file; pass a GGUF file, a model's directory or its name on the Hub"
+        )
+
+
 def _metadata(file: Path, key: str) -> dict[str, Any]:
     """Return the file's metadata; raise RequestError if it is damaged or its architecture cannot be converted."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
-    with file.open("rb") as opened:
-        if opened.read(len(_MAGIC)) != _MAGIC:
-            raise RequestError(
-                f"{key}: {file} is not a GGUF file; pass one, the directory of a model, or its name on the Hub"
-            )
+    _check_magic(file, key)
     try:
         facts, _ = read_gguf_metadata(str(file))
         header = GgufHeader.from_file(str(file))
