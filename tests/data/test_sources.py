@@ -84,6 +84,19 @@ def test_columns_of_tables_that_datasets_has_no_type_for(tmp_path: Path) -> None
     expected = [{"messages": [{"role": "user", "content": "Hi"}], "about": {"a": "b"}}]
     assert read_rows(str(tmp_path / "a.parquet")).to_list() == expected
     assert [row for _, row in iterate_source(str(tmp_path / "a.parquet"))] == expected
+    for kind, key, read in ((pa.int64(), 7, "7"), (pa.binary(), b"a", "a")):
+        table = pa.table({"about": pa.array([[[(key, "b")]]], pa.list_(pa.map_(kind, pa.string())))})
+        pq.write_table(table, tmp_path / "a.parquet")
+        assert read_rows(str(tmp_path / "a.parquet")).to_list() == [{"about": [{read: "b"}]}]
+        assert check_source(str(tmp_path / "a.parquet")) == [{"about": [{read: "b"}]}]
+    for kind, keys, message in (
+        (pa.binary(), [b"\xff"], "'utf-8' codec can't decode"),
+        (pa.string(), ["a", "a"], "a map has a key twice"),
+    ):
+        table = pa.table({"about": pa.array([[(key, "b") for key in keys]], pa.map_(kind, pa.string()))})
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(RequestError, match=rf"a\.parquet: the column about cannot be read: {message}"):
+            read_rows(str(tmp_path / "a.parquet"))
     twice = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"])
     pq.write_table(twice, tmp_path / "b.parquet")
     with pytest.raises(RequestError, match=r"b\.parquet: has the column text more than once"):

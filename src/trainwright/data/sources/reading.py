@@ -350,15 +350,40 @@ def _table_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _to_rows(file: Path, table: pa.Table) -> list[Row]:
-    decode = {column.name: column.type for column in table.schema if _is_json(column.type)}
-    try:
-        rows: list[Row] = table.to_pylist(maps_as_pydicts="lossy")
-        for row in rows if decode else ():
-            decoded = {name: _decoded(row[name], kind) for name, kind in decode.items()}
-            row.update(with_text_content(decoded))
-    except (UnicodeDecodeError, ValueError, OverflowError) as error:
-        raise RequestError(f"{file}: a column cannot be read: {error}") from None
+    columns = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns[name] = _values(column)
+        except (ValueError, TypeError, OverflowError, KeyError) as error:
+            why = "a map has a key twice; keep one of them" if isinstance(error, KeyError) else error
+            raise RequestError(f"{file}: the column {name} cannot be read: {why}") from None
+    rows: list[Row] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    decoded = [column.name for column in table.schema if _is_json(column.type)]
+    for row in rows if decoded else ():
+        row.update(with_text_content({name: row[name] for name in decoded}))
     return rows
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
+    if _has_map(column.type):
+        values = [_with_text_keys(value) for value in values]
+    return [_decoded(value, column.type) for value in values] if _is_json(column.type) else values
+
+
+def _has_map(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_map(kind) or any(_has_map(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return a value whose objects have text as keys, as JSON has; bytes are UTF-8."""
+    if isinstance(value, list):
+        return [_with_text_keys(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key.decode() if isinstance(key, bytes) else str(key): _with_text_keys(item) for key, item in value.items()}
 
 
 def _fits_datasets(file: Path) -> bool:
