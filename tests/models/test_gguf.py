@@ -178,7 +178,7 @@ def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:
         with pytest.raises(RequestError, match=message) as caught:
             resolve(ModelSection(name=str(file)))
         assert str(caught.value).startswith("model.name: ")
-    with pytest.raises(RequestError, match="model.name: .* cannot be read: Is a directory"):
+    with pytest.raises(RequestError, match=r"model\.name: .* cannot be read: Is a directory"):
         convert_gguf(tmp_path, "model.name", print)  # as a file without permission, which root would read
     assert not [p for p in cache.iterdir() if p.is_dir() and p.name != ".fingerprints"]
 
