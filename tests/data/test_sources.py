@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -265,6 +266,13 @@ def test_a_missing_file_and_what_is_near(tmp_path: Path) -> None:
         check_source(str(tmp_path / "nowhere" / "a.jsonl"))
     with pytest.raises(RequestError, match=r"\*\.jsonl is a pattern, which is not expanded \(1 file\); give their dir"):
         check_source(str(tmp_path / "*.jsonl"))
+    write(tmp_path / "a, b.jsonl", "{}")
+    both = f'(2 files); give their directory, or a list of them such as \'[{{source: "{tmp_path}/a, b.jsonl[:9]"}}, {{'
+    with pytest.raises(RequestError, match=re.escape(both)):
+        check_source(f"{tmp_path}/*.jsonl[:9]")
+    for url in ("hf://datasets/owner/name/a.jsonl", "https://huggingface.co/datasets/owner/name"):
+        with pytest.raises(RequestError, match=f"{url} is a URL; for a dataset of the Hub write owner/name$"):
+            check_source(url)
     with pytest.raises(RequestError, match=r"s3://bucket/rows\.jsonl is a URL, and rows are read from files"):
         check_source("s3://bucket/rows.jsonl")
 

@@ -156,6 +156,10 @@ def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
         ("data.train=5", "data.train: expected text, not 5; put it in quotes"),
         ("data.train=''", 'data.train: expected text that is not empty, not ""'),
         ("data.train=[a]", 'data.train[0]: expected a mapping, not "a"; write {source: a}'),
+        (
+            "data.train=['q.jsonl[:9]']",
+            'data.train[0]: expected a mapping, not "q.jsonl[:9]"; write {source: "q.jsonl[:9]"}',
+        ),
         ("data.train=[{source: a, wieght: 2}]", "data.train[0].wieght: unknown key; did you mean weight?"),
         ("data.train=[{weight: 2}]", "data.train[0].source: is missing. A file"),
         ("data.train=[{source: a, weight: 0}]", "data.train[0].weight: expected a number above 0, not 0"),

@@ -18,7 +18,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.schema import model_of, recipe_model
 from trainwright.recipe.sections.fields import Contradiction, Contradictions, Registered
 from trainwright.recipe.synonyms import SECTIONS, OwnKey, our_key, our_value
-from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
+from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted, flow_text
 from trainwright.utils.text import quoted
 
 _OF_MANY_KEYS = ("auto", "none")  # words that say nothing about the key
@@ -244,7 +244,7 @@ def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
     if isinstance(value, str) and (match := re.match(r"(\w+):([^\s/]\S*)", value)) and expected == "a mapping":
         hint = f"; a space is missing after the colon: {match[1]}: {match[2]}"
     elif isinstance(value, str) and expected == "a mapping" and re.fullmatch(r"data\.train\[\d+\]", key):
-        hint = f"; write {{source: {value}}}"
+        hint = f"; write {{source: {flow_text(value)}}}"
     if isinstance(value, str) and re.match(r"-\S", value) and expected.startswith("a list"):
         hint = "; a space is missing after the dash of each item"
     return f"expected {expected}, not {_shown(value)}{hint}"

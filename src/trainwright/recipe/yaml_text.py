@@ -6,6 +6,7 @@ no dates or base-60 numbers.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -100,6 +101,11 @@ def to_yaml(values: object) -> str:
     return yaml.dump(
         values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=float("inf")
     )
+
+
+def flow_text(value: str) -> str:
+    """Return a text as it is written between the braces or brackets of YAML: in quotes where it needs them."""
+    return value if re.fullmatch(r"[\w./-]+", value) else json.dumps(value, ensure_ascii=False)
 
 
 def _compose(

@@ -24,6 +24,7 @@ from typing import Any
 from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.row_files import COMPRESSED, READERS, TABLES, suffix_of, why_unreadable
 from trainwright.errors import RequestError
+from trainwright.recipe.yaml_text import flow_text
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import plural
 
@@ -41,7 +42,8 @@ _ABOUT = {"statistics.json", "dataset_info.json", "dataset_infos.json", "dataset
 _ABOUT |= {"license.txt", "readme.txt", "requirements.txt"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _OF_MODELS = {"config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json"}
-_NAMED = 5  # left-out files named per reason
+_NAMED = 5  # left-out files named per reason, and files of a pattern
+_HUB_URL = re.compile(r"(?:hf://|https?://(?:huggingface\.co|hf\.co)/)datasets/([^/@?#]+/[^/@?#]+)")
 _README_BYTES = 2**20
 
 
@@ -103,13 +105,16 @@ def find(source: str, key: str, documents: bool = False) -> SourceFiles | None:
     return source_files
 
 
-def missing(source: str) -> str:
-    """Return the message for a missing file, with similar names."""
+def missing(source: str, part: str = "") -> str:
+    """Return the message for a missing file, with similar names; ``part``: the slice of it that is asked for."""
+    if match := _HUB_URL.match(source):
+        return f"{source} is a URL; for a dataset of the Hub write {match[1]}{part}"
     if "://" in source:
         return f"{source} is a URL, and rows are read from files or the Hub; download it first, or mount its store"
     path = user_path(source)
     if files := sorted(glob.glob(str(path))):
-        how = f"give their directory, or a list such as '[{{source: {files[0]}}}]'"
+        listed = ", ".join(f"{{source: {flow_text(file + part)}}}" for file in files[:_NAMED])
+        how = f"give their directory, or a list of them such as '[{listed}]'"
         return f"{path} is a pattern, which is not expanded ({plural(len(files), 'file')}); {how}"
     if not path.parent.is_dir():
         return f"{path}: no such directory {path.parent}"

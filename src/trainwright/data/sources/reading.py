@@ -269,7 +269,7 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> S
     Raises:
         RequestError: the file does not exist, or it holds neither rows nor documents.
     """
-    source, _ = without_slice(source)
+    source, part = without_slice(source)
     if registered_source(source, key) is not None:
         return None
     if user_path(source).is_dir():
@@ -279,7 +279,7 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> S
             raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
     source_files = find(source, key, documents)
     if source_files is None and not is_hub_id(source):
-        raise RequestError(f"{key}: {missing(source)}")
+        raise RequestError(f"{key}: {missing(source, part)}")
     return source_files
 
 
