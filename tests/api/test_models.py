@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
+from typer.main import get_command
 
 import trainwright as tw
 from tests.support.commands import trainwright
 from tests.support.runs import ON_ROWS, TINY, Runs
+from trainwright.api.evaluation import MeasureRequest
+from trainwright.api.generation import GenerationRequest
+from trainwright.cli.main import app
+from trainwright.doctor.operations import VerifyRequest
 
 SETTINGS = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4")
 PROMPTS = ["What is a list?", "What is a tuple?"]
@@ -43,12 +50,17 @@ MORE = [
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected a number of at least 1, not 0"),
         ({"temperature": -1.0}, "temperature: expected a number of at least 0, not -1.0"),
-        ({"temperature": 1.0, "top_p": 2.0}, "top_p: expected a number above 0 and up to 1, not 2.0"),
+        ({"temperature": 1.0, "top_p": 2.0}, "top_p: expected a number of at most 1, not 2.0"),
         ({"temperature": 1.0, "top_k": 0}, "top_k: expected a number of at least 1, not 0"),
+        ({"temperature": math.nan}, "temperature: expected a number of at least 0, not NaN"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: expected a whole number, not 1.5"),
+        ({"max_new_tokens": "many"}, 'max_new_tokens: expected a whole number, not "many"'),
+        ({"top_p": None}, "top_p: expected a number, not null"),
+        ({"seed": -1}, "seed: expected a number of at least 0, not -1"),
     ],
     ids=str,
 )
-def test_numbers_that_are_not_possible_are_refused(options: dict[str, float], said: str) -> None:
+def test_numbers_that_are_not_possible_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(tw.RequestError, match=said):
         tw.generate("run", "a", **options)
 
@@ -60,6 +72,28 @@ def test_counts_that_are_not_possible_are_refused_before_anything_starts() -> No
         tw.evaluate("run", limit=0)
     with pytest.raises(tw.RequestError, match="steps: expected a number of at least 1, not 0"):
         tw.verify(TINY, steps=0)
+    with pytest.raises(tw.RequestError, match="greedy_after: expected a number of at least 1, not 0"):
+        tw.evaluate("run", greedy_after=0)
+    with pytest.raises(tw.RequestError, match="count: expected a number of at least 1, not 0"):
+        tw.alternates(TINY, out="alternates.jsonl", count=0)
+    with pytest.raises(tw.RequestError, match="global_batch_size: expected a number of at least 1, not 0"):
+        tw.plan(TINY, global_batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("command", "request_type"),
+    [("generate", GenerationRequest), ("eval", MeasureRequest), ("verify", VerifyRequest)],
+)
+def test_options_of_commands_have_the_bounds_of_their_requests(command: str, request_type: type) -> None:
+    types = get_type_hints(request_type, localns={"Tree": object}, include_extras=True)  # Tree: only for type checks
+    options = get_command(app).get_command(None, command).params
+    minima = {each.name: each.min for each in options if getattr(each, "min", None) is not None}
+    assert minima
+    for name, least in minima.items():
+        adapter = TypeAdapter(types[name])
+        assert adapter.validate_python(least) == least
+        with pytest.raises(ValidationError):
+            adapter.validate_python(least - 1)
 
 
 @pytest.mark.slow

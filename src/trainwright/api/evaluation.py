@@ -21,6 +21,8 @@ from trainwright.api import separate_process
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, USUAL, EvaluationOptions, EvaluationRequest, extractor
 from trainwright.machine.detect import detect
+from trainwright.recipe.arguments import as_request
+from trainwright.recipe.sections.fields import Count, NotNegative
 from trainwright.utils.activity import Activity
 from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
@@ -146,7 +148,7 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    request = MeasureRequest(**separate_process.as_options(locals()))
+    request = as_request(MeasureRequest, locals())
     directory, table = separate_process.run_in_process(measure, request, progress=progress, trust_code=trust_code)
     return Evaluation(directory, tuple(table))
 
@@ -155,18 +157,18 @@ def evaluate(
 class MeasureRequest(EvaluationOptions):
     """All options of ``trainwright eval``; None: not given."""
 
-    relearning_steps: int | None = None
+    relearning_steps: Count | None = None
     relearning_rate: float | None = None
     metrics: str | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
     lm_eval: str | None = None
     lm_eval_include: str | None = None
     dtype: str = "auto"
-    num_processes: int | None = None
-    episodes: int | None = None
-    copies: int | None = None
-    temperature: float | None = None
-    greedy_after: int | None = None
+    num_processes: Count | None = None
+    episodes: Count | None = None
+    copies: Count | None = None
+    temperature: NotNegative | None = None
+    greedy_after: Count | None = None
     out: str | None = None
 
     def trial(self) -> dict[str, Any]:

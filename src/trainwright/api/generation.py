@@ -10,12 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from trainwright.api import separate_process
 from trainwright.errors import RequestError
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
+from trainwright.recipe.arguments import as_request
+from trainwright.recipe.sections.fields import Count, NotNegative, Positive
 from trainwright.run.process import limit_product_caches, prepare_environment
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.text import say
@@ -87,7 +91,7 @@ def generate(
     """
     options = {**locals()}
     del options["prompts"]
-    request = GenerationRequest(**separate_process.as_options(options))
+    request = as_request(GenerationRequest, options)
     if prompts is None and file is None:
         raise RequestError("generate: pass prompts, or a file of them")
     if prompts is not None and file is not None:
@@ -112,14 +116,14 @@ class GenerationRequest:
     plain: bool = False
     adapter: str | None = None
     checkpoint: str | None = None
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int | None = None
+    max_new_tokens: Count = 512
+    temperature: NotNegative = 0.0
+    top_p: Annotated[Positive, Field(le=1)] = 1.0
+    top_k: Count | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
     dtype: str = "auto"
-    batch_size: int | None = None
-    num_processes: int | None = None
+    batch_size: Count | None = None
+    num_processes: Count | None = None
 
     def sampling(self) -> Sampling:
         """Return the sampling settings."""

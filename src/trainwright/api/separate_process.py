@@ -17,10 +17,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from os import PathLike, fspath
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -97,42 +96,6 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
         if not answered.exists():
             raise TrainingError(f"the process of {function.__name__} ended with exit code {code} and no message")
         return result
-
-
-# The least that numbers of the API may be; those of commands are checked by the command line.
-_LEAST = {
-    "temperature": 0,
-    "max_length": 2,
-    **dict.fromkeys(("limit", "steps", "max_new_tokens", "top_k", "batch_size", "num_processes"), 1),
-    **dict.fromkeys(("episodes", "copies", "relearning_steps"), 1),
-}
-
-
-def check_numbers(arguments: Mapping[str, Any]) -> None:
-    """Raise RequestError for an argument of a function that is a number and not a possible one."""
-    for name, least in _LEAST.items():
-        if (value := arguments.get(name)) is not None and value < least:
-            raise RequestError(f"{name}: expected a number of at least {least}, not {value}")
-    if not 0 < arguments.get("top_p", 1) <= 1:
-        raise RequestError(f"top_p: expected a number above 0 and up to 1, not {arguments['top_p']}")
-
-
-def as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function's arguments as the command has them: paths and steps as text, several names as one text.
-
-    Raises:
-        RequestError: a number is not possible.
-    """
-    check_numbers(arguments)
-
-    def text(name: str, value: Any) -> Any:
-        if isinstance(value, PathLike):
-            return fspath(value)
-        if name == "checkpoint" and value is not None:
-            return str(value)
-        return ",".join(value) if isinstance(value, (list, tuple)) else value
-
-    return {name: text(name, value) for name, value in arguments.items() if name not in ("progress", "trust_code")}
 
 
 def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:

@@ -16,6 +16,8 @@ from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.training import resume, train
 from trainwright.errors import RequestError, Stopped, TrainwrightError
 from trainwright.machine.detect import detect
+from trainwright.recipe.arguments import check_argument
+from trainwright.recipe.sections.fields import Count
 from trainwright.run.group.environment import refuse_worker
 from trainwright.run.run_directory import override_of
 from trainwright.utils.installation import require
@@ -316,6 +318,7 @@ def alternates(
     from trainwright.recipe.loading import load_recipe
     from trainwright.tasks.unlearn.section import data_of
 
+    check_argument("count", Count, count)
     source = source_of(recipe)
     loaded = load_recipe(source, overrides)
     data = data_of(loaded)

@@ -136,9 +136,9 @@ def evaluate(
     """
     options = locals()
     from trainwright.api.evaluation import MeasureRequest, measure
-    from trainwright.api.separate_process import as_options
+    from trainwright.recipe.arguments import as_request
 
-    directory, lines = measure(MeasureRequest(**as_options(options)))
+    directory, lines = measure(as_request(MeasureRequest, options))
     for line in lines:
         say(line)
     say(f"\n{directory}/")
@@ -194,11 +194,11 @@ def generate(
     options = {**locals()}
     del options["prompt"]
     from trainwright.api.generation import GenerationRequest, answer, answer_file
-    from trainwright.api.separate_process import as_options
+    from trainwright.recipe.arguments import as_request
 
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
-    request = GenerationRequest(**as_options(options))
+    request = as_request(GenerationRequest, options)
     if file is None:
         answer(request, prompt)
     else:

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.separate_process import check_numbers, run_in_process
+from trainwright.api.separate_process import run_in_process
 from trainwright.doctor.checks.check import CheckContext, MachineReport, checks_named, examine
 from trainwright.doctor.diagnosis import Diagnosis, LogText, read_file, read_run
 from trainwright.doctor.diagnosis import explain as diagnose
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.detect import detect
+from trainwright.recipe.arguments import check_argument
 from trainwright.recipe.registries import LAUNCHERS
+from trainwright.recipe.sections.fields import Count
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils.activity import Activity, doing
 from trainwright.utils.paths import user_path
@@ -180,7 +182,7 @@ def verify(
         trainwright.errors.RequestError: parallel.strategy: this recipe runs on one process here (single), ...
     """
     config = None if accelerate_config is None else Path(accelerate_config)
-    check_numbers({"steps": steps})
+    check_argument("steps", Count, steps)
     return run_in_process(compare, VerifyRequest(source_of(recipe), overrides, steps, config), progress=progress)
 
 
@@ -190,7 +192,7 @@ class VerifyRequest:
 
     recipe: Path | Tree
     overrides: tuple[str, ...] = ()
-    steps: int = 5
+    steps: Count = 5
     accelerate_config: Path | None = None
 
 

@@ -142,7 +142,10 @@ def plan(
     """
 
     from trainwright.machine.describe import machine_of
+    from trainwright.recipe.arguments import check_argument
+    from trainwright.recipe.sections.fields import Count
 
+    check_argument("global_batch_size", Count, global_batch_size)
     if price is not None and tokens is None:
         raise RequestError("--price: needs --tokens, such as 20x")
     with Activity(sys.stderr if progress else None, "reading the recipe, its model and its data"):

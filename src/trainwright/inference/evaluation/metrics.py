@@ -16,11 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import METRICS
+from trainwright.recipe.sections.fields import Count, Length
 from trainwright.utils.installation import require
 from trainwright.utils.paths import user_path
 
@@ -241,13 +244,13 @@ class EvaluationOptions:
     checkpoint: str | None = None
     data: str | None = None
     format: str = "auto"
-    limit: int | None = None
+    limit: Count | None = None
     quick: bool = False
     full: bool = False
     answer_pattern: str | None = None
     json_schema: str | None = None
-    max_length: int | None = None
-    batch_size: int | None = None
+    max_length: Annotated[Length, Field(ge=2)] | None = None
+    batch_size: Count | None = None
     benchmark: str | None = None
     reference_log: str | None = None
     reference_model: str | None = None

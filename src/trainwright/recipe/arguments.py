@@ -1,0 +1,48 @@
+"""The arguments of functions and commands, checked as the keys of a recipe are: same types, same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike, fspath
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainwright.errors import RequestError
+from trainwright.recipe.problems import expected_and_found
+
+T = TypeVar("T")
+
+
+def as_request(kind: type[T], arguments: Mapping[str, Any]) -> T:
+    """Return a function's or a command's arguments as a request, a dataclass: paths and steps as text, several names as
+    one text.
+
+    Raises:
+        RequestError: a value does not have the type of its field, or is not within its bounds.
+    """
+
+    def text(name: str, value: Any) -> Any:
+        if isinstance(value, PathLike):
+            return fspath(value)
+        if name == "checkpoint" and value is not None:
+            return str(value)
+        return ",".join(value) if isinstance(value, (list, tuple)) else value
+
+    options = {name: text(name, value) for name, value in arguments.items() if name not in ("progress", "trust_code")}
+    checked: T = _checked("", kind, options, extra="forbid")
+    return checked
+
+
+def check_argument(name: str, kind: Any, value: Any) -> None:
+    """Raise RequestError if the argument called ``name`` is not of the type ``kind``, such as ``Count``."""
+    _checked(name, kind, value)
+
+
+def _checked(name: str, kind: Any, value: Any, **options: Any) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(value, **options)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        items = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]
+        raise RequestError(f"{name or items[0]['loc'][0]}: {expected_and_found(*items)}") from None
