@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.checkpoints.manifest import is_checkpoint
 from trainwright.errors import RequestError
 from trainwright.models.supported import class_in
 from trainwright.models.tokenization import TOKENIZER_FILES
@@ -20,7 +21,7 @@ from trainwright.recipe.sections.model import AddedTokensSection, ModelSection
 from trainwright.utils.paths import user_path
 from trainwright.utils.text import quoted
 
-_RECIPE, _MANIFEST, _FINAL = "recipe.yaml", "manifest.json", "final"
+_RECIPE, _FINAL = "recipe.yaml", "final"
 _ADAPTER = "adapter_config.json"
 
 
@@ -72,7 +73,7 @@ def find_model(
         RequestError: it does not exist or is not usable; names what exists.
     """
     path = user_path(model)
-    if (path / _MANIFEST).is_file() and (path / _RECIPE).is_file():
+    if is_checkpoint(path):
         _refuse_choice(checkpoint, f"{path} is a checkpoint")
         unloaded = _checkpoint(_opened(path))
     elif (path / _RECIPE).is_file():

@@ -318,8 +318,12 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     for name in ("recipe.yaml", "manifest.json"):
         (checkpoint / name).write_text("{}")
+    (run / "manifest.json").write_text("{}")  # of another program
     assert [each.run for each in tw.runs(tmp_path)] == [run]
     with pytest.raises(RequestError, match="is not a run directory: it is a checkpoint"):
+        tw.report(checkpoint)
+    (checkpoint / "recipe.yaml").unlink()
+    with pytest.raises(RequestError, match=r"is not a run directory: it has no recipe\.yaml"):
         tw.report(checkpoint)
     with pytest.raises(RequestError, match="No such file or directory"):
         tw.report(run, tmp_path / "missing" / "page.html")

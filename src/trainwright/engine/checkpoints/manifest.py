@@ -24,6 +24,7 @@ from trainwright.utils.paths import open_inside, retried, sync
 
 FORMAT = 1
 MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"
+_EVENTS = "events.jsonl"  # of a run
 
 # Far above the largest runs: 100,000 tensors in 64 parts have a manifest of about 700 MB.
 _MANIFEST_BYTES = 2**30
@@ -45,6 +46,14 @@ class UnreadableCheckpoint(CheckpointError):
     """The machine could not read a checkpoint, which may be whole."""
 
     exit_code = EXIT_FAULT
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Return whether a directory is a checkpoint's: with a manifest and a recipe, whatever they are, but no events, which
+    a run has.
+    """
+    names = ((MANIFEST, True), (RECIPE, True), (_EVENTS, False))
+    return all(os.path.lexists(directory / name) == expected for name, expected in names)
 
 
 class Manifest:

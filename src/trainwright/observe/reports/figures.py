@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainwright import __version__
-from trainwright.engine.checkpoints.manifest import MANIFEST
+from trainwright.engine.checkpoints.manifest import is_checkpoint
 from trainwright.engine.event_reader import EventRecord, lost_between, read_log, read_recipe
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
@@ -63,7 +63,7 @@ class RunFigures:
         """
         path = run_path(directory)
         if not is_run(path):
-            why = "it is a checkpoint" if (path / MANIFEST).exists() else "it has no recipe.yaml"
+            why = "it is a checkpoint" if is_checkpoint(path) else "it has no recipe.yaml"
             raise RequestError(f"{path}: {f'is not a run directory: {why}' if path.is_dir() else 'no such directory'}")
         log = read_log(path / "events.jsonl")
         return cls(path, log.history, log.everything, log.damage, not ended and _trains(path))
@@ -241,10 +241,10 @@ class RunFigures:
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory is a run's: whatever ``recipe.yaml`` in it is. Checkpoints have one beside their
-    manifest, also in copies of runs, and where the recipe of their run is gone.
+    """Return whether a directory is a run's: whatever ``recipe.yaml`` in it is. Checkpoints have one too, also in copies
+    of runs, and where the recipe of their run is gone.
     """
-    return os.path.lexists(directory / RECIPE) and not os.path.lexists(directory / MANIFEST)
+    return os.path.lexists(directory / RECIPE) and not is_checkpoint(directory)
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
