@@ -291,6 +291,11 @@ def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
             r"a\.jsonl: data\.format text needs the field text; the rows have question, answer",
         ),
         ({"max_length": 20}, r"none of 40 rows has a target within data\.max_length 20"),
+        ({"max_length": 20, "targets": "/zzz/"}, r"none of 40 rows has a target within data\.max_length 20"),
+        (
+            {"targets": "/zzz/"},
+            r"none of 40 rows has a target because data\.targets /zzz/ matches nothing in the text of the chat",
+        ),
         ({"validation": "gone.jsonl"}, r"data\.validation: no file gone\.jsonl"),
         ({"train": "gone.jsonl"}, r"data\.train: no file gone\.jsonl"),
     ],

@@ -159,6 +159,8 @@ def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.
         ("a.jsonl", lines(ROWS[:2]) + '{"question": "x", \n', r"a\.jsonl:3: not JSON: .*\(column 1\)"),
         ("a.jsonl", lines([ROWS[0], "text"]), r"a\.jsonl:2: a row must be an object .* not text"),
         ("a.jsonl", lines(ROWS[:1]) + "\ufeff{}", r"a\.jsonl:2: not JSON: .* at the invisible character U\+FEFF"),
+        ("a.jsonl", lines(ROWS[:1]) + "\u00a0{}", r"a\.jsonl:2: not JSON: .* at the invisible character U\+00A0"),
+        ("a.jsonl", '{"a": 1}\r{"a": 2}\r', r"a\.jsonl:1: not JSON: a carriage return .*; save the file"),
         ("a.csv", "question,answer\ra,b\r", r"a\.csv:1: not CSV: a carriage return .*; save the file"),
         (
             "a.jsonl",

@@ -26,6 +26,7 @@ from trainwright.doctor.checks.check import (
     MachineReport,
     Outcome,
     Severity,
+    checks_named,
     examine,
 )
 from trainwright.doctor.checks.cores import _capped, _heat, _shares, _slow
@@ -46,7 +47,7 @@ from trainwright.doctor.checks.nccl import EFFECTS, OLD_NAMES
 from trainwright.doctor.checks.network import _adapters
 from trainwright.doctor.checks.software import _of_build
 from trainwright.doctor.checks.two_processes import _judged as judged_sums
-from trainwright.errors import MachineError
+from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
 from trainwright.machine.machine import Gpu, Machine
@@ -161,9 +162,10 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     assert unknown.returncode == 2 and "prots: no such check; choose from packages, torch," in unknown.stderr
     (tmp_path / "run.log").touch()
     log = trainwright("doctor", "run.log", cwd=tmp_path)
-    assert (
-        log.returncode == 2 and "run.log: is no check; to find the cause in a log, pass --explain run.log" in log.stderr
-    )
+    assert log.returncode == 2 and "run.log: no such check; choose from packages, torch," in log.stderr
+    assert "; to find the cause in a log, pass --explain run.log" in log.stderr
+    with pytest.raises(RequestError, match=r"no such check; choose from .*killed-rank, strategies$"):
+        checks_named((str(tmp_path),))
     missing = trainwright("doctor", "disks", "--directory", "nowhere", cwd=tmp_path)
     assert missing.returncode == 2 and "--directory: nowhere is not a directory" in missing.stderr
     both = trainwright("doctor", "ports", "--explain", "run.log", cwd=tmp_path)

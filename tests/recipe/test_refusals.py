@@ -375,7 +375,7 @@ def test_a_missing_file_names_the_one_that_was_meant(write: Write) -> None:
         load_recipe(Path("recipes/quickstrat.yaml"))
     with pytest.raises(RequestError, match=r"nowhere/a\.yaml: no such file$"):
         load_recipe(Path("nowhere/a.yaml"))
-    with pytest.raises(RequestError, match=r"recipes: is a directory; pass a file in it"):
+    with pytest.raises(RequestError, match=r"recipes: is a directory; pass a file$"):
         load_recipe(Path("recipes"))
     write(SMALLEST, "runs/one/recipe.yaml")
     with pytest.raises(RequestError, match=r"runs/one: is a directory; pass the recipe in it, runs/one/recipe\.yaml"):

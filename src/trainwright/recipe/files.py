@@ -30,7 +30,7 @@ def read_text(path: Path, max_bytes: int = _LARGEST_YAML) -> str:
         raise RequestError(missing_file(path)) from None
     except IsADirectoryError:
         has_recipe = (path / "recipe.yaml").is_file()
-        fix = f"pass the recipe in it, {path / 'recipe.yaml'}" if has_recipe else "pass a file in it"
+        fix = f"pass the recipe in it, {path / 'recipe.yaml'}" if has_recipe else "pass a file"
         raise RequestError(f"{path}: is a directory; {fix}") from None
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None

@@ -86,10 +86,10 @@ def _object_a_line(path: Path) -> Iterator[LocatedRow]:
         if not text.strip():
             continue
         value, end = _value(path, text, _skip_space(text, 0), line)
-        if _skip_space(text, end) < len(text):
-            raise RequestError(
-                f"{path}:{line}: not JSON: extra data after the object (column {end + 1}); write one row per line"
-            )
+        if (rest := _skip_space(text, end)) < len(text):
+            extra = f"extra data after the object (column {end + 1}); write one row per line"
+            why = _LONE_RETURNS if "\r" in text[end:rest] else extra
+            raise RequestError(f"{path}:{line}: not JSON: {why}")
         yield line, _row(path, line, value, text)
 
 
@@ -291,7 +291,7 @@ def _value(path: Path, text: str, position: int, line: int | None = None) -> tup
         return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
         at = text[error.pos : error.pos + 1]
-        unseen = "" if at.isprintable() or at.isspace() else f" at the invisible character U+{ord(at):04X}; remove it"
+        unseen = "" if at.isprintable() or at in "\t\r\n" else f" at the invisible character U+{ord(at):04X}; remove it"
         where = f"{path}:{line or error.lineno}"
         raise RequestError(f"{where}: not JSON: {error.msg} (column {error.colno}){unseen}") from None
     except (RecursionError, ValueError) as error:

@@ -258,9 +258,7 @@ def tokenize_source(
         encoding.take_in(batch, token_rows, location)
         progress(batch[-1][0] + 1, len(rows))
     if not len(token_rows):
-        is_pattern = data.targets.startswith("/")
-        pattern = f"; data.targets {data.targets} is looked for in the text of the chat template" if is_pattern else ""
-        raise RequestError(f"{key}: {name}: {_nothing_left(token_rows)}{pattern}")
+        raise RequestError(f"{key}: {name}: {_nothing_left(token_rows, data.targets)}")
     token_rows.notes += encoding.notes(unused)
     return token_rows
 
@@ -375,10 +373,12 @@ class RowEncoding:
             token_rows.encoding.add(changes, functools.partial(location, index))
 
 
-def _nothing_left(token_rows: TokenRows) -> str:
+def _nothing_left(token_rows: TokenRows, targets: str) -> str:
     reasons = [f"{count:,}: {why}" for why, count in token_rows.left_out.items()]
     if token_rows.without_target:
         cut = f"within data.max_length {plural(token_rows.max_length, 'token')}; the longest has {token_rows.longest:,}"
+        if targets.startswith("/") and token_rows.longest <= token_rows.max_length:
+            cut = f"because data.targets {targets} matches nothing in the text of the chat template"
         if not reasons:
             return f"none of {plural(token_rows.rows, 'row')} has a target {cut}"
         reasons.append(f"{token_rows.without_target:,}: no target {cut}")

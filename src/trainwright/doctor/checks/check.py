@@ -289,9 +289,10 @@ def checks_named(names: tuple[str, ...]) -> tuple[Check, ...]:
     """
     check_names = [check.name for check in CHECKS]
     if unknown := [name for name in names if name not in check_names]:
-        if Path(unknown[0]).exists():
-            raise RequestError(f"{unknown[0]}: is no check; to find the cause in a log, pass --explain {unknown[0]}")
-        raise RequestError(f"{unknown[0]}: no such check; choose from {', '.join(check_names)}")
+        path = Path(unknown[0])
+        is_log = path.is_file() or (path / "logs").is_dir()
+        hint = f"; to find the cause in a log, pass --explain {unknown[0]}" if is_log else ""
+        raise RequestError(f"{unknown[0]}: no such check; choose from {', '.join(check_names)}{hint}")
     return tuple(check for check in CHECKS if not names or check.name in names)
 
 

@@ -49,9 +49,7 @@ class UnreadableCheckpoint(CheckpointError):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Return whether a directory is a checkpoint's: with a manifest and a recipe, whatever they are, but no events, which
-    a run has.
-    """
+    """Return whether a directory has a manifest and a recipe, whatever they are, but no events, which a run has."""
     names = ((MANIFEST, True), (RECIPE, True), (_EVENTS, False))
     return all(os.path.lexists(directory / name) == expected for name, expected in names)
 

@@ -241,8 +241,8 @@ class RunFigures:
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory is a run's: whatever ``recipe.yaml`` in it is. Checkpoints have one too, also in copies
-    of runs, and where the recipe of their run is gone.
+    """Return whether a directory is a run's: whatever ``recipe.yaml`` in it is. Checkpoints have one too, also in
+    copies of runs, and where the recipe of their run is gone.
     """
     return os.path.lexists(directory / RECIPE) and not is_checkpoint(directory)
 
