@@ -10,12 +10,13 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.commands import trainwright
-from trainwright.data.rows.chat_encoding import encode_messages
+from trainwright.data.rows.chat_encoding import ChatEncoder, encode_messages
 from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.rows.tokenizer_calls import TokenizerError
 from trainwright.data.tokens.shard_writer import settings_of
 from trainwright.data.tokens.token_worker import Encoder
 from trainwright.errors import RequestError
+from trainwright.models.tokenization import bytes_tokenizer
 
 PANICS = "a" * 40 + "b"
 
@@ -44,3 +45,11 @@ def test_the_command_ends_with_2(tokenizer: PreTrainedTokenizerFast, tmp_path: P
     result = trainwright("data", "check", "rows.jsonl", "--model", "model", cwd=tmp_path, RUST_BACKTRACE="0")
     assert result.returncode == 2 and "retry-limit" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_messages_name_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert ChatEncoder(bytes_tokenizer()).name == "bytes"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert ChatEncoder(tokenizer).name == "(unnamed)"
+    tokenizer.name_or_path = "owner/name/"
+    assert ChatEncoder(tokenizer).name == "name"

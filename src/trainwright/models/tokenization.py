@@ -256,7 +256,7 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in (PAD_TOKEN, START_TOKEN, END_TOKEN)])
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD_TOKEN,
         eos_token=END_TOKEN,
@@ -264,3 +264,5 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=named_template("chatml"),
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.name_or_path = "bytes"  # for messages; it is not saved
+    return tokenizer

@@ -23,14 +23,13 @@ Locate the assistant turns in the text that a chat template writes.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from trainwright.data.rows.chat_templates import ChatTemplate, arguments_in, fixed_date, install_template
 from trainwright.data.rows.formats import Message, TurnsError, arguments_of, names_in
-from trainwright.data.rows.tokenizer_calls import call_tokenizer
+from trainwright.data.rows.tokenizer_calls import call_tokenizer, short_name
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: str = "answers") -> None:
         self._targets = targets
-        self.name = os.path.basename(str(tokenizer.name_or_path).rstrip("/")) or "bytes"  # the built-in one has no path
+        self.name = short_name(tokenizer) or "(unnamed)"
         if not tokenizer.is_fast:
             raise RequestError(
                 f"the tokenizer {self.name} has no character offsets; use a fast tokenizer (tokenizer.json)"

@@ -22,6 +22,11 @@ class TokenizerError(RequestError):
     """The tokenizer itself fails, independent of the row."""
 
 
+def short_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the last part of a tokenizer's name or path, for messages; empty if it has none."""
+    return os.path.basename(str(tokenizer.name_or_path).rstrip("/"))
+
+
 def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> Any:
     """Return ``tokenizer(texts, **options)``.
 
@@ -39,7 +44,7 @@ def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **o
                     "set model.tokenizer to bytes, bpe:SIZE:SOURCE, or characters:FILE of a text that has it",
                     index,
                 )
-    with panics_as_errors(os.path.basename(str(tokenizer.name_or_path).rstrip("/"))):
+    with panics_as_errors(short_name(tokenizer)):
         return tokenizer(texts, **options)
 
 
