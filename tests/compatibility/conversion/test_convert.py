@@ -796,6 +796,65 @@ def test_a_script_whose_trainer_has_the_model_and_no_arguments(tmp_path: Path, t
         assert not {"format", "columns", "targets"} & values["data"].keys()
 
 
+LOADED = """
+from trl import DPOTrainer
+{}
+{}
+trainer = DPOTrainer({}, train_dataset=load_dataset("owner/pairs", split="train"))
+trainer.train()
+model = AutoModelForCausalLM.from_pretrained("out")
+"""
+OF_SCRIPTS = {
+    "model": 'model = AutoModelForCausalLM.from_pretrained("a/model")',
+    "same": 'ref = AutoModelForCausalLM.from_pretrained("a/model")',
+    "other": 'ref = AutoModelForCausalLM.from_pretrained("b/other")',
+    "unsloth": 'ref, tokenizer = FastLanguageModel.from_pretrained(model_name="b/other")',
+}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("given", ["model, ref", "model=model, ref_model=ref", "ref_model=ref, model=prepare(model)"])
+def test_a_model_to_compare_with_is_not_trained_and_has_to_be_the_same(tmp_path: Path, order: int, given: str) -> None:
+    for kind in ("same", "other", "unsloth"):
+        lines = [OF_SCRIPTS["model"], OF_SCRIPTS[kind]][::order]
+        conversion = of(tmp_path, LOADED.format(*lines, given), name="train.py")
+        assert conversion.values["model.name"][0] == "a/model"
+        others = [failure for failure in failures(conversion) if "measured against another model" not in failure]
+        assert not others and len(failures(conversion)) == (kind != "same")
+
+
+@pytest.mark.parametrize(
+    ("given", "is_same"),
+    [
+        ("'a/model', ref_model='b/other'", False),
+        ("'a/model', 'b/other'", False),
+        ("'a/model', 'a/model'", True),
+        ("model, None", True),
+        ("model, ref_model=None", True),
+        ("model, create_reference_model(model)", True),
+        ("model, found", False),
+        ("model, prepared", True),
+    ],
+)
+def test_a_model_to_compare_with_by_its_name(tmp_path: Path, given: str, is_same: bool) -> None:
+    text = LOADED.format(OF_SCRIPTS["model"], "prepared = f(model)", given)
+    conversion = of(tmp_path, text, name="train.py")
+    assert conversion.values["model.name"][0] == "a/model"
+    assert [("measured against another model" in failure) for failure in failures(conversion)] == [True] * (not is_same)
+
+
+def test_of_several_models_the_one_that_the_trainer_gets_is_trained(tmp_path: Path) -> None:
+    judge = OF_SCRIPTS["other"].replace("ref", "judge")
+    for lines in ((OF_SCRIPTS["model"], judge), (judge, OF_SCRIPTS["model"])):
+        assert (
+            recipe(of(tmp_path, LOADED.format(*lines, "model"), name="train.py"), tmp_path)["model"]["name"]
+            == "a/model"
+        )
+    branches = (f"if os.path.exists('b'):\n    {OF_SCRIPTS['model']}", f"else:\n    {judge.replace('judge', 'model')}")
+    (failure,) = failures(of(tmp_path, LOADED.format(*branches, "model"), name="train.py"))
+    assert "the script computes it: 'a/model' or 'b/other'; pass AutoModelForCausalLM.argument_0=VALUE" in failure
+
+
 def test_a_script_of_trl_without_arguments_is_fine_tuned_on_turns_or_texts(tmp_path: Path) -> None:
     text = "t = SFTTrainer('owner/small', train_dataset=load_dataset('owner/chats', split='train'){})\nt.train()\n"
     values = recipe(of(tmp_path, text.format(", neftune_noise_alpha=5"), name="train.py"), tmp_path)

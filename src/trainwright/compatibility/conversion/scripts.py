@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,9 @@ _SEVERAL = (*_LOADS, "map", "rename_column")  # each call has keys of its own: m
 _WITH_SETTINGS = (
     *("FastLanguageModel", "FastModel", "get_peft_model", "LoraConfig", "BitsAndBytesConfig", "load_dataset"),
 )
+_MODELS = ("AutoModelForCausalLM", "AutoLigerKernelForCausalLM", "FastLanguageModel", "FastModel")
+_NAMES_OF_MODELS = ("model_name", "pretrained_model_name_or_path")
+_WITH_REFERENCE = ("DPOTrainer", "KTOTrainer")
 # Methods of lists and mappings that change them.
 _CHANGES = ("update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear")
 _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
@@ -108,6 +111,7 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
     module = _parsed(text, path, options)
     tree = Tree(file=path)
     constants = _Constants(module)
+    models = _Models(module, constants)
     uses = {
         id(inner): ast.unparse(node.targets[0])
         for node in ast.walk(module)
@@ -134,6 +138,13 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
             if word.arg == "eval_dataset":
                 arguments["eval_dataset"] = Code(ast.unparse(constants.expression(word.value)))
         arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
+        if name in _WITH_REFERENCE:
+            arguments |= {key: models.reference(call) for key in ("ref_model", "argument_1") if key in arguments}
+        elif name in _MODELS and models.whose(call) is not None:
+            name = f"{models.whose(call)}_model"
+        elif name in _MODELS and len(models.trained) > 1:
+            several = Code(" or ".join(sorted(map(repr, models.trained))))
+            arguments |= {key: several for key in ("argument_0", *_NAMES_OF_MODELS) if key in arguments}
         if not arguments and not top:
             arguments = {"called": True}
         if name in _LOADS and _is_validation(arguments, uses.get(id(call), "")):
@@ -474,6 +485,86 @@ class _Constants:
         return Code(ast.unparse(node))
 
 
+class _Models:
+    """Which of the models that a script loads its trainers train, and which they compare with.
+
+    Attributes:
+        trained: the names of the models that may be the one that is trained.
+    """
+
+    def __init__(self, module: ast.Module, constants: _Constants) -> None:
+        self._constants = constants
+        calls = calls_of(module)
+        self._loads = {id(call): call for name, call in calls if name in _MODELS}
+        trainers = [(name, call) for name, call in calls if name.endswith("Trainer")]
+        made = {id(call) for _, call in trainers}  # what a model is after the training says nothing about it before
+        off = {id(statement) for _, branch in _dead_branches(module) for statement in branch}
+        self._set: dict[str, list[ast.expr]] = {}  # by name, of which expressions its values are made
+        for name, value in _made_of(module, off):
+            if name and id(value) not in made:
+                self._set.setdefault(name, []).append(value)
+        given = [node for _, call in trainers if (node := _given(call, 0, "model"))]
+        compared = [
+            node for name, call in trainers if name in _WITH_REFERENCE and (node := _given(call, 1, "ref_model"))
+        ]
+        self._compared = self._reached(compared)
+        self._trained = self._reached(given) or self._loads.keys() - self._compared
+        self.trained = self._names(given, self._trained)
+
+    def whose(self, load: ast.Call) -> str | None:
+        """Return whose model a call loads, reference or other; None: the one that is trained."""
+        at = id(load)
+        return None if at in self._trained else "reference" if at in self._compared else "other"
+
+    def reference(self, trainer: ast.Call) -> Any:
+        """Return the model that a trainer compares with; None if there is none, or the one that is trained."""
+        node = _given(trainer, 1, "ref_model")
+        if node is None or all(self._constants.value(one) is None for one in self._set.get(_last_name(node), [node])):
+            return None
+        names = self._names([node], self._reached([node]))
+        return None if len(names) == 1 and names == self.trained else Code(" or ".join(sorted(names)) or "unknown")
+
+    def _reached(self, nodes: Sequence[ast.expr]) -> set[int]:
+        """Return the loads, by their ids, of which expressions are made."""
+        left, seen, loads = list(nodes), set[str](), set[int]()
+        while left:
+            for node in ast.walk(left.pop()):
+                if id(node) in self._loads:
+                    loads.add(id(node))
+                name = _last_name(node)
+                if name and name not in seen:
+                    seen.add(name)
+                    left += self._set.get(name, [])
+        return loads
+
+    def _names(self, nodes: Sequence[ast.expr], loads: Iterable[int]) -> set[str]:
+        """Return the names of models: those that are given as texts, and those that are loaded."""
+        given = [value for node in nodes if isinstance(value := self._constants.value(node), str)]
+        loaded = [_given(self._loads[load], 0, *_NAMES_OF_MODELS) for load in loads]
+        names = [value for value in given if not isinstance(value, Code)]
+        return {*names, *(str(self._constants.value(node)) for node in loaded if node is not None)}
+
+
+def _made_of(module: ast.Module, off: set[int]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield names, also of attributes, functions and their arguments, each with an expression that gives it a value."""
+    parameters = dict(_parameters(module))
+    yield from _returned(module)
+    for node in _nodes_without(module, off):
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                yield from ((_last_name(inner), value) for target in targets for inner in ast.walk(target))
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                yield _last_name(target), value
+            case ast.Call():
+                passed = _passed(node, parameters.get(_last_name(node.func), []))
+                yield from ((name.lstrip("."), value) for name, value in passed if value is not None)
+
+
+def _given(call: ast.Call, at: int, *names: str) -> ast.expr | None:
+    """Return what a call passes as an argument, by a name or by its place."""
+    return next((word.value for word in call.keywords if word.arg in names), next(iter(call.args[at : at + 1]), None))
+
+
 def _parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield functions and classes of a script with the names that their arguments get: fields are ``.attribute``s."""
     for node in ast.walk(module):
@@ -506,8 +597,8 @@ def _passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.ex
     yield from ((name, words[name.lstrip(".")]) for name in parameters if name.lstrip(".") in words)
 
 
-def _last_name(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+def _last_name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:

@@ -236,8 +236,6 @@ def preference(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         model(conversion, setting, rule)
     elif name == "max_length":
         length(conversion, setting, rule)
-    elif name == "ref_model" and setting.is_on:
-        conversion.drop(setting, "is the model that training starts from")
 
 
 # Methods that change no more than what training adds or leaves out by itself, of rendered turns and of texts.
