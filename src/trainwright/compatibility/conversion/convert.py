@@ -431,13 +431,23 @@ def convert(tree: Tree, tool: Table, options: Options) -> Conversion:
 
 _BEFORE_TEXTS = {"messages", "conversations", "prompt", "chosen"}  # columns that count before a text (TRL)
 _ALL_TOKENS = "DataCollatorForLanguageModeling"
-_TEXT_FIELD = "dataset_text_field"
+TEXT_FIELDS = ("SFTTrainer.dataset_text_field", "dataset_text_field")
+
+
+def text_counts_first(conversion: Conversion) -> bool:
+    """Return whether the column of texts counts before turns: for Unsloth and, if it is named, for TRL before it had a
+    configuration of its own.
+    """
+    whose = conversion.value("trainer_arguments")
+    named = [conversion.settings[key] for key in TEXT_FIELDS if key in conversion.settings]
+    return whose == "unsloth" or (whose == "transformers" and not all(setting.is_default for setting in named))
 
 
 def _replace_rows(conversion: Conversion) -> None:
     """Take the rows of the options' files in place of the configuration's."""
     options = conversion.options
-    field = conversion.value("SFTTrainer.dataset_text_field") or conversion.value("dataset_text_field") or "text"
+    field = next(filter(None, map(conversion.value, TEXT_FIELDS)), "text")
+    is_first = text_counts_first(conversion)
     for use, file in (("train", options.train), ("validation", options.validation)):
         if file is None and (use == "train" or options.train is None):
             continue
@@ -450,11 +460,11 @@ def _replace_rows(conversion: Conversion) -> None:
                     continue
                 conversion.drop(setting, why, differs=file is None and not setting.is_default)
         if file is not None:
-            _take_rows(conversion, use, file, field)
+            _take_rows(conversion, use, file, field, is_first)
 
 
-def _take_rows(conversion: Conversion, use: str, file: Path, field: str) -> None:
-    """Take the rows of a file; ``field``: the column of texts that TRL trains on.
+def _take_rows(conversion: Conversion, use: str, file: Path, field: str, is_first: bool) -> None:
+    """Take the rows of a file; ``field``: the column of texts that is trained on; ``is_first``: before turns.
 
     Raises:
         RequestError: the file is not there, has no rows, or rows of another kind than those to train on.
@@ -462,9 +472,9 @@ def _take_rows(conversion: Conversion, use: str, file: Path, field: str) -> None
     option = Setting(f"--{use}", f"--{use}", str(file), Origin(f"--{use}"))
     conversion.take(option, f"@{use}.source", str(file))
     columns = set(_first_row(option, file))
-    by_unsloth = conversion.value("trainer_arguments") == "unsloth"  # where the column counts before all others
-    is_text = field in columns and (by_unsloth or not _BEFORE_TEXTS & columns)
-    kind = "tokens" if "input_ids" in columns else "text" if is_text and _TEXT_FIELD in conversion.tool.rules else None
+    is_text = field in columns and (is_first or not _BEFORE_TEXTS & columns)
+    is_read = TEXT_FIELDS[-1] in conversion.tool.rules
+    kind = "tokens" if "input_ids" in columns else "text" if is_text and is_read else None
     if use == "validation":
         if conversion.options.train is not None and conversion.source("train", option).get("format") != kind:
             raise RequestError(f"--validation {file}: has rows of another kind than {conversion.options.train}")

@@ -17,7 +17,7 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from trainwright.compatibility.conversion import functions
-from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
+from trainwright.compatibility.conversion.convert import TEXT_FIELDS, Conversion, Rule, Setting, text_counts_first
 from trainwright.compatibility.conversion.scripts import Code, calls_of, script_of, shown
 from trainwright.compatibility.conversion.sources import ORDER_OF_TRL
 
@@ -100,13 +100,12 @@ def packing(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 def text_field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Take the column of the texts, unless a function of the script writes it. It counts before all others for Unsloth
-    and, if the script names it, for TRL before it had a configuration of its own; otherwise turns count before it.
-    """
-    whose = conversion.value("trainer_arguments")
+    """Take the column of the texts, unless a function of the script writes it, or the trainer is given another."""
+    if setting.is_default and TEXT_FIELDS[0] in conversion.settings:
+        return
     if _makes_rows(conversion):
         conversion.drop(setting, "is read with the function that makes the rows")
-    elif whose == "unsloth" or (whose == "transformers" and not setting.is_default):
+    elif text_counts_first(conversion):
         conversion.take(setting, "@train.columns.text", setting.value)
         conversion.take(setting, "@train.format", "text")
     else:
@@ -132,12 +131,11 @@ def responses(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 _COLLATOR = "DataCollatorForCompletionOnlyLM"
-_FIELDS = ("dataset_text_field", "SFTTrainer.dataset_text_field")
 
 
 def completions(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train on what follows the beginning of an answer: of all answers if the collator knows questions, too."""
-    if any(map(conversion.is_on, _FIELDS)) and not _makes_rows(conversion):
+    if any(map(conversion.is_on, TEXT_FIELDS)) and not _makes_rows(conversion):
         conversion.refuse(setting, "trains on a part of each text; write rows with a prompt and a completion")
         return
     conversion.values.pop("data.targets", None)
