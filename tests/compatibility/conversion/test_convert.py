@@ -868,6 +868,45 @@ def test_of_several_models_the_one_that_the_trainer_gets_is_trained(tmp_path: Pa
     assert "the script computes it: 'a/model' or 'b/other'; pass AutoModelForCausalLM.argument_0=VALUE" in failure
 
 
+@pytest.mark.parametrize(
+    ("trainer", "arguments", "expected"),
+    [
+        (
+            "CPO",
+            "loss_type='simpo', cpo_alpha=0.0, simpo_gamma=1.5",
+            {"loss": "simpo", "sft_weight": 0.0, "margin": 1.5},
+        ),
+        ("CPO", "loss_type='simpo'", {"loss": "simpo", "sft_weight": 1.0}),
+        ("CPO", "loss_type='sigmoid', beta=0.2", {"loss": "cpo", "beta": 0.2}),
+        ("DPO", "loss_type='sigmoid', beta=0.2", {"loss": "dpo", "beta": 0.2}),
+        ("DPO", "loss_type='ipo'", {"loss": "ipo"}),
+        ("KTO", "loss_type='kto'", {"loss": "kto"}),
+        ("CPO", "loss_type='hinge'", None),
+        ("KTO", "loss_type='sigmoid'", None),
+        ("DPO", "loss_type='own'", None),
+    ],
+)
+def test_the_loss_of_a_trainer_and_of_its_arguments(
+    tmp_path: Path, trainer: str, arguments: str, expected: dict[str, object] | None
+) -> None:
+    """The loss that is written counts before the one that the trainer is named after, also in commands."""
+    text = (
+        f"t = {trainer}Trainer('owner/small', args={trainer}Config('out', {arguments}), "
+        "train_dataset=load_dataset('owner/pairs', split='train'))\nt.train()\n"
+    )
+    options = " ".join(f"--{one}" for one in arguments.replace("'", "").replace("=", " ").split(", "))
+    command = f"trl {trainer.lower()} --model_name_or_path owner/small --dataset_name owner/pairs --output_dir out"
+    for given, name in ((text, "train.py"), (f"{command} {options}\n", "run.sh")):
+        conversion = of(tmp_path, given, name=name)
+        if expected is None:
+            (failure,) = failures(conversion)
+            assert "is not supported; sigmoid, hinge, ipo" in failure
+        else:
+            values = recipe(conversion, tmp_path)
+            assert values["task"] == "dpo" and values.get("dpo", {}) == expected
+        assert sum(line.text == "task: dpo" for line in conversion.lines) == 1
+
+
 def test_a_script_of_trl_without_arguments_is_fine_tuned_on_turns_or_texts(tmp_path: Path) -> None:
     text = "t = SFTTrainer('owner/small', train_dataset=load_dataset('owner/chats', split='train'){})\nt.train()\n"
     values = recipe(of(tmp_path, text.format(", neftune_noise_alpha=5"), name="train.py"), tmp_path)

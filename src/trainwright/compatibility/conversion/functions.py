@@ -59,6 +59,23 @@ def _with_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
     return config if file is None else replace(config, directory=Path(str(file).removesuffix(name) or "."))
 
 
+_SIGMOID = ("sigmoid", ["sigmoid"])
+
+
+def loss_of_pairs(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Take a loss that trainers name alike; sigmoid is the loss of the trainer itself."""
+    own = str(conversion.value(f"{LAUNCHER}.program"))
+    if setting.value in _SIGMOID and own not in ("kto", "orpo"):
+        conversion.take(setting, "dpo.loss", own if own in ("cpo", "simpo") else "dpo")
+    elif setting.value in ("hinge", "ipo") and own not in ("kto", "orpo", "cpo", "simpo"):
+        conversion.take(setting, "dpo.loss", setting.value)
+    else:
+        names = ", ".join(("sigmoid", "hinge", "ipo", *rule.values))
+        conversion.refuse(
+            setting, f"{shown(setting.value)} is not supported; {names} are, of the trainers that have them"
+        )
+
+
 def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take what a DeepSpeed file sets; the stage is also known from the names of files that are not here."""
     of_launcher = conversion.values.get("parallel.strategy")

@@ -23,7 +23,15 @@ from trainwright.compatibility.conversion.sources import ORDER_OF_TRL
 
 _TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
 _OWN = ("unsloth", "alpaca", "vicuna", "vicuna_old", "vicuna old")  # texts that no tokenizer brings
-_LOSSES = {"KTOTrainer": "kto", "ORPOTrainer": "orpo", "CPOTrainer": "cpo"}
+_TASKS = ("dpo", "kto", "orpo", "cpo")
+
+
+def trainer(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Set the task of a trainer of pairs."""
+    if setting.value in _TASKS:
+        conversion.take(setting, "task", "dpo")
+    else:
+        conversion.drop(setting, "is seen from the trainer")
 
 
 def quantization(conversion: Conversion, setting: Setting, rule: Rule, full: str) -> None:
@@ -220,20 +228,6 @@ def selection(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "@train.limit", int(chosen[2]), "the first rows of the file, not of shuffled ones")
     else:
         conversion.refuse(setting, f"chooses rows; end the source with [{chosen[1]}:{chosen[2]}]")
-
-
-def preference(conversion: Conversion, setting: Setting, rule: Rule) -> None:
-    """Set the task that the trainer is for."""
-    trainer, _, name = setting.pattern.partition(".")
-    conversion.take(setting, "task", "dpo")
-    if trainer in _LOSSES:
-        conversion.take(setting, "dpo.loss", _LOSSES[trainer])
-    if name == "beta":
-        conversion.take(setting, "dpo.beta", setting.value)
-    elif name in ("model", "argument_0"):
-        model(conversion, setting, rule)
-    elif name == "max_length":
-        length(conversion, setting, rule)
 
 
 # Methods that change no more than what training adds or leaves out by itself, of rendered turns and of texts.
