@@ -907,6 +907,39 @@ def test_the_loss_of_a_trainer_and_of_its_arguments(
         assert sum(line.text == "task: dpo" for line in conversion.lines) == 1
 
 
+@pytest.mark.parametrize(
+    "trainer", ["Trainer", "SFTTrainer", "UnslothTrainer", "DPOTrainer", "KTOTrainer", "CPOTrainer"]
+)
+def test_what_a_trainer_is_given_is_known_or_refused(tmp_path: Path, trainer: str) -> None:
+    text = """
+from trl import {0}
+model = AutoModelForCausalLM.from_pretrained("owner/small")
+collator = DataCollatorForSeq2Seq(tokenizer, padding=True)
+t = {0}(model, {1} train_dataset=load_dataset("owner/rows", split="train"))
+t.train()
+"""
+
+    def texts(arguments: str) -> list[str]:
+        return [line.text for line in of(tmp_path, text.format(trainer, arguments), name="train.py", **given).failures]
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2]}\n')
+    given = {"train": rows} if trainer == "Trainer" else {}
+    plain = ("", "data_collator=collator,", "data_collator=None,", "tokenizer=tokenizer,", "callbacks=[own],")
+    for arguments in (
+        *plain,
+        "args=arguments, compute_metrics=own,",
+        "data_collator=transformers.default_data_collator,",
+    ):
+        assert texts(arguments) == [], arguments
+    for arguments in ("compute_loss_func=own,", "optimizers=(own, None),", "optimizer_cls_and_kwargs=(Own, {}),"):
+        assert texts(arguments) == ["trains by a loss, an optimizer or a schedule of the script"]
+    assert texts("data_collator=OwnCollator(3),") == ["makes batches by the script: OwnCollator(3)"]
+    assert texts("own_argument=3,") == ["is no key that the table of Unsloth has"]
+    callbacks = of(tmp_path, text.format(trainer, "callbacks=[own],"), name="train.py", **given)
+    assert any(line.differs and "callbacks of the script are not called" in line.text for line in callbacks.lines)
+
+
 def test_a_script_of_trl_without_arguments_is_fine_tuned_on_turns_or_texts(tmp_path: Path) -> None:
     text = "t = SFTTrainer('owner/small', train_dataset=load_dataset('owner/chats', split='train'){})\nt.train()\n"
     values = recipe(of(tmp_path, text.format(", neftune_noise_alpha=5"), name="train.py"), tmp_path)

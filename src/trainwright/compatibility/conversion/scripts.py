@@ -74,6 +74,8 @@ _WITH_SETTINGS = (
 _MODELS = ("AutoModelForCausalLM", "AutoLigerKernelForCausalLM", "FastLanguageModel", "FastModel")
 _NAMES_OF_MODELS = ("model_name", "pretrained_model_name_or_path")
 _WITH_REFERENCE = ("DPOTrainer", "KTOTrainer")
+_TRAINERS = (*_WITH_REFERENCE, "ORPOTrainer", "CPOTrainer", "SFTTrainer", "UnslothTrainer", "Trainer")
+_PLACES = ("model", "args", "data_collator", "train_dataset", "eval_dataset")  # of the arguments of trainers
 # Methods of lists and mappings that change them.
 _CHANGES = ("update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear")
 _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
@@ -126,7 +128,16 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
     for name, call in calls_of(module):
         top = _OF_TRAINERS.fullmatch(name) is not None
         arguments: dict[str, Any] = {}
-        for word in call.keywords:
+        places = (
+            ()
+            if name not in _TRAINERS
+            else ("model", "ref_model", *_PLACES[1:])
+            if name in _WITH_REFERENCE
+            else _PLACES
+        )
+        named = [ast.keyword(place, value) for place, value in zip(places, call.args, strict=False)]
+        words = [*call.keywords, *named]
+        for word in words:
             value = constants.value(word.value)
             if word.arg is not None:
                 arguments[word.arg] = value
@@ -135,11 +146,11 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
             elif top or name in _WITH_SETTINGS:
                 unknown = value if is_absent(value) else f"{name}(**{ast.unparse(word.value)})"
                 put(tree, "computed_arguments", unknown, Origin(str(path), call.lineno))
-            if word.arg == "eval_dataset":
-                arguments["eval_dataset"] = Code(ast.unparse(constants.expression(word.value)))
-        arguments |= {f"argument_{at}": constants.value(value) for at, value in enumerate(call.args)}
-        if name in _WITH_REFERENCE:
-            arguments |= {key: models.reference(call) for key in ("ref_model", "argument_1") if key in arguments}
+            if word.arg in ("eval_dataset", "data_collator"):
+                arguments[word.arg] = Code(ast.unparse(constants.expression(word.value)))
+        arguments |= {f"argument_{at}": constants.value(call.args[at]) for at in range(len(named), len(call.args))}
+        if name in _WITH_REFERENCE and "ref_model" in arguments:
+            arguments["ref_model"] = models.reference(call)
         elif name in _MODELS and models.whose(call) is not None:
             name = f"{models.whose(call)}_model"
         elif name in _MODELS and len(models.trained) > 1:
@@ -151,7 +162,7 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
             name = f"{name}_validation"
         if not top and isinstance(tree.values.get(name), dict) and name in _SEVERAL:
             name = f"{name}_{sum(key.startswith(name) for key in tree.values)}"
-        lines = {word.arg: word.value.lineno for word in call.keywords}
+        lines = {word.arg: word.value.lineno for word in words}
         for key, value in arguments.items():
             put(tree, key if top else f"{name}.{key}", value, Origin(str(path), lines.get(key, call.lineno)))
     for key, part in _other_kinds(module):

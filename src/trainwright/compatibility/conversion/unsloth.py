@@ -139,6 +139,19 @@ def responses(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 
 _COLLATOR = "DataCollatorForCompletionOnlyLM"
+_COLLATORS = re.compile(
+    rf"(?:\w+\.)*(?:{_COLLATOR}|DataCollatorFor(?:LanguageModeling|Seq2Seq|Preference)|DataCollatorWith(?:Padding|Flattening)"
+    r"|DPODataCollatorWithPadding|default_data_collator)\b(?:\(.*\))?",
+    re.DOTALL,
+)
+
+
+def collator(conversion: Conversion, setting: Setting, rule: Rule) -> None:
+    """Leave out a collator that is known: it pads, or its own arguments are read."""
+    if not setting.is_on or _COLLATORS.fullmatch(str(setting.value)):
+        conversion.drop(setting, "is about how batches are padded, or read with its own arguments")
+    else:
+        conversion.refuse(setting, f"makes batches by the script: {shown(setting.value)}")
 
 
 def completions(conversion: Conversion, setting: Setting, rule: Rule) -> None:
