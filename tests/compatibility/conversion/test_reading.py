@@ -79,6 +79,8 @@ def test_a_backslash_before_a_line_break_joins_lines_of_a_configuration(tmp_path
     assert joined == {"output_dir": "a\tb", "seed": 7, "launcher": {"program": "train"}}
     tabs = values(tmp_path, f"cat > a.yaml <<-EOF\n\t{body}{command}")
     assert tabs == joined
+    with pytest.raises(RequestError, match="tab"):  # that of a value stays, as tabs go before values are put in
+        values(tmp_path, f"NAME='\tseed: 7'\ncat > a.yaml <<-EOF\n\toutput_dir: a\n$NAME\n\tEOF\n{command}")
     quoted = "cat > a.yaml <<'EOF'\noutput_dir: a\\\nEOF\n"
     assert values(tmp_path, quoted + command)["output_dir"] == "a\\"
 

@@ -48,6 +48,8 @@ _LONGEST_TEXT = 10_000
 _LONGEST_LINE = 100_000  # characters of a command, with the values of its variables
 _LONGEST_PATH = 4096
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+# What ends a text, an array, or a here-document: its word, whether that is quoted, whether tabs before lines go.
+_End = str | tuple[str, bool, bool]
 _NO_COMMANDS = {"echo", "printf", "cat"}  # what follows these is text
 
 
@@ -128,8 +130,8 @@ class _Script:
             name = f"{name}[@]"
         self._assign(name, f"{self._variables.get(name, '')} {body}" if match[2] else body)
 
-    def _end(self, kind: str) -> int | None:
-        """Return the next line that ends what is begun: ``)``, ``"``, or the word of a here-document."""
+    def _end(self, kind: _End) -> int | None:
+        """Return the next line that ends what is begun."""
         places = self._ends.get(kind, [])
         position = bisect_left(places, self._at)
         return places[position] if position < len(places) else None
@@ -138,11 +140,14 @@ class _Script:
         """Keep the here-document that a line writes to a file; otherwise note which of those kept it changes."""
         here, file = _HERE.search(line), _WRITTEN.search(line)
         name = normpath(file[2].strip("\"'")) if file else ""
-        if here and file and (last := self._end("'" * bool(here[2]) + "\t" * bool(here[1]) + here[3])) is not None:
+        if here and file and (last := self._end((here[3], bool(here[2]), bool(here[1])))) is not None:
+            lines = self._lines[self._at : last]
+            if here[1]:
+                joins = [False, *(not here[2] and _CONTINUES.search(line) is not None for line in lines)]
+                lines = [line if joined else line.lstrip("\t") for line, joined in zip(lines, joins, strict=False)]
             # Keeps the numbers of lines, up to those that are joined.
-            body = "\n" * self._at + "\n".join(self._lines[self._at : last])
+            body = "\n" * self._at + "\n".join(lines)
             body = body if here[2] else _expanded(body, self._variables)
-            body = re.sub(r"^\t+", "", body, flags=re.MULTILINE) if here[1] else body
             is_whole = ">>" not in file[1] and "-a" not in file[1] and name not in self._unread
             self.documents[name] = body if is_whole else None
             self._unread.add(name)
@@ -166,17 +171,17 @@ class _Script:
             return []
 
 
-def _ends_of(lines: Sequence[str], plain: Sequence[str]) -> dict[str, list[int]]:
-    """Return the lines that end with ``)`` and ``"``, and those that are one word, with a tab before it for ``<<-``.
-
-    In a here-document whose word is quoted (``'`` before it), no line continues the one before.
-    """
-    ends = {end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')}
+def _ends_of(lines: Sequence[str], plain: Sequence[str]) -> dict[_End, list[int]]:
+    """Return the lines that may end what is begun. Where a word is quoted, no line continues the one before."""
+    ends: dict[_End, list[int]] = {
+        end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')
+    }
     for at, line in enumerate(lines):
         if (word := line.lstrip("\t")).isidentifier():
             continues = at > 0 and _CONTINUES.search(lines[at - 1]) is not None
-            for kind in (f"'\t{word}", f"'{line}", *(() if continues else (f"\t{word}", line))):
-                ends.setdefault(kind, []).append(at)
+            for is_quoted in (True,) if continues else (True, False):
+                for strips_tabs in (True,) if line != word else (True, False):
+                    ends.setdefault((word, is_quoted, strips_tabs), []).append(at)
     return ends
 
 
