@@ -781,16 +781,16 @@ def test_a_script_that_names_the_column_of_its_texts(tmp_path: Path) -> None:
     assert recipe(of(tmp_path, texts, name="unsloth.py"), tmp_path)["data"]["format"] == "text"
     assert "format" not in recipe(of(tmp_path, named, name="unsloth.py"), tmp_path)["data"]  # a function writes it
     older = """
-trainer = SFTTrainer("owner/small", args=TrainingArguments("out"), dataset_text_field="text", max_seq_length=64,
+trainer = SFTTrainer("owner/small", args=TrainingArguments("out"), dataset_text_field="body", max_seq_length=64,
     train_dataset=load_dataset("owner/chats", split="train"))
 trainer.train()
 """
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"messages": [{"role": "user", "content": "a"}], "text": "a"}\n')
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}], "body": "a"}\n')
     for train in (None, rows):
         data = recipe(of(tmp_path, older, name="train.py", train=train), tmp_path)["data"]
-        assert data["format"] == "text"
-        unnamed = older.replace('dataset_text_field="text", ', "")
+        assert data["format"] == "text" and data["columns"] == {"text": "body"}
+        unnamed = older.replace('dataset_text_field="body", ', "")
         data = recipe(of(tmp_path, unnamed, name="train.py", train=train), tmp_path)["data"]
         assert data.get("format") != "text"
 
