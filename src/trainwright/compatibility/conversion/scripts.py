@@ -538,8 +538,13 @@ class _Models:
     def _reached(self, nodes: Sequence[ast.expr]) -> set[int]:
         """Return the loads, by their ids, of which expressions are made."""
         left, seen, loads = list(nodes), set[str](), set[int]()
+        walked: set[int] = set()
         while left:
-            for node in ast.walk(left.pop()):
+            expression = left.pop()
+            if id(expression) in walked:
+                continue  # several names are set to it
+            walked.add(id(expression))
+            for node in ast.walk(expression):
                 if id(node) in self._loads:
                     loads.add(id(node))
                 name = _last_name(node)
