@@ -43,6 +43,6 @@ def _checked(name: str, kind: Any, value: Any, **options: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value, **options)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        items = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]
+        problems = error.errors(include_url=False)
+        items = [item for item in problems if item["loc"][:1] == problems[0]["loc"][:1]]
         raise RequestError(f"{name or items[0]['loc'][0]}: {expected_and_found(*items)}") from None

@@ -128,14 +128,7 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
     for name, call in calls_of(module):
         top = _OF_TRAINERS.fullmatch(name) is not None
         arguments: dict[str, Any] = {}
-        places = (
-            ()
-            if name not in _TRAINERS
-            else ("model", "ref_model", *_PLACES[1:])
-            if name in _WITH_REFERENCE
-            else _PLACES
-        )
-        named = [ast.keyword(place, value) for place, value in zip(places, call.args, strict=False)]
+        named = [ast.keyword(place, value) for place, value in zip(_places_of(name), call.args, strict=False)]
         words = [*call.keywords, *named]
         for word in words:
             value = constants.value(word.value)
@@ -496,6 +489,13 @@ class _Constants:
         return Code(ast.unparse(node))
 
 
+def _places_of(trainer: str) -> tuple[str, ...]:
+    """Return the names of a trainer's first arguments, which a script may pass without them; none of other calls."""
+    if trainer in _WITH_REFERENCE:
+        return ("model", "ref_model", *_PLACES[1:])
+    return _PLACES if trainer in _TRAINERS else ()
+
+
 class _Models:
     """Which of the models that a script loads its trainers train, and which they compare with.
 
@@ -508,19 +508,19 @@ class _Models:
         calls = calls_of(module)
         self._loads = {id(call): call for name, call in calls if name in _MODELS}
         trainers = [(name, call) for name, call in calls if name.endswith("Trainer")]
-        made = {id(call) for _, call in trainers}  # what a model is after the training says nothing about it before
+        results = {id(call) for _, call in trainers}  # what a model is after the training says nothing about it before
         off = {id(statement) for _, branch in _dead_branches(module) for statement in branch}
         self._set: dict[str, list[ast.expr]] = {}  # by name, of which expressions its values are made
         for name, value in _made_of(module, off):
-            if name and id(value) not in made:
+            if name and id(value) not in results:
                 self._set.setdefault(name, []).append(value)
-        given = [node for _, call in trainers if (node := _given(call, 0, "model"))]
+        models = [node for _, call in trainers if (node := _argument(call, 0, "model"))]
         compared = [
-            node for name, call in trainers if name in _WITH_REFERENCE and (node := _given(call, 1, "ref_model"))
+            node for name, call in trainers if name in _WITH_REFERENCE and (node := _argument(call, 1, "ref_model"))
         ]
         self._compared = self._reached(compared)
-        self._trained = self._reached(given) or self._loads.keys() - self._compared
-        self.trained = self._names(given, self._trained)
+        self._trained = self._reached(models) or self._loads.keys() - self._compared
+        self.trained = self._names(models, self._trained)
 
     def whose(self, load: ast.Call) -> str | None:
         """Return whose model a call loads, reference or other; None: the one that is trained."""
@@ -529,7 +529,7 @@ class _Models:
 
     def reference(self, trainer: ast.Call) -> Any:
         """Return the model that a trainer compares with; None if there is none, or the one that is trained."""
-        node = _given(trainer, 1, "ref_model")
+        node = _argument(trainer, 1, "ref_model")
         if node is None or all(self._constants.value(one) is None for one in self._set.get(_last_name(node), [node])):
             return None
         names = self._names([node], self._reached([node]))
@@ -555,9 +555,9 @@ class _Models:
 
     def _names(self, nodes: Sequence[ast.expr], loads: Iterable[int]) -> set[str]:
         """Return the names of models: those that are given as texts, and those that are loaded."""
-        given = [value for node in nodes if isinstance(value := self._constants.value(node), str)]
-        loaded = [_given(self._loads[load], 0, *_NAMES_OF_MODELS) for load in loads]
-        names = [value for value in given if not isinstance(value, Code)]
+        texts = [value for node in nodes if isinstance(value := self._constants.value(node), str)]
+        loaded = [_argument(self._loads[load], 0, *_NAMES_OF_MODELS) for load in loads]
+        names = [value for value in texts if not isinstance(value, Code)]
         return {*names, *(str(self._constants.value(node)) for node in loaded if node is not None)}
 
 
@@ -576,7 +576,7 @@ def _made_of(module: ast.Module, off: set[int]) -> Iterator[tuple[str, ast.expr]
                 yield from ((name.lstrip("."), value) for name, value in passed if value is not None)
 
 
-def _given(call: ast.Call, at: int, *names: str) -> ast.expr | None:
+def _argument(call: ast.Call, at: int, *names: str) -> ast.expr | None:
     """Return what a call passes as an argument, by a name or by its place."""
     return next((word.value for word in call.keywords if word.arg in names), next(iter(call.args[at : at + 1]), None))
 

@@ -210,8 +210,8 @@ def _numbers_of_blocks(args: Any) -> tuple[int, ...]:
     packed = args[0].dtype == torch.uint8
     first, second = (2 * matrix.numel() * (2 if packed else 1) for matrix in args[:2])
     result = 2 * args[0].shape[0] * args[1].shape[1]
-    found = (first, first, -first, second, second, -second) if packed else (first, second)
-    return -result, *found, result, -first, -second
+    operands = (first, first, -first, second, second, -second) if packed else (first, second)
+    return -result, *operands, result, -first, -second
 
 
 def _flash_workspace(query: torch.Tensor, backward: bool) -> int:
