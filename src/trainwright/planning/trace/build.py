@@ -135,12 +135,12 @@ def build(request: TraceRequest, regime: Regime, longest: int = 0) -> Built:
     Args:
         longest: the length of the longest sequence that it runs on.
     """
-    wanted = request.model
-    model = _model(wanted, (0, _WINDOW) if regime.windows else (longest + 1, 2**62))
-    if wanted.trainable is not None:
+    description = request.model
+    model = _model(description, (0, _WINDOW) if regime.windows else (longest + 1, 2**62))
+    if description.trainable is not None:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in wanted.trainable))
-    if wanted.adapter and not request.hooked:
+            parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in description.trainable))
+    if description.adapter and not request.hooked:
         join_adapters(model)
     packed, attention = request.rows in ("packed", "equal"), request.device.limits.attention
     kernels: Kernels = "eager"
@@ -150,18 +150,18 @@ def build(request: TraceRequest, regime: Regime, longest: int = 0) -> Built:
         CausalLM(
             model,
             packed=packed,
-            z_loss=float(wanted.z_loss),
-            router_loss=_OfAllRouters.of(model) if wanted.router_loss else None,
+            z_loss=float(description.z_loss),
+            router_loss=_OfAllRouters.of(model) if description.router_loss else None,
             attention=attention,
             kernels=kernels,
         )
-        if wanted.last_block is None
-        else UnlearnLM(model, packed=packed, layer=wanted.last_block, attention=attention, kernels=kernels)
+        if description.last_block is None
+        else UnlearnLM(model, packed=packed, layer=description.last_block, attention=attention, kernels=kernels)
     )
     for parameter in lm.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[request.dtype])
-    use_float8(lm.blocks(), wanted.float8)
+    use_float8(lm.blocks(), description.float8)
     if packed and request.device.is_gpu:
         attend_as_on_gpu(lm, request.device)
     if request.device.is_gpu or request.hooked:  # then a tied embedding's gradient is not added to the head's in place
@@ -190,25 +190,25 @@ class _OfAllRouters(RouterLoss):
         return super().sum([logits[number % len(logits)] for number in range(self.routers)], batch)
 
 
-def _model(wanted: TracedModel, windows: tuple[int, int] | None = None) -> Any:
+def _model(description: TracedModel, windows: tuple[int, int] | None = None) -> Any:
     """Return the model on the meta device in fp32, with its adapter. ``windows``: the least and the most that those of
     its configuration are changed to; some models have scores for each position of a window.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    given = json.loads(wanted.configuration)
+    given = json.loads(description.configuration)
     fields = {key: value for key, value in without_ignored(given).items() if key != "source_sha256"}
     if given.get("model_type") == OWN:
         fields["implementation"] = given["implementation"]
     kind = fields.pop("model_type")
     register(kind)
     config = config_of(kind, fields, "model")
-    if wanted.implementation == "gpt" and config.model_type != "gpt":
+    if description.implementation == "gpt" and config.model_type != "gpt":
         register("gpt")
         config = gpt_config(config)
-    if wanted.dropout is not None:
-        set_dropout(config, wanted.dropout)
+    if description.dropout is not None:
+        set_dropout(config, description.dropout)
     for part in _parts(config):
         for name in _WINDOWS:
             own = getattr(part, name, None)
@@ -222,8 +222,8 @@ def _model(wanted: TracedModel, windows: tuple[int, int] | None = None) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not own:
         model.tie_weights()
-    if wanted.adapter:
-        section = AdapterSection(**json.loads(wanted.adapter))
+    if description.adapter:
+        section = AdapterSection(**json.loads(description.adapter))
         if section.quantization != "none":
             import bitsandbytes
 
